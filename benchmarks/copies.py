@@ -10,22 +10,19 @@ is missed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.elasticity import copying  # noqa: E402
+from benchmarks import gpt_turns  # noqa: E402
+from benchmarks.report import Result, Row, finish, measured, parser_of, run  # noqa: E402
 from tests.cluster.jobs import ElasticJob  # noqa: E402
 
 LIMIT_S = 180.0
@@ -33,74 +30,35 @@ GOAL_LOST, GOAL_COST = 1, 0.05
 FLAGS = "--train-iters 99999 --save-interval 99999".split()
 
 
-class Row(NamedTuple):
-    """A figure of the table; without a goal it is only shown."""
-
-    what: str
-    figure: str
-    goal: str = ""
-    met: bool | None = None
-
-
 def main() -> int:
     """Measure as the command line says; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer turns")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    options = parser.parse_args()
-    figures = cost(3 if options.quick else 8)
+    options = parser_of(__doc__, (), "fewer turns").parse_args()
+    print(f"on {os.cpu_count()} cores, {gpt_turns.RANKS['copying']} ranks and their keepers\n")
     with tempfile.TemporaryDirectory(prefix="copies-") as folder:
-        figures |= losses(Path(folder), times=1 if options.quick else 4)
-    rows = table(figures)
-    print_table(rows)
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0 if all(row.met is not False for row in rows) else 1
+        total = run(
+            {
+                "cost": lambda: cost(3 if options.quick else 8),
+                "losses": lambda: losses(Path(folder), times=1 if options.quick else 4),
+            }
+        )
+    return finish(total, options.json)
 
 
-def cost(rounds: int) -> dict[str, Any]:
+def cost(rounds: int) -> Result:
     """How much longer steps are for copies."""
-    result = copying.measure(rounds)
-    figures: dict[str, Any] = {"copies": result["notice"]}
-    for name in ("each", "tenth"):
-        for unit in ("s", "cpu_s"):
-            told = result[name]
-            pairs = zip(told[f"copying_{unit}"], told[f"plain_{unit}"], strict=True)
-            costs = [with_copies / without - 1 for with_copies, without in pairs]
-            figures[f"{name}_{unit}"] = statistics.median(costs)
-    figures["step_s"] = statistics.median(result["each"]["plain_s"] + result["tenth"]["plain_s"])
-    return figures
+    result = gpt_turns.measure("copying", rounds)
+    steps_ms = [1e3 * step_s for name in ("each", "tenth") for step_s in result[name]["plain_s"]]
+    note = result["notice"].removeprefix("every step ")
+    rows = [measured("a step without copies", steps_ms, unit="ms", note=note)]
+    for name, text in (("tenth", "one step in ten"), ("each", "every step")):
+        goal = GOAL_COST if name == "tenth" else None
+        longer, more = (gpt_turns.costs(result[name], "copying", unit) for unit in ("s", "cpu_s"))
+        rows.append(measured(f"{text}: longer steps", longer, goal=goal))
+        rows.append(measured(f"{text}: more processor time", more))
+    return Result(rows=rows, facts={"copies": result})
 
 
-def table(figures: dict[str, Any]) -> list[Row]:
-    """Figures beside their goals."""
-    lost, tenth = figures["lost_steps"], figures["tenth_s"]
-    return [
-        Row("a step without copies", f"{figures['step_s'] * 1e3:.0f} ms"),
-        Row("copies", figures["copies"].removeprefix("every step ")),
-        Row(
-            "one step in ten: longer steps", f"{tenth:+.1%}", f"{GOAL_COST:.0%}", tenth <= GOAL_COST
-        ),
-        Row("one step in ten: more processor time", f"{figures['tenth_cpu_s']:+.1%}"),
-        Row("every step: longer steps", f"{figures['each_s']:+.1%}"),
-        Row("every step: more processor time", f"{figures['each_cpu_s']:+.1%}"),
-        Row("nodes killed", f"{len(figures['lost'])}"),
-        Row("restored from copies", f"{figures['restored']}"),
-        Row("steps lost with a node, at most", f"{lost}", f"{GOAL_LOST}", lost <= GOAL_LOST),
-    ]
-
-
-def print_table(rows: list[Row]) -> None:
-    """Print what was measured."""
-    wide = max(len(row.what) for row in rows)
-    print(f"on {os.cpu_count()} cores, {copying.RANKS} ranks and their keepers\n")
-    print(f"{'':{wide}}  {'measured':>8}  {'goal':>6}")
-    for row in rows:
-        told = "" if row.met is None else "met" if row.met else "MISSED"
-        print(f"{row.what:{wide}}  {row.figure:>8}  {row.goal:>6}  {told}".rstrip())
-
-
-def losses(folder: Path, *, times: int) -> dict[str, Any]:
+def losses(folder: Path, *, times: int) -> Result:
     """Kill a node at a random moment of a step, and let another come in its place."""
     (here := folder / "losses").mkdir()
     moments = random.Random(1)
@@ -119,7 +77,12 @@ def losses(folder: Path, *, times: int) -> dict[str, Any]:
     finally:
         job.close()
     restored = job.said().count("was restored from copies in memory")
-    return {"lost_steps": max(lost), "lost": lost, "restored": restored}
+    rows = [
+        Row(what="nodes killed", value=len(lost)),
+        Row(what="restored from copies", value=restored),
+        Row(what="steps lost with a node, at most", value=max(lost), goal=GOAL_LOST),
+    ]
+    return Result(rows=rows, facts={"lost": lost})
 
 
 def is_present(job: ElasticJob, name: str) -> bool:

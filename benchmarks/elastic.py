@@ -16,7 +16,6 @@ status 1 where a goal is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -24,18 +23,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.elasticity import saving  # noqa: E402
+from benchmarks import gpt_turns  # noqa: E402
 from benchmarks.elasticity.nodes import why_not  # noqa: E402
 from benchmarks.elasticity.pieces import pieces  # noqa: E402
 from benchmarks.elasticity.repartition import repartition  # noqa: E402
-from benchmarks.elasticity.soak import Result, Soak  # noqa: E402
-from benchmarks.gpt_rank import train  # noqa: E402
+from benchmarks.elasticity.soak import Soak  # noqa: E402
+from benchmarks.ranks import train  # noqa: E402
+from benchmarks.report import Result, Row, finish, measured, missing, parser_of, run  # noqa: E402
 from tests.cluster.jobs import FLAGS, ElasticJob  # noqa: E402
 
 PARTS = ("morphs", "start", "checkpoint", "repartition", "pieces", "soak")
@@ -51,58 +50,33 @@ EVENTS, QUICK_EVENTS = 100, 4
 
 def main() -> int:
     """Measure as the command line says; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two morphs, fewer steps and events")
+    parser = parser_of(__doc__, (), "two morphs, fewer steps and events")
     parser.add_argument("--part", action="append", choices=PARTS, help="all by default")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--events", type=int, help=f"of the soak ({EVENTS}; quick {QUICK_EVENTS})")
     parser.add_argument("--seed", type=int, default=1, help="of its events (1)")
     parser.add_argument("--minutes", type=float, help="after which no event comes (55; quick 1.5)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the soak's logs")
     options = parser.parse_args()
-    parts = options.part or PARTS
-    figures: dict[str, Any] = {}
-    goals: list[tuple[str, bool]] = []
-    with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
-        if "morphs" in parts:
-            figures |= morphs(Path(folder) / "morphs", quick=options.quick)
-            goals += [
-                ("losses within 1e-5", figures["loss_difference"] <= GOAL_LOSS),
-                ("no step lost after a notice", figures["lost_after_notice"] == 0),
-                (f"a morph within {GOAL_S:g} s", figures["morph_s"] <= GOAL_S),
-            ]
-        if "start" in parts:
-            figures["start_s"] = start(Path(folder) / "start")
-            print(f"process start, import and load under torchrun: {figures['start_s']:.2f} s")
-        if "morph_s" in figures and "start_s" in figures:
-            figures["ratio"] = figures["morph_s"] / figures["start_s"]
-            print(f"a morph takes {figures['ratio']:.2f} of it")
-            goals.append((f"at most {GOAL_RATIO:g} of it", figures["ratio"] <= GOAL_RATIO))
-        if "checkpoint" in parts:
-            figures |= checkpoint(quick=options.quick)
-            told = f"a checkpoint every ten steps costs at most {GOAL_SAVING:.0%}"
-            goals.append((told, figures["saving"] <= GOAL_SAVING))
-        if "repartition" in parts:
-            regained, reached = repartition(Path(folder), quick=options.quick)
-            figures |= regained
-            goals += reached
-        if "pieces" in parts:
-            figures |= pieces(Path(folder), quick=options.quick)
-        if "soak" in parts and (reason := why_not()) is not None:
-            print(f"soak: skipped: {reason}")
-        elif "soak" in parts:
-            found = soak(Path(folder) if options.keep is None else options.keep, options)
-            figures["soak"] = {**vars(found)}
-            told = f"{sum(found.counts.values())} events: it goes on or ends with the reason"
-            goals.append((told, not found.failures))
-    for text, met in goals:
-        print(f"{'met   ' if met else 'MISSED'}  {text}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0 if all(met for _, met in goals) else 1
+    quick: bool = options.quick
+    with tempfile.TemporaryDirectory(prefix="elastic-") as name:
+        folder = Path(name)
+        parts = {
+            "morphs": lambda: morphs(folder / "morphs", quick=quick),
+            "start": lambda: start(folder / "start"),
+            "checkpoint": lambda: checkpoint(quick=quick),
+            "repartition": lambda: repartition(folder, quick=quick),
+            "pieces": lambda: pieces(folder, quick=quick),
+            "soak": lambda: soak(folder if options.keep is None else options.keep, options),
+        }
+        total = run({part: parts[part] for part in PARTS if part in (options.part or PARTS)})
+    if {"morph_s", "start_s"} <= set(total.facts):
+        ratio = total.facts["morph_s"] / total.facts["start_s"]
+        total.rows.append(Row(what="a morph by a start", value=ratio, goal=GOAL_RATIO))
+        print(total.rows[-1].line)
+    return finish(total, options.json)
 
 
-def morphs(folder: Path, *, quick: bool) -> dict[str, Any]:
+def morphs(folder: Path, *, quick: bool) -> Result:
     """Take a job through its shapes."""
     folder.mkdir()
     job = ElasticJob(folder, "abcd", [*ENDLESS, "--save-interval", str(SAVE_INTERVAL)])
@@ -133,15 +107,22 @@ def morphs(folder: Path, *, quick: bool) -> dict[str, Any]:
         if line["iteration"] > SAVE_INTERVAL
     )
     missing = set(range(1, last + 1)) - {line["iteration"] for line in lines}
-    print(f"{last} steps, {len(missing)} missing; losses differ by {worst:.1e} at most")
-    return {
+    lost = sum(one["lost_steps"] for one in epochs[1:-1]) + len(missing)
+    facts = {
         "morph_s": statistics.median(one["phases_s"]["whole"] for one in planned),
         "morphs": [{"shape": one["shape"], **one["phases_s"]} for one in epochs[1:]],
-        "lost_after_notice": sum(one["lost_steps"] for one in epochs[1:-1]) + len(missing),
         "lost_without_notice": epochs[-1]["lost_steps"],
-        "loss_difference": worst,
         "steps": last,
     }
+    note = f"{last} steps, {len(missing)} missing"
+    what = "largest difference of a loss to an undisturbed run"
+    rows = [
+        Row(what=what, value=worst, goal=GOAL_LOSS, note=note),
+        Row(what="steps lost after a notice", value=lost, goal=0),
+        Row(what="steps lost with a node", value=epochs[-1]["lost_steps"]),
+        Row(what="a morph", value=facts["morph_s"], unit="s", goal=GOAL_S),
+    ]
+    return Result(rows=rows, facts=facts)
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
@@ -152,38 +133,41 @@ def shape_on(job: ElasticJob, names: str) -> None:
     job.until(lambda: "whole" in job.epoch(epoch)["phases_s"], "times of the morph")
 
 
-def start(folder: Path) -> float:
-    """Seconds from the start of four processes to a loaded model."""
+def start(folder: Path) -> Result:
+    """Times four processes under torchrun from their start to a loaded model."""
     saved, words = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
     train([*words, *shape], folder / "first", 4, LIMIT_S)
     begin_ns = time.time_ns()
     again = ["--load", str(saved), "--exit-interval", "1"]
     lines = train([*words, *again], folder / "second", 4, LIMIT_S)
-    return float(next(line["unix_ns"] for line in lines if "loaded_s" in line) - begin_ns) / 1e9
+    loaded_ns = next(line["unix_ns"] for line in lines if "loaded_s" in line)
+    took_s = (loaded_ns - begin_ns) / 1e9
+    what = "process start, import and load under torchrun"
+    return Result(rows=[Row(what=what, value=took_s, unit="s")], facts={"start_s": took_s})
 
 
-def checkpoint(*, quick: bool) -> dict[str, float]:
+def checkpoint(*, quick: bool) -> Result:
     """What checkpoints behind training cost, in time on the clock and of processors."""
-    result = saving.measure(6 if quick else 24)
-    cost, processors = (statistics.median(saving.costs(result, unit)) for unit in ("s", "cpu_s"))
-    waited = statistics.median(result["waited_s"])
-    print(
-        f"steps of {result['step_s'] * 1e3:.0f} ms, a checkpoint of"
-        f" {result['size_bytes'] / 1e6:.1f} MB every {saving.WINDOW}: steps are {cost:.1%} longer,"
-        f" of which training waits {waited / saving.WINDOW / result['step_s']:.1%}; they take"
-        f" {processors:.1%} more processor time"
-    )
-    return {
-        "step_s": result["step_s"],
-        "saving": cost,
-        "saving_cpu": processors,
-        "waited_s": waited,
-    }
+    result = gpt_turns.measure("saving", 6 if quick else 24)
+    step_s, window = result["step_s"], gpt_turns.WINDOW
+    waits = [waited_s / window / step_s for waited_s in result["waited_s"]]
+    note = f"{result['size_bytes'] / 1e6:.1f} MB, steps of {1e3 * step_s:.0f} ms"
+    what = "a checkpoint every ten steps: "
+    rows = [
+        measured(
+            what + "longer steps", gpt_turns.costs(result, "saving"), goal=GOAL_SAVING, note=note
+        ),
+        measured(what + "of these training waits", waits),
+        measured(what + "more processor time", gpt_turns.costs(result, "saving", "cpu_s")),
+    ]
+    return Result(rows=rows, facts={"checkpoint": result})
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:
     """Let nodes fail at random; prints what happens as it does."""
+    if (reason := why_not()) is not None:
+        return Result(rows=[missing("soak", reason)])
     events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
     minutes = options.minutes or (1.5 if options.quick else 55.0)
     signal.signal(signal.SIGTERM, _end)
@@ -191,18 +175,19 @@ def soak(folder: Path, options: argparse.Namespace) -> Result:
     folder.mkdir(parents=True)
     with Soak(folder, options.seed, [*FLAGS, *SOAK_FLAGS], say) as job:
         found = job.run(events, minutes * 60)
-    told = ", ".join(f"{value} {name}" for name, value in found.figures.items())
     print(found.table())
     went_on = sum(map(len, found.recoveries_s.values()))
     print(f"seed {found.seed}: went on {went_on} times, ended {len(found.ended)} times")
     for line in found.ended:
         print(f"ended with the reason: {line}")
-    print(told)
+    print(", ".join(f"{value} {name}" for name, value in found.figures.items()))
     for text in found.tracebacks:
         print(f"a traceback ended with: {text}")
     for text in found.failures:
         print(f"FAILED (seed {found.seed}): {text}")
-    return found
+    what = f"{found.counts.total()} events: times that the job neither went on nor gave a reason"
+    row = Row(what=what, value=len(found.failures), goal=0)
+    return Result(rows=[row], facts={"soak": vars(found)})
 
 
 def _end(number: int, frame: object) -> None:

@@ -4,33 +4,24 @@ Two processes train the same model. Within one job the competitors take turns on
 step by step, so that whatever else the machine does hits all of them alike; a row is the median
 over rounds of the ratio to the rival in the same round. At the end of a job every competitor runs
 the same microbatches on the same weights, and losses and gradients must agree. Part of
-``benchmarks/schedules.py``; run by itself, this file is one rank.
+``benchmarks/schedules.py``, and of ``benchmarks/transport.py``, where competitors are transports
+between more ranks than processors: a rank that waits must not take the time of one that computes.
+Run by itself, this file is one rank.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = (
-    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256"
-    " --max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0"
-    " --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --train-iters 100000"
-    " --mock-data --vocab-size 1023 --tokenizer-type NullTokenizer --eval-iters 0"
-    " --pipeline-model-parallel-size 2"
-).split()
-MICROBATCHES = 8
+from benchmarks import ranks
+from benchmarks.ranks import GPT, MICROBATCHES, GptRank, rank_main
+from benchmarks.report import Row, measured
+
 WARMUPS = 2
 MOST_DIFFERENCE = {"loss": 1e-5, "gradient": 1e-5}
 Function = Callable[[Any], list[Any]]
@@ -38,17 +29,19 @@ Function = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Job:
-    """Two ranks whose chunks several competitors run in turns.
+    """Some ranks whose chunks several competitors run in turns.
 
     Attributes:
-        flags: which chunks to build; beyond ``MODEL``.
+        flags: which chunks to build; beyond ``GPT`` and the width.
         competitors: the first is what losses and gradients are compared with. ``megatron`` is
             megatron-core's own schedule, ``torch ...`` one of ``torch.distributed.pipelining``,
-            any other one of ours.
+            any other one of ours; a transport has our 1F1B on it.
+        ranks: how many.
     """
 
     flags: str
     competitors: tuple[str, ...]
+    ranks: int = 2
 
 
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
@@ -63,6 +56,9 @@ JOBS = {
         ("zb-v", "adaptive", "torch zb-v", "torch zb-v, our W"),
     ),
 }
+TRANSPORTS = ("shm", "gloo", "tcp")
+OVER_TRANSPORTS = "transports"
+ALL_JOBS = {**JOBS, OVER_TRANSPORTS: Job("--pipeline-schedule megatron", TRANSPORTS, ranks=4)}
 # job, our schedule, its rival, most it may take relative to the rival; None where that is no goal
 DUELS: tuple[tuple[str, str, str, float | None], ...] = (
     ("1 chunk", "1f1b", "megatron", 1.02),
@@ -80,61 +76,50 @@ DUELS: tuple[tuple[str, str, str, float | None], ...] = (
 
 def takes_part(job: str, name: str, index: int) -> bool:
     """Whether a competitor runs in a round: in every second one if no goal looks at it."""
-    return index % 2 == 0 or any(
-        duel[0] == job and name in duel[1:3] and duel[3] is not None for duel in DUELS
-    )
+    if index % 2 == 0 or job == OVER_TRANSPORTS:
+        return True
+    return any(duel[0] == job and name in duel[1:3] and duel[3] is not None for duel in DUELS)
 
 
-class Rank:
+class Rank(GptRank):
     """One rank: the model, and one function per competitor that runs a step up to its gradients.
 
     Args:
-        job: one of ``JOBS``.
+        _: folder that it does not need.
+        job: one of ``ALL_JOBS``.
     """
 
-    def __init__(self, job: str) -> None:
-        from megatron.adaptive import accelerator as device
-        from megatron.adaptive.config.arguments import parse
-        from megatron.adaptive.config.environment import Environment
-
-        environment = Environment.read()
-        config = parse([*MODEL, *JOBS[job].flags.split()], world_size=environment.world_size)
-        self._accelerator = device.detect(environment.local_rank)
-        device.install()
-        device.quiet_libraries()
-
-        import torch
+    def __init__(self, _: Path, job: str) -> None:
+        of_job = ALL_JOBS[job]
+        size = ["--hidden-size", "256", "--pipeline-model-parallel-size", str(of_job.ranks)]
+        super().__init__([*GPT, *size, *of_job.flags.split()])
 
         from megatron.adaptive.engine.deferred_layers import attach_stores
         from megatron.adaptive.gpt.forward import DropoutKeys, GptForward
-        from megatron.adaptive.gpt.initialize import start_job
-        from megatron.adaptive.gpt.setup import build_run, make_loader
 
-        torch.set_num_threads(1)
+        splits = self._job.config.splits_backward
         self._name = job
-        self._job = start_job(config, environment, self._accelerator)
-        self._run = build_run(self._job)
-        self._stores = attach_stores(self._run.chunks) if config.splits_backward else None
+        self._stores = attach_stores(self._run.chunks) if splits else None
         self._forward = GptForward(self._accelerator, DropoutKeys(1, enabled=False))
-        self._loader: Any = make_loader(self._run, self._run.samples.train, 0)
-        self._wirings: list[Any] = [self._run.wiring] if self._run.wiring is not None else []
-        self._functions = {name: self._function(name) for name in JOBS[job].competitors}
+        self._wirings: list[Any] = []
+        self._functions = {name: self._function(name) for name in of_job.competitors}
 
-    def measure(self, rounds: int) -> dict[str, list[float | None]]:
+    def measure(self, rounds: int) -> dict[str, Any]:
         """Take turns.
 
         Returns:
-            The step times in seconds of each competitor, round by round; ``None`` where it sat out.
+            Under ``times`` the step times in seconds of each competitor, round by round, ``None``
+            where it sat out; under ``differences`` what :meth:`compare` found.
         """
         times: dict[str, list[float | None]] = {name: [] for name in self._functions}
         for index in range(-WARMUPS, rounds):
             order = [name for name in times if index < 0 or takes_part(self._name, name, index)]
             # Rotate who goes first: the one after a slow step must not always be the same.
             start = index // 2 % len(order) if order else 0
-            elapsed_s = {name: self._step(name) for name in order[start:] + order[:start]}
+            elapsed_s = {name: self._timed(name) for name in order[start:] + order[:start]}
             for name in times if index >= 0 else ():
                 times[name].append(elapsed_s.get(name))
-        return times
+        return {"times": times, "differences": self.compare()}
 
     def compare(self) -> dict[str, dict[str, float]]:
         """Run all competitors on the same microbatches and weights. Collective.
@@ -147,7 +132,7 @@ class Rank:
         import torch.distributed as dist
 
         group = self._job.control_group
-        microbatches = self._read()
+        microbatches = self.read()
         found: dict[str, dict[str, float]] = {}
         expected: list[Any] = []
         for name, function in self._functions.items():
@@ -175,21 +160,15 @@ class Rank:
             }
         return found
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank reports."""
-        return self._job.is_first
-
     def close(self) -> None:
-        """End the job; collective."""
-        import torch.distributed as dist
-
-        from megatron.adaptive.gpt.initialize import end_job
-
         for wiring in self._wirings:
             wiring.close()
-        dist.barrier(group=self._job.control_group)
-        end_job()
+        super().close()
+
+    def read(self) -> list[Any] | None:
+        """Read a step's microbatches, all of them before any clock starts."""
+        microbatches = super().read()
+        return None if microbatches is None else list(microbatches)
 
     def _function(self, name: str) -> Function:
         if name.startswith("torch "):
@@ -200,6 +179,8 @@ class Rank:
             return TorchRunner(self._run, schedule, MICROBATCHES, stores or ())
         if name == "megatron":
             return self._fed(self._run.forward_backward)
+        if self._name == OVER_TRANSPORTS:
+            return self._fed(self._ours("1f1b", name))
         return self._fed(self._ours(name))
 
     def _fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
@@ -222,9 +203,10 @@ class Rank:
 
         return run
 
-    def _ours(self, name: str) -> Callable[..., list[Any]]:
+    def _ours(self, name: str, transport: str = "auto") -> Callable[..., list[Any]]:
         from megatron.core import parallel_state
 
+        from megatron.adaptive.config.parallel import TransportConfig
         from megatron.adaptive.engine.build import build_executor
         from megatron.adaptive.engine.forward_backward import ForwardBackward
         from megatron.adaptive.engine.orders import Orders
@@ -240,6 +222,7 @@ class Rank:
             payload_dtype=run.core.pipeline_dtype,
             timeout_s=120.0,
             recorder=None,
+            transport=TransportConfig(transport=transport),
         )
         self._wirings.append(wiring)
         # As the trainer chooses it: a fixed order does each weight gradient in one go.
@@ -255,10 +238,6 @@ class Rank:
             stores=self._stores,
         )
 
-    def _read(self) -> list[Any] | None:
-        """Read a step's microbatches, before any clock starts."""
-        return None if self._loader is None else list(self._loader.step(MICROBATCHES))
-
     def _prepare(self, name: str) -> None:
         self._run.core.deallocate_pipeline_outputs = name != "megatron"
         for chunk in self._run.chunks:
@@ -266,10 +245,10 @@ class Rank:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self._run.optimizer.zero_grad()
 
-    def _step(self, name: str) -> float:
+    def _timed(self, name: str) -> float:
         import torch.distributed as dist
 
-        microbatches = self._read()
+        microbatches = self.read()
         self._prepare(name)
         dist.barrier(group=self._job.control_group)
         start = time.perf_counter()
@@ -279,125 +258,60 @@ class Rank:
         return time.perf_counter() - start
 
 
-def measure(job: str, rounds: int) -> dict[str, Any]:
-    """Run two ranks.
+def measure(job: str, rounds: int, limit_s: float = 900.0) -> dict[str, Any]:
+    """Run the ranks of a job.
 
     Args:
-        job: one of ``JOBS``.
+        job: one of ``ALL_JOBS``.
         rounds: how often the competitors that a goal looks at take a step.
+        limit_s: everything is killed after it.
 
     Returns:
-        Under ``times`` what :meth:`Rank.measure` returned, under ``differences`` what
-        :meth:`Rank.compare` did.
+        What :meth:`Rank.measure` did.
+
+    Raises:
+        RuntimeError: a rank failed, or the time limit passed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "times.json"
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"),
-                *("--nproc-per-node", "2", __file__, "--job", job),
-                *("--rounds", str(rounds), "--output", str(output)),
-            ],
-            check=True,
-            timeout=900,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            },
-        )
-        result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-        return result
+    return ranks.measure(__file__, ALL_JOBS[job].ranks, rounds, job, limit_s=limit_s)
 
 
-def make_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turn what :func:`measure` returned, by job, into the rows of the table."""
-    table = []
+def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
+    """Turn what :func:`measure` returned, by job, into rows."""
+    rows = []
     for job, name, rival, goal in DUELS:
         times = results[job]["times"]
         rounds = [pair for pair in zip(times[name], times[rival], strict=True) if None not in pair]
-        ours, theirs = zip(*rounds, strict=True)
-        ratios = sorted(a / b for a, b in rounds)
-        ratio = statistics.median(ratios)
-        table.append(
-            {
-                "job": job,
-                "schedule": name,
-                "rival": rival,
-                "step_ms": statistics.median(ours) * 1e3,
-                "rival_step_ms": statistics.median(theirs) * 1e3,
-                "ratio": ratio,
-                "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
-                "goal": goal,
-                "met": None if goal is None else ratio <= goal,
-            }
-        )
-    return table
+        ours_ms, theirs_ms = (1e3 * statistics.median(one) for one in zip(*rounds, strict=True))
+        what = f"small GPT, {job}: step of {name} over {rival}"
+        note = f"{ours_ms:.1f} ms against {theirs_ms:.1f}"
+        rows.append(measured(what, [a / b for a, b in rounds], goal=goal, note=note))
+    wrong = disagreements(results)
+    for what, most in MOST_DIFFERENCE.items():
+        values = [
+            difference[what]
+            for result in results.values()
+            for difference in result["differences"].values()
+        ]
+        # Not-a-number is no difference that is allowed, and max passes it by.
+        worst = max(values, key=lambda value: (value != value, value))
+        note = "; ".join(text for text in wrong if f"the {what} of" in text)
+        text = f"small GPT: largest relative difference of the {what} on equal weights"
+        rows.append(Row(what=text, value=worst, goal=most, note=note))
+    return rows
 
 
 def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:
     """Name the competitors whose losses or gradients are not those of the first of their job."""
-    found = []
-    for job, result in results.items():
-        for name, difference in result["differences"].items():
-            for what, most in MOST_DIFFERENCE.items():
-                # Not-a-number is none of the allowed ones either.
-                if not difference[what] <= most:
-                    found.append(
-                        f"{job}: the {what} of {name} differs from that of"
-                        f" {JOBS[job].competitors[0]} by {difference[what]:.1e}, allowed is {most}"
-                    )
-    return found
-
-
-def markdown(rows: Sequence[dict[str, Any]], results: Mapping[str, dict[str, Any]]) -> str:
-    """Rows as a table, and below it whether all competitors computed the same."""
-    lines = [
-        "### A small GPT on two ranks: step time over that of others on the same chunks",
-        "",
-        "| stages | schedule | step ms | rival | its ms | ratio (quartiles) | goal | |",
-        "|---|---|---|---|---|---|---|---|",
+    return [
+        f"{job}: the {what} of {name} differs from that of {JOBS[job].competitors[0]} by "
+        f"{difference[what]:.1e}, allowed is {most}"
+        for job, result in results.items()
+        for name, difference in result["differences"].items()
+        for what, most in MOST_DIFFERENCE.items()
+        # Not-a-number is none of the allowed ones either.
+        if not difference[what] <= most
     ]
-    for row in rows:
-        low, high = row["quartiles"]
-        goal = "" if row["goal"] is None else f"<= {row['goal']}"
-        met = {None: "", True: "met", False: "MISSED"}[row["met"]]
-        lines.append(
-            f"| {row['job']} | {row['schedule']} | {row['step_ms']:.1f} "
-            f"| {row['rival']} | {row['rival_step_ms']:.1f} "
-            f"| {row['ratio']:.3f} ({low:.3f}-{high:.3f}) | {goal} | {met} |"
-        )
-    worst = {
-        what: max(
-            difference[what]
-            for result in results.values()
-            for difference in result["differences"].values()
-        )
-        for what in MOST_DIFFERENCE
-    }
-    lines += [
-        "",
-        "Largest relative differences on equal weights: "
-        + ", ".join(f"{what} {value:.1e}" for what, value in worst.items())
-        + ".",
-    ]
-    lines += [f"WRONG: {line}" for line in disagreements(results)]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Be one rank."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--job", choices=tuple(JOBS), required=True, help="what to build and run")
-    parser.add_argument("--rounds", type=int, required=True, help="turns to take")
-    parser.add_argument("--output", type=Path, required=True, help="where the results go")
-    options = parser.parse_args()
-    rank = Rank(options.job)
-    result = {"times": rank.measure(options.rounds), "differences": rank.compare()}
-    if rank.is_first:
-        options.output.write_text(json.dumps(result), encoding="utf-8")
-    rank.close()
 
 
 if __name__ == "__main__":
-    main()
+    rank_main(Rank)

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,15 +30,22 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.channels.machine import others_busy  # noqa: E402
-from benchmarks.channels.report import Result, Row, markdown, measured, missing  # noqa: E402
+from benchmarks.report import (  # noqa: E402
+    Result,
+    Row,
+    describe_machine,
+    finish,
+    measured,
+    missing,
+    parser_of,
+    run,
+)
 from megatron.adaptive.cli.submit import batch_script, settings_text  # noqa: E402
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf  # noqa: E402
 from megatron.adaptive.cluster.node import trainer_flags  # noqa: E402
 from tests.labs import slurm_lab  # noqa: E402
 from tests.labs.slurm_lab import Kind, Lab  # noqa: E402
 
-BUSY = 0.1
 LIMIT_S = 240.0
 LEFT_S = 20.0
 """Processes that a job leaves are orphans if they live so long after it."""
@@ -337,10 +344,7 @@ OF_LAB = ("start", "crash")
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer turns, within ten minutes")
-    parser.add_argument("--json", type=Path, help="also write everything measured here")
-    parser.add_argument("--part", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser = parser_of(__doc__, PARTS, "fewer turns, within ten minutes")
     parser.add_argument("--repetitions", type=int, help="of part start, at least 3")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of part status (1)")
     options = parser.parse_args(arguments)
@@ -362,29 +366,9 @@ def result_of(part: str, options: argparse.Namespace) -> Result:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; returns 1 where a goal is missed."""
     options = parse(arguments)
-    busy = others_busy()
-    processors = len(os.sched_getaffinity(0))
-    print(
-        f"{platform.machine()}, {processors} processors, kernel {platform.release()}, "
-        f"busy with other programs: {busy:.0%}\n",
-        flush=True,
-    )
-    if busy > BUSY:
-        print(
-            f"warning: other programs use {busy:.0%} of the processors: do not trust the times",
-            file=sys.stderr,
-        )
-    total = Result()
-    for part in options.part:
-        begin_s = time.perf_counter()
-        found = result_of(part, options)
-        total.add(found)
-        took_s = time.perf_counter() - begin_s
-        print(f"### {part}, {took_s:.0f} s\n\n{markdown(found.rows)}", flush=True)
-    if options.json is not None:
-        result = {"rows": [row.as_dict() for row in total.rows], **total.facts}
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(row.met is False for row in total.rows) else 0
+    known = describe_machine()
+    total = run({part: partial(result_of, part, options) for part in options.part})
+    return finish(total, options.json, **known)
 
 
 if __name__ == "__main__":

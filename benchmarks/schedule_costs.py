@@ -9,10 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from benchmarks.emulated.ours import IdleStages
+from benchmarks.report import Row
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.placement import Placement
@@ -27,7 +28,7 @@ LEAST_ACTIONS_PER_S = 1e6
 MOST_PICK_US, MOST_EXECUTOR_US = 20.0, 100.0
 
 
-class _Nothing:
+class _Nothing(IdleStages):
     """Stages that do nothing."""
 
     def __init__(self) -> None:
@@ -36,22 +37,10 @@ class _Nothing:
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         return self._tensor
 
-    def release(self, chunk: int, microbatch: int) -> None:
-        pass
-
-    def activation_bytes(self, chunk: int) -> int:
-        return 1
-
-    def retained_bytes(self, chunk: int) -> int:
-        return 1
-
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         return self._tensor
-
-    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        pass
 
 
 class _Timed:
@@ -69,29 +58,18 @@ class _Timed:
         return action
 
 
-def measure() -> list[dict[str, Any]]:
-    """Measure everything; returns the rows of the table."""
-    rows = [_row("simulated actions a second", _simulated_per_s(), LEAST_ACTIONS_PER_S, least=True)]
+def measure() -> list[Row]:
+    """Measure everything."""
+    per_s = _simulated_per_s()
+    rows = [
+        Row(what="simulated actions a second", value=per_s, goal=LEAST_ACTIONS_PER_S, least=True)
+    ]
     for name in ("adaptive", "hinted", "zb-v"):
         pick_us = 1e6 * _median(lambda name=name: _picks_s(name))
-        rows.append(_row(f"time to pick, {name}, us", pick_us, MOST_PICK_US))
+        rows.append(Row(what=f"time to pick, {name}", value=pick_us, unit="us", goal=MOST_PICK_US))
     executor_us = 1e6 * _median(_executor_s)
-    rows.append(_row("executor's own work per action, us", executor_us, MOST_EXECUTOR_US))
-    return rows
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table."""
-    lines = ["| what | measured | goal | |", "|---|---|---|---|"]
-    for row in rows:
-        sign, state = (">=" if row["least"] else "<="), ("met" if row["met"] else "MISSED")
-        lines.append(f"| {row['what']} | {row['value']:.3g} | {sign} {row['goal']:.3g} | {state} |")
-    return "\n".join(lines) + "\n"
-
-
-def _row(what: str, value: float, goal: float, *, least: bool = False) -> dict[str, Any]:
-    met = value >= goal if least else value <= goal
-    return {"what": what, "value": value, "goal": goal, "least": least, "met": met}
+    what = "executor's own work per action"
+    return [*rows, Row(what=what, value=executor_us, unit="us", goal=MOST_EXECUTOR_US)]
 
 
 def _median(once: Callable[[], float]) -> float:
@@ -146,12 +124,7 @@ def _picks_s(name: str) -> float:
 def _executor_s() -> float:
     """Seconds per action of a whole step of one rank, picks and all."""
     placement = Placement(num_ranks=1, num_chunks=2)
-    executor = Executor(
-        placement=placement,
-        pp_rank=0,
-        transport=None,
-        timeout_s=10.0,
-    )
+    executor = Executor(placement=placement, pp_rank=0, transport=None, timeout_s=10.0)
     state = RankState(
         placement=placement, rank=0, num_microbatches=MICROBATCHES, cap=8.0, weight_pieces=PIECES
     )

@@ -12,37 +12,48 @@ a goal is missed.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.channels.machine import others_busy  # noqa: E402
-from benchmarks.channels.report import Result, Row, markdown, measured  # noqa: E402
-from benchmarks.tracing import aggregate, cases, clocks, cost, emulated  # noqa: E402
+from benchmarks import gpt_turns  # noqa: E402
+from benchmarks.report import (  # noqa: E402
+    Result,
+    Row,
+    describe_machine,
+    finish,
+    measured,
+    parser_of,
+    ratios,
+    run,
+)
+from benchmarks.tracing import aggregate, cases, clocks, emulated  # noqa: E402
 from benchmarks.tracing.cases import WEAK, Outcome  # noqa: E402
 
-BUSY = 0.1
 MILLION = 1_000_000
 
 
 def of_cost(options: argparse.Namespace) -> Result:
     """Part ``cost``."""
-    result = cost.measure(options.rounds or (40 if options.quick else 240))
-    each = 1e3 * result["step_s"]
-    note = f"{result['spans']:.0f} spans in a step of {each:.0f} ms on {cost.RANKS} processes"
+    result = gpt_turns.measure("traced", options.rounds or (40 if options.quick else 240))
+    each_ms, count = 1e3 * result["step_s"], gpt_turns.RANKS["traced"]
+    note = f"{result['spans']:.0f} spans in a step of {each_ms:.0f} ms on {count} processes"
     rows = [
-        measured("cost: step traced by untraced", cost.ratios(result), goal=1.01, note=note),
         measured(
-            "the same, processor time of all", cost.ratios(result, "cpu_s"), goal=1.01, note=note
-        ),
+            what,
+            ratios(result[f"traced_{unit}"], result[f"plain_{unit}"]),
+            goal=1.01,
+            note=note,
+        )
+        for what, unit in (
+            ("cost: step traced by untraced", "s"),
+            ("the same, processor time of all", "cpu_s"),
+        )
     ]
     return Result(rows=rows, facts={"cost": result})
 
@@ -63,37 +74,28 @@ def of_real(options: argparse.Namespace) -> Result:
 
 def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
     """Rows of the shares of right answers."""
-    groups = {
-        "x1.3 and above, links, spikes, data": [
-            o for o in outcomes if o.group not in (WEAK, "quiet")
-        ],
-        "x1.1": [o for o in outcomes if o.group == WEAK],
-    }
     rows = []
-    for (text, found), goal in zip(groups.items(), (0.95, 0.80), strict=True):
-        right = sum(o.right for o in found)
+    strong = {group for group, _ in cases.GROUPS} - {WEAK}
+    right_cause = "right cause and culprit"
+    for groups, text, goal in (
+        (strong, f"x1.3 and above, links, spikes, data, {right_cause}", 0.95),
+        ({WEAK}, f"x1.1, {right_cause}", 0.80),
+        ({"quiet"}, "false alarms in quiet runs", 0.02),
+    ):
+        found = [o for o in outcomes if o.group in groups]
+        is_quiet = "quiet" in groups
+        count = sum(o.right != is_quiet for o in found)
         wrong = sorted({f"{o.group} {o.case.get('number', '')}" for o in found if not o.right})
         rows.append(
             Row(
-                what=f"detection, {kind}: {text}, right cause and culprit",
-                value=right / len(found) if found else None,
+                what=f"detection, {kind}: {text}",
+                value=count / len(found) if found else None,
                 goal=goal,
-                least=True,
-                note=f"{right} of {len(found)} runs" + (f"; not {wrong[:6]}" if wrong else ""),
+                least=not is_quiet,
+                note=f"{count} of {len(found)} runs" + (f"; not {wrong[:6]}" if wrong else ""),
                 optional=not found,
             )
         )
-    quiet = [o for o in outcomes if o.group == "quiet"]
-    false = sum(not o.right for o in quiet)
-    rows.append(
-        Row(
-            what=f"detection, {kind}: false alarms in quiet runs",
-            value=false / len(quiet) if quiet else None,
-            goal=0.02,
-            note=f"{false} of {len(quiet)} runs",
-            optional=not quiet,
-        )
-    )
     return rows
 
 
@@ -156,10 +158,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer runs, within ten minutes")
-    parser.add_argument("--json", type=Path, help="also write everything measured here")
-    parser.add_argument("--part", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser = parser_of(__doc__, PARTS, "fewer runs, within ten minutes")
     parser.add_argument("--rounds", type=int, help="of part cost: four steps each")
     parser.add_argument("--seed", type=int, default=9000, help="of the faults and the noise")
     return parser.parse_args(arguments)
@@ -168,30 +167,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure and print; returns 1 where a goal is missed."""
     options = parse()
-    busy = others_busy()
-    processors = len(os.sched_getaffinity(0))
-    print(
-        f"{platform.machine()}, {processors} processors, kernel {platform.release()}, "
-        f"busy with other programs: {busy:.0%}\n",
-        flush=True,
-    )
-    if busy > BUSY:
-        print(
-            f"warning: other programs use {busy:.0%} of the processors: do not trust the times",
-            file=sys.stderr,
-        )
-    total = Result()
-    for part in options.part:
-        start = time.perf_counter()
-        found = PARTS[part](options)
-        total.add(found)
-        print(
-            f"### {part}, {time.perf_counter() - start:.0f} s\n\n{markdown(found.rows)}", flush=True
-        )
-    if options.json is not None:
-        result = {"rows": [row.as_dict() for row in total.rows], **total.facts}
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(row.met is False for row in total.rows) else 0
+    known = describe_machine()
+    total = run({part: partial(PARTS[part], options) for part in options.part})
+    return finish(total, options.json, **known)
 
 
 if __name__ == "__main__":

@@ -17,98 +17,92 @@ virtual machines.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.channels import jobs, lab, report, transfers  # noqa: E402
-from benchmarks.channels.copies import Copies, NoCompilerError, build  # noqa: E402
-from benchmarks.channels.machine import Cores, others_busy, state_of  # noqa: E402
+from benchmarks.channels import chart, jobs, lab, transfers  # noqa: E402
+from benchmarks.channels.copies import NoCompilerError, build  # noqa: E402
 from benchmarks.channels.pair import PairError  # noqa: E402
-from benchmarks.channels.transfers import KIB, MIB, Bench  # noqa: E402
+from benchmarks.channels.transfers import KIB, MIB, Bench, state_of  # noqa: E402
+from benchmarks.report import (  # noqa: E402
+    Result,
+    Row,
+    describe_machine,
+    finish,
+    measured,
+    missing,
+    parser_of,
+    run,
+)
 from megatron.adaptive import extension  # noqa: E402
 
 PARTS = ("bandwidth", "latency", "hand-over", "1f1b", "ranks", "soak", "kills", "rdma")
 OF_PAIRS = frozenset(("bandwidth", "latency", "hand-over", "1f1b", "soak"))
-BUSY = 0.1
-"""Share of the processors in use by others from which on the numbers are not to be trusted."""
 
 
-def run(options: argparse.Namespace, bench: Bench) -> report.Result:
-    """Run the parts that were asked for, printing the table of each as soon as it is there."""
-    quick: bool = options.quick
-    sizes = transfers.SIZES
-    parts: dict[str, Callable[[], report.Result]] = {
-        "bandwidth": lambda: transfers.bandwidth(bench, sizes),
+def parts_of(options: argparse.Namespace, bench: Bench) -> dict[str, Callable[[], Result]]:
+    """The parts that were asked for."""
+    parts: dict[str, Callable[[], Result]] = {
+        "bandwidth": lambda: transfers.bandwidth(bench, transfers.SIZES),
         "latency": lambda: transfers.latency(bench, 3000),
         "hand-over": lambda: transfers.hand_over(bench, 2000, (4 * KIB, MIB, 64 * MIB)),
         "1f1b": lambda: jobs.one_f_one_b(bench),
-        "ranks": lambda: jobs.four_ranks(10 if quick else 30),
+        "ranks": lambda: jobs.four_ranks(10 if options.quick else 30),
         "soak": lambda: jobs.long_run(bench, options.messages),
         "kills": lambda: kills(options.kills),
         "rdma": lambda: lab.measure(options.repetitions),
     }
-    total = report.Result()
-    for name in PARTS:
-        if name not in options.part:
-            continue
-        start = time.monotonic()
+
+    def tried(name: str) -> Result:
         try:
-            part = parts[name]()
+            found = parts[name]()
         except PairError as error:
             print(f"error: {error}", file=sys.stderr)
             # What a process raised comes with its traceback, which stderr has.
             note = str(error).strip().splitlines()[-1][:200].replace("|", "/")
-            part = report.Result(rows=[report.Row(what=name, value=None, goal=0, note=note)])
             bench.close()
             bench.start()
-        total.add(part)
-        total.facts[f"{name}, seconds"] = round(time.monotonic() - start, 1)
-        print(f"### {name}\n\n{report.markdown(part.rows)}")
-        if part.points:
-            print(report.bandwidths(part.points))
-        sys.stdout.flush()
-    return total
+            return Result(rows=[Row(what=name, value=None, goal=0, note=note)])
+        if found.points:
+            print(chart.bandwidths(found.points))
+        return found
+
+    return {name: partial(tried, name) for name in PARTS if name in options.part}
 
 
-def kills(count: int) -> report.Result:
+def kills(count: int) -> Result:
     """Kill so many ranks over each transport of this machine, and over RDMA in its lab."""
-    total = report.Result()
+    total = Result()
     for part in (jobs.kills(count, "shm"), jobs.kills(count, "tcp"), lab.kills(count)):
         total.add(part)
     return total
 
 
-def machine(bench: Bench) -> report.Row:
+def distances(bench: Bench) -> Row:
     """The distance of the processors over the whole run."""
     what = "cache line from one processor to the other and back"
     if not bench.distances_ns:
-        return report.missing(what, transfers.NO_COMPILER)
-    row = report.measured(what, bench.distances_ns, unit="ns")
+        return missing(what, transfers.NO_COMPILER)
+    row = measured(what, bench.distances_ns, unit="ns")
     states = {state_of(value) for value in bench.distances_ns}
     note = f"{state_of(row.value or 0.0)} (near < 110, far > 130)"
     if {"near", "far"} <= states:
         note += "; it changed during the run"
-    return report.Row(**{**vars(row), "note": note})
+    return Row(**{**vars(row), "note": note})
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="within ten minutes")
-    parser.add_argument("--json", type=Path, help="also write everything measured here")
+    parser = parser_of(__doc__, PARTS)
     parser.add_argument("--chart", type=Path, help="draw bandwidth over size here, as PNG")
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repetitions", type=int, help="of everything, at least 5")
     parser.add_argument("--messages", type=int, help="of the soak")
     parser.add_argument("--kills", type=int, help="processes to kill")
@@ -120,38 +114,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def facts(busy: float) -> dict[str, Any]:
-    """What the numbers depend on."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "processor": model,
-        "processors": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "busy with other programs": round(busy, 3),
-    }
-
-
 def main() -> int:
     """Measure and print; returns 1 where a goal is missed, 2 where nothing can be measured."""
     options = parse()
     if extension.load() is None:
         print(f"error: no C++ extension: {extension.why_missing()}", file=sys.stderr)
         return 2
-    busy = others_busy()
-    known = facts(busy)
-    print(", ".join(f"{name}: {value}" for name, value in known.items()) + "\n", flush=True)
-    if busy > BUSY:
-        print(
-            f"warning: other programs use {busy:.0%} of the processors: do not trust the times",
-            file=sys.stderr,
-        )
+    known = describe_machine()
+    allowed = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         library = None
         try:
@@ -159,9 +129,8 @@ def main() -> int:
         except NoCompilerError as error:
             print(f"warning: {error}", file=sys.stderr)
         bench = Bench(
-            copies=None if library is None else Copies(library),
             library=library,
-            cores=Cores.choose(),
+            cores=(allowed[0], allowed[min(1, len(allowed) - 1)]),
             repetitions=options.repetitions,
             pool_bytes=options.pool_mib * MIB,
         )
@@ -169,29 +138,18 @@ def main() -> int:
         try:
             if OF_PAIRS & set(options.part):
                 bench.start()
-            total = run(options, bench)
+            total = run(parts_of(options, bench))
         finally:
             bench.close()
-    bench.distance()
-    distance = machine(bench)
-    print(f"### processors\n\n{report.markdown([distance])}")
-    rows = [*total.rows, distance]
+        bench.distance()
+    distance = distances(bench)
+    print(f"{distance.line}\n")
+    total.rows.append(distance)
     if options.chart is not None and total.points:
         title = f"{known['processor']}, cores {state_of(distance.value or 0.0)}"
-        report.chart(total.points, title, options.chart)
-    if options.json is not None:
-        result = {
-            **known,
-            **total.facts,
-            "rows": [row.as_dict() for row in rows],
-            "points": [
-                {**vars(point), "gigabytes_per_s": point.gigabytes_per_s} for point in total.points
-            ],
-        }
-        options.json.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
-    missed = [row.what for row in rows if row.met is False]
-    print("all goals met" if not missed else "missed: " + "; ".join(missed))
-    return 1 if missed else 0
+        chart.chart(total.points, title, options.chart)
+    points = [{**vars(point), "gigabytes_per_s": point.gigabytes_per_s} for point in total.points]
+    return finish(total, options.json, **known, points=points)
 
 
 if __name__ == "__main__":

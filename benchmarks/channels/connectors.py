@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 WINDOW = 4
@@ -35,44 +36,49 @@ class Connector(Protocol):
         """End it; both processes do so."""
 
 
-def ping_pong(link: Connector, rank: int, payload: Any, nbytes: int, rounds: int) -> float:
-    """Half a round trip by :meth:`Connector.send` and :meth:`Connector.receive`."""
-    send, receive = link.send, link.receive
-    link.expect(nbytes, rounds)
+def half_of(
+    rank: int, send: Callable[[], object], receive: Callable[[], object], rounds: int
+) -> float:
+    """Seconds of half a round trip, from ``rounds`` of which rank 0 sends first."""
+    first, second = (receive, send) if rank else (send, receive)
     start = time.perf_counter()
-    if rank == 0:
-        for _ in range(rounds):
-            send(payload)
-            receive()
-    else:
-        for _ in range(rounds):
-            receive()
-            send(payload)
-    link.settle()
+    for _ in range(rounds):
+        first()
+        second()
     return (time.perf_counter() - start) / rounds / 2
 
 
 class Posted:
-    """A transport that fills buffers given beforehand: gloo and MPI."""
+    """A transport that fills buffers given beforehand: gloo and MPI.
 
-    def __init__(self, make_buffer: Any) -> None:
+    Args:
+        rank: of this process.
+        make_buffer: makes a touched payload of so many bytes.
+        start_send: starts to send a payload; returns a request.
+        start_receive: starts to receive into a buffer; returns a request.
+        wait: waits for a request.
+        close: ends the transport.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        make_buffer: Callable[[int], Any],
+        start_send: Callable[[Any], Any],
+        start_receive: Callable[[Any], Any],
+        wait: Callable[[Any], Any],
+        close: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.rank = rank
+        self.close = close
         self._make_buffer = make_buffer
+        self._start_send = start_send
+        self._start_receive = start_receive
+        self._wait = wait
         self._sends: deque[Any] = deque()
         self._receives: deque[tuple[Any, Any]] = deque()
         self._buffers: dict[int, list[Any]] = {}
         self._nbytes = self._left = self._next = 0
-
-    def start_send(self, payload: Any) -> Any:
-        """Start a send; returns something to :meth:`wait` for."""
-        raise NotImplementedError
-
-    def start_receive(self, buffer: Any) -> Any:
-        """Start a receive; returns something to :meth:`wait` for."""
-        raise NotImplementedError
-
-    def wait(self, request: Any) -> None:
-        """Wait for a request."""
-        raise NotImplementedError
 
     def expect(self, nbytes: int, count: int) -> None:
         """See :class:`Connector`."""
@@ -89,19 +95,26 @@ class Posted:
     def send(self, payload: Any) -> None:
         """See :class:`Connector`."""
         self.settle(WINDOW - 1)
-        self._sends.append(self.start_send(payload))
+        self._sends.append(self._start_send(payload))
 
     def settle(self, under_way: int = 0) -> None:
         """See :class:`Connector`."""
         while len(self._sends) > under_way:
-            self.wait(self._sends.popleft())
+            self._wait(self._sends.popleft())
 
     def receive(self) -> Any:
         """See :class:`Connector`."""
         request, buffer = self._receives.popleft()
-        self.wait(request)
+        self._wait(request)
         self._post()
         return buffer
+
+    def half_round_trip_s(self, payload: Any, rounds: int) -> float:
+        """See :class:`Connector`."""
+        self.expect(payload.nbytes, rounds)
+        seconds = half_of(self.rank, lambda: self.send(payload), self.receive, rounds)
+        self.settle()
+        return seconds
 
     def _post(self) -> None:
         if self._left:
@@ -109,88 +122,42 @@ class Posted:
             buffer = buffers[self._next % len(buffers)]
             self._left -= 1
             self._next += 1
-            self._receives.append((self.start_receive(buffer), buffer))
+            self._receives.append((self._start_receive(buffer), buffer))
 
 
-class Gloo(Posted):
-    """``torch.distributed`` with gloo.
+def open_gloo(rank: int, make_buffer: Callable[[int], Any]) -> Posted:
+    """Opens ``torch.distributed`` with gloo; collective."""
+    import torch.distributed as dist
 
-    Args:
-        rank: of this process.
-        make_buffer: makes a touched tensor of so many bytes.
-    """
-
-    def __init__(self, rank: int, make_buffer: Any) -> None:
-        import torch.distributed as dist
-
-        super().__init__(make_buffer)
-        self._rank = rank
-        self._peer = 1 - rank
-        self._group = dist.new_group([0, 1], backend="gloo")
-        self._dist = dist
-
-    def start_send(self, payload: Any) -> Any:
-        """See :class:`Posted`."""
-        return self._group.send([payload], self._peer, 0)
-
-    def start_receive(self, buffer: Any) -> Any:
-        """See :class:`Posted`."""
-        return self._group.recv([buffer], self._peer, 0)
-
-    def wait(self, request: Any) -> None:
-        """See :class:`Posted`."""
-        request.wait()
-
-    def half_round_trip_s(self, payload: Any, rounds: int) -> float:
-        """See :class:`Connector`."""
-        return ping_pong(self, self._rank, payload, payload.nbytes, rounds)
-
-    def close(self) -> None:
-        """See :class:`Connector`."""
-        self._dist.destroy_process_group(self._group)
+    peer, group = 1 - rank, dist.new_group([0, 1], backend="gloo")
+    return Posted(
+        rank,
+        make_buffer,
+        lambda payload: group.send([payload], peer, 0),
+        lambda buffer: group.recv([buffer], peer, 0),
+        lambda request: request.wait(),
+        lambda: dist.destroy_process_group(group),
+    )
 
 
 class Mpi(Posted):
-    """An MPI library, which was chosen when the processes were started.
+    """An MPI library, which was chosen when the processes were started."""
 
-    Args:
-        rank: of this process.
-        make_buffer: makes a touched array of so many bytes.
-    """
-
-    def __init__(self, rank: int, make_buffer: Any) -> None:
+    def __init__(self, rank: int, make_buffer: Callable[[int], Any]) -> None:
         from mpi4py import MPI
 
-        super().__init__(make_buffer)
-        self._rank = rank
-        self._peer = 1 - rank
-        self._world = MPI.COMM_WORLD
-
-    def start_send(self, payload: Any) -> Any:
-        """See :class:`Posted`."""
-        return self._world.Isend(payload, self._peer)
-
-    def start_receive(self, buffer: Any) -> Any:
-        """See :class:`Posted`."""
-        return self._world.Irecv(buffer, self._peer)
-
-    def wait(self, request: Any) -> None:
-        """See :class:`Posted`."""
-        request.Wait()
+        peer, world = 1 - rank, MPI.COMM_WORLD
+        super().__init__(
+            rank,
+            make_buffer,
+            lambda payload: world.Isend(payload, peer),
+            lambda buffer: world.Irecv(buffer, peer),
+            lambda request: request.Wait(),
+        )
+        self._world = world
 
     def half_round_trip_s(self, payload: Any, rounds: int) -> float:
         """See :class:`Connector`; by blocking calls, the fastest that there is."""
-        send, receive, peer = self._world.Send, self._world.Recv, self._peer
-        start = time.perf_counter()
-        if self._rank == 0:
-            for _ in range(rounds):
-                send(payload, peer)
-                receive(payload, peer)
-        else:
-            for _ in range(rounds):
-                receive(payload, peer)
-                send(payload, peer)
-        return (time.perf_counter() - start) / rounds / 2
-
-    def close(self) -> None:
-        """See :class:`Connector`."""
+        world, peer = self._world, 1 - self.rank
+        send, receive = lambda: world.Send(payload, peer), lambda: world.Recv(payload, peer)
+        return half_of(self.rank, send, receive, rounds)

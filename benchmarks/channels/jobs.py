@@ -11,9 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from . import gpt_ranks, soak
+from benchmarks import gpt_steps
+from benchmarks.report import ROOT, Result, Row, measured, one_line, ratios
+
+from . import soak
 from .pair import PairError
-from .report import Result, Row, measured, ratios
 from .transfers import MIB, Bench, channel_options
 
 ADDED_MS = 0.1
@@ -24,7 +26,6 @@ ARENAS = 1.05
 MICROBATCHES = 32
 PRODUCTS = 6
 STEPS = 5
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def one_f_one_b(bench: Bench) -> Result:
@@ -68,19 +69,20 @@ def one_f_one_b(bench: Bench) -> Result:
 
 def four_ranks(rounds: int) -> Result:
     """More ranks than processors."""
-    what = f"{gpt_ranks.RANKS} ranks of a small GPT: step time, shm over gloo"
+    job = gpt_steps.OVER_TRANSPORTS
+    count, cores = gpt_steps.ALL_JOBS[job].ranks, len(os.sched_getaffinity(0))
+    what = f"{count} ranks of a small GPT: step time, shm over gloo"
     try:
-        times = gpt_ranks.measure(rounds)
-    except (subprocess.SubprocessError, OSError, ValueError) as error:
-        return Result(rows=[Row(what=what, value=None, goal=FOUR_RANKS, note=_one_line(error))])
-    cores = len(os.sched_getaffinity(0))
+        times = gpt_steps.measure(job, rounds, limit_s=600.0)["times"]
+    except (RuntimeError, OSError, ValueError) as error:
+        return Result(rows=[Row(what=what, value=None, goal=FOUR_RANKS, note=one_line(error))])
     gloo_ms = 1e3 * statistics.median(times["gloo"])
     return Result(
         rows=[
             measured(
                 what,
                 ratios(times["shm"], times["gloo"]),
-                goal=FOUR_RANKS if cores < gpt_ranks.RANKS else None,
+                goal=FOUR_RANKS if cores < count else None,
                 note=f"{cores} processors; gloo {gloo_ms:.4g} ms",
             ),
             measured("the same, tcp over gloo", ratios(times["tcp"], times["gloo"])),
@@ -103,7 +105,7 @@ def long_run(bench: Bench, messages: int) -> Result:
         )
     except PairError as error:
         print(f"error: {error}", file=sys.stderr)
-        note = _one_line(str(error).strip().splitlines()[-1])
+        note = one_line(str(error).strip().splitlines()[-1])
         bench.close()
         bench.start()
         return Result(rows=[Row(what=what, value=None, goal=GROWTH_MIB, note=note)])
@@ -157,7 +159,7 @@ def kills(count: int, kind: str = "shm") -> Result:
             )
             found = json.loads(output.read_text(encoding="utf-8"))
         except (subprocess.SubprocessError, OSError, ValueError) as error:
-            return Result(rows=[Row(what=what, value=None, goal=0, note=_one_line(error))])
+            return Result(rows=[Row(what=what, value=None, goal=0, note=one_line(error))])
     if done.stderr.strip():
         print(done.stderr.strip()[-2000:], file=sys.stderr)
     return Result(rows=kill_rows(found, what), facts={f"kills, {kind}": found})
@@ -183,7 +185,7 @@ def kill_rows(found: dict[str, Any], what: str) -> list[Row]:
             what=f"{what}: neighbours without PeerLostError",
             value=len(failed) + len(strange),
             goal=0,
-            note=_one_line("; ".join(notes)) if notes else f"of {len(neighbours)}",
+            note=one_line("; ".join(notes)) if notes else f"of {len(neighbours)}",
         ),
         Row(
             what="the same: slowest to raise",
@@ -196,10 +198,6 @@ def kill_rows(found: dict[str, Any], what: str) -> list[Row]:
             what="the same: segments, files, sockets and processes left",
             value=len(left),
             goal=0,
-            note=_one_line(", ".join(left)),
+            note=one_line(", ".join(left)),
         ),
     ]
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split()).replace("|", "/")[:300]

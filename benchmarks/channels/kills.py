@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from megatron.adaptive import extension
@@ -177,20 +178,9 @@ def litter() -> set[str]:
     found |= {str(path) for path in Path(tempfile.gettempdir()).iterdir()}
     sockets = Path("/proc/net/unix").read_text(encoding="utf-8").split()
     found |= {name for name in sockets if name.startswith("@megatron-adaptive-")}
-    found |= {f"process {pid}" for pid in children()}
+    found |= {f"process {child.pid}" for child in psutil.Process().children()}
     found |= {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)}
     return found | rdma_objects()
-
-
-def children() -> set[int]:
-    """Processes that this one has started, or inherited."""
-    found = set()
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid():
-                found.add(int(status.parent.name))
-    return found
 
 
 def rdma_objects() -> set[str]:

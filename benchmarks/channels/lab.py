@@ -10,17 +10,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.report import ROOT, Result, Row, measured, missing, ratios
 from megatron.adaptive import extension
 
 from . import jobs
+from .chart import Point, size_text
 from .copies import NoCompilerError, build
-from .report import Point, Result, Row, measured, missing, ratios, size_text
 
 BANDWIDTH, LATENCY = 0.90, 1.2
 MEASURE = "rdma_measure"
 INSTALL = "bash prerequisite.sh --lab"
 LIMIT_S = 900.0
-ROOT = Path(__file__).resolve().parents[2]
 PATTERN = "RDMA lab, stream"
 
 

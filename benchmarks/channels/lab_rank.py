@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.channels import patterns  # noqa: E402
 from benchmarks.channels.copies import Copies  # noqa: E402
-from benchmarks.channels.worker import Member, TorchFamily  # noqa: E402
+from benchmarks.channels.worker import Member, torch_family  # noqa: E402
 from tests.labs.rdma_lab import perftest  # noqa: E402
 
 SIZES = perftest.BANDWIDTH_SIZES
@@ -69,8 +69,8 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
     addresses = os.environ["LAB_ADDRS"].split(",")
     done = subprocess.run(
         [
-            *(str(program), "latency", str(LATENCY_BYTES), str(_ROUNDS)),
-            *(f"slots={options['slots']}", f"slot={options['slot_bytes']}"),
+            *(str(program), str(LATENCY_BYTES), str(_ROUNDS)),
+            *(str(options["slots"]), str(options["slot_bytes"])),
         ],
         # Its rank 0 tells the result.
         env={
@@ -98,8 +98,7 @@ def main() -> None:
     share = Path(os.environ["LAB_SHARE"])
     copies, program = Copies(share / "copies.so"), share / "rdma_measure"
     # The pattern's first rank sends.
-    family = TorchFamily(1 - rank, "env://", own_rank=rank)
-    member = Member(1 - rank, family, None, pool_bytes=0)
+    member = Member(1 - rank, torch_family(rank, "env://"), None, pool_bytes=0)
     samples: dict[str, list[float]] = defaultdict(list)
 
     def keep(name: str, seconds: float | None, repetition: int) -> None:

@@ -21,9 +21,10 @@ from megatron.adaptive.transport.header import Label
 from megatron.adaptive.transport.interface import Completions, Transport
 from megatron.adaptive.transport.liveness import here
 
+from .connectors import half_of
+
 LIMIT_S = 60.0
 _LONG_S = 3600.0
-GLOO = "gloo transport"
 _LABEL = Label(0, Action(ActionKind.F, 0, 0))
 _BYTES = torch.uint8
 
@@ -132,19 +133,12 @@ class TransportConnector:
         """See :class:`~.connectors.Connector`."""
         send, wait, peer = self.transport.send, self.transport.completions.wait, self._peer
         deadline_s = time.monotonic() + LIMIT_S
-
-        def there() -> None:
-            send(peer, _LABEL, payload)
-
-        def back() -> None:
-            wait(deadline_s).take()  # type: ignore[union-attr]
-
-        one, other = (back, there) if self._rank else (there, back)
-        start = time.perf_counter()
-        for _ in range(rounds):
-            one()
-            other()
-        return (time.perf_counter() - start) / rounds / 2
+        return half_of(
+            self._rank,
+            lambda: send(peer, _LABEL, payload),
+            lambda: wait(deadline_s).take(),  # type: ignore[union-attr]
+            rounds,
+        )
 
     def round_trip(self, payload: torch.Tensor) -> None:
         """Send a message and wait for the answer; on rank 1 the other way round."""

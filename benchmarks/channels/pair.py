@@ -1,8 +1,10 @@
-"""Two processes that take commands; see ``worker.py``."""
+"""Two processes that take commands, see ``worker.py``, and the libraries that can start such."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +15,36 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from .machine import Cores
+from benchmarks.report import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
+INSTALL = "bash prerequisite.sh --benchmarks"
+# `any`: by itself Open MPI takes UCX only where there is an RDMA device.
+_UCX = "--mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
+PEERS = {"mpi": "--mca pml ob1 --mca btl self,vader", "ucx": f"--mca pml ucx {_UCX}"}
+"""Open MPI's ways through shared memory, by the options that choose them."""
 
 
 class PairError(RuntimeError):
     """A process of a pair failed, or did not answer in time."""
+
+
+def find_peers() -> tuple[dict[str, list[str]], str]:
+    """Return commands that start two processes of each peer, and why others cannot."""
+    mpiexec = shutil.which("mpiexec")
+    if mpiexec is None:
+        return {}, f"no mpiexec: {INSTALL}"
+    if importlib.util.find_spec("mpi4py") is None:
+        return {}, f"no mpi4py: {INSTALL}"
+    said = subprocess.run(
+        [mpiexec, "--version"], capture_output=True, text=True, check=False, timeout=30
+    ).stdout
+    if "Open MPI" not in said and "OpenRTE" not in said:
+        return {}, f"{mpiexec} is not Open MPI, which this benchmark knows: {INSTALL}"
+    start = [mpiexec, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    start += "--oversubscribe --bind-to none -n 2".split()
+    start += "--mca btl_base_warn_component_unused 0".split()
+    return {name: [*start, *words.split()] for name, words in PEERS.items()}, ""
 
 
 class Pair:
@@ -28,24 +52,21 @@ class Pair:
 
     Args:
         name: for messages.
-        family: ``torch`` or ``mpi``.
         cores: their processors.
         copies: compiled ``copies.c``, if there is one.
         pool_bytes: least size of a pool of cold memory.
-        launcher: command that starts the two processes; without one they are started here.
-        environment: variables on top of this process's.
+        launcher: command that starts the two processes with MPI; without one they are started here
+            with torch.
     """
 
     def __init__(
         self,
         name: str,
-        family: str,
         *,
-        cores: Cores,
+        cores: tuple[int, int],
         copies: Path | None,
         pool_bytes: int,
         launcher: Sequence[str] = (),
-        environment: dict[str, str] | None = None,
     ) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="transport-benchmark-")
@@ -53,15 +74,14 @@ class Pair:
         self._log = Path(self._folder.name, "log")
         command = [
             *(sys.executable, "-m", "benchmarks.channels.worker", "--address", address),
-            *("--family", family, "--cpus", str(cores.first), str(cores.second)),
+            *("--family", "mpi" if launcher else "torch", "--cpus", *map(str, cores)),
             *("--pool-bytes", str(pool_bytes)),
             *(("--copies", str(copies)) if copies else ()),
         ]
         jobs = [[*launcher, *command]] if launcher else [[*command, "--rank", r] for r in "01"]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        self._members: list[Connection] = []
-        self.pids: list[int] = []
+        self._members: dict[int, Connection] = {}
+        self.pids: dict[int, int] = {}
         with (
             Listener(address, family="AF_UNIX", backlog=2) as listener,
             self._log.open("wb") as log,
@@ -70,7 +90,7 @@ class Pair:
                 subprocess.Popen(
                     job,
                     cwd=ROOT,
-                    env={**variables, **(environment or {})},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -93,7 +113,7 @@ class Pair:
             PairError: it failed in one, or took too long; the pair is gone then.
         """
         try:
-            for member in self._members:
+            for member in self._members.values():
                 member.send((module, function, arguments))
         except OSError as error:
             raise self._failed(f"a process is gone ({error})") from error
@@ -107,7 +127,7 @@ class Pair:
         """
         if not self._members:
             return
-        for member in self._members:
+        for member in self._members.values():
             member.send(None)
         self._answers("close", 60.0)
         for process in self._processes:
@@ -119,9 +139,9 @@ class Pair:
 
     def kill(self) -> None:
         """End the processes now."""
-        for member in self._members:
+        for member in self._members.values():
             member.close()
-        self._members = []
+        self._members = {}
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -129,43 +149,37 @@ class Pair:
         self._folder.cleanup()
 
     def _accept(self, listener: Listener) -> None:
-        found: dict[int, tuple[Connection, int]] = {}
+        """Wait for both; a process that has connected answers when the other one has, too."""
         end = time.monotonic() + START_S
-        # Listener has no deadline of its own.
-        listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
-        while len(found) < 2:
-            try:
-                connection = listener.accept()
-            except TimeoutError:
+        while len(self._members) < 2:
+            # Listener has no deadline of its own.
+            if not wait([listener._listener._socket], 1.0):  # type: ignore[attr-defined]
                 if any(process.poll() is not None for process in self._processes):
-                    raise self._failed("a process ended at once") from None
+                    raise self._failed("a process ended at once")
                 if time.monotonic() > end:
-                    raise self._failed(f"no answer within {START_S:g} s") from None
+                    raise self._failed(f"no answer within {START_S:g} s")
                 continue
-            found[len(found)] = connection, 0
-            self._members.append(connection)
-        members: dict[int, Connection] = {}
-        pids: dict[int, int] = {}
-        for connection in self._members:
+            connection = listener.accept()
             if not connection.poll(max(0.0, end - time.monotonic())):
                 raise self._failed(f"no answer within {START_S:g} s")
-            rank, pid, error = connection.recv()
+            try:
+                rank, pid, error = connection.recv()
+            except EOFError:
+                raise self._failed("a process ended at once") from None
             if error is not None:
                 raise self._failed(error.strip().splitlines()[-1])
-            members[rank], pids[rank] = connection, pid
-        self._members = [members[0], members[1]]
-        self.pids = [pids[0], pids[1]]
+            self._members[rank], self.pids[rank] = connection, pid
 
     def _answers(self, what: str, limit_s: float) -> list[Any]:
         end = time.monotonic() + limit_s
+        waiting = {connection: rank for rank, connection in self._members.items()}
         answers: dict[int, Any] = {}
-        while len(answers) < 2:
-            waiting = [m for rank, m in enumerate(self._members) if rank not in answers]
-            ready = wait(waiting, max(0.0, end - time.monotonic()))
+        while waiting:
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
                 raise self._failed(f"{what} took more than {limit_s:g} s")
             for connection in ready:
-                rank = self._members.index(connection)  # type: ignore[arg-type]
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
                     fine, answer = self._members[rank].recv()
                 except (EOFError, OSError):

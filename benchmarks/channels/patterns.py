@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from typing import Any
 
-from .connectors import Connector
 from .worker import Member
 
 ROTATING = 4
@@ -24,12 +22,8 @@ def copy(member: Member, *, kind: str, nbytes: int, messages: int) -> float | No
     if member.rank:
         return None
     function = getattr(member.copies, kind)
-    addresses = [
-        (member.address(target), member.address(source))
-        for target, source in zip(
-            member.pool("targets", nbytes), member.pool("sources", nbytes), strict=True
-        )
-    ]
+    pools = member.pool("targets", nbytes), member.pool("sources", nbytes)
+    addresses = [tuple(map(member.address, pair)) for pair in zip(*pools, strict=True)]
     start = time.perf_counter()
     for index in range(messages):
         target, source = addresses[index % len(addresses)]
@@ -45,26 +39,54 @@ def stream(
     messages: int,
     options: dict[str, Any],
     name: str | None = None,
+    fresh: bool = False,
+    in_place: bool = False,
 ) -> float | None:
-    """Seconds per message of a one-way stream of tensors whose memory is cold."""
-    link = member.connector(connector, options, name)
-    return _stream(member, link, nbytes, messages, fresh=False)
+    """Seconds per message of a one-way stream of tensors whose memory is cold.
 
-
-def fresh(
-    member: Member, *, connector: str, nbytes: int, messages: int, options: dict[str, Any]
-) -> float | None:
-    """The same, but each tensor is written before it is sent, and read when it has arrived."""
-    link = member.connector(connector, options)
-    return _stream(member, link, nbytes, messages, fresh=True)
-
-
-def in_place(
-    member: Member, *, connector: str, nbytes: int, messages: int, options: dict[str, Any]
-) -> float | None:
-    """As :func:`fresh`, but written into reserved memory; ours only."""
-    link: Any = member.connector(connector, options)
-    return _stream(member, link, nbytes, messages, fresh=True, reserve=link.reserve)
+    Args:
+        member: this process.
+        connector: what sends.
+        nbytes: size of a message.
+        messages: how many.
+        options: of the connector.
+        name: of the connector, see :meth:`Member.connector`.
+        fresh: whether each tensor is written before it is sent, and read when it has arrived.
+        in_place: whether it is written into reserved memory; ours only.
+    """
+    link: Any = member.connector(connector, options, name)
+    token = member.pool("token", _TOKEN_BYTES, 1)[0]
+    if member.rank:
+        link.expect(nbytes, messages)
+        link.send(token)
+        for _ in range(messages):
+            payload = link.receive()
+            if fresh:
+                member.copies.read(member.address(payload), nbytes)
+            del payload
+        link.send(token)
+        link.settle()
+        return None
+    sources = member.pool("sources", nbytes)
+    if fresh:
+        sources = sources[:ROTATING]
+    gc.collect()  # rather than within the measurement
+    link.expect(_TOKEN_BYTES, 2)
+    link.receive()
+    start = time.perf_counter()
+    for index in range(messages):
+        source = sources[index % len(sources)]
+        if in_place:
+            source = link.reserve(nbytes)
+        elif fresh:
+            link.settle(len(sources) - 1)
+        if fresh:
+            member.copies.write(member.address(source), nbytes, index)
+        link.send(source)
+    link.receive()
+    seconds = (time.perf_counter() - start) / messages
+    link.settle()
+    return seconds
 
 
 def half_round_trip(
@@ -90,46 +112,3 @@ def hand_over(
     link: Any = member.connector(connector, options)
     moments: list[float] = link.hand_over(nbytes, rounds)
     return moments
-
-
-def _stream(
-    member: Member,
-    link: Connector,
-    nbytes: int,
-    messages: int,
-    *,
-    fresh: bool,
-    reserve: Callable[[int], Any] | None = None,
-) -> float | None:
-    token = member.pool("token", _TOKEN_BYTES, 1)[0]
-    if member.rank:
-        link.expect(nbytes, messages)
-        link.send(token)
-        for _ in range(messages):
-            payload = link.receive()
-            if fresh:
-                member.copies.read(member.address(payload), nbytes)
-            del payload
-        link.send(token)
-        link.settle()
-        return None
-    sources = member.pool("sources", nbytes)
-    if fresh:
-        sources = sources[:ROTATING]
-    gc.collect()  # rather than within the measurement
-    link.expect(_TOKEN_BYTES, 2)
-    link.receive()
-    start = time.perf_counter()
-    for index in range(messages):
-        source = sources[index % len(sources)]
-        if reserve is not None:
-            source = reserve(nbytes)
-        elif fresh:
-            link.settle(len(sources) - 1)
-        if fresh:
-            member.copies.write(member.address(source), nbytes, index)
-        link.send(source)
-    link.receive()
-    seconds = (time.perf_counter() - start) / messages
-    link.settle()
-    return seconds

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.emulated.ours import IdleStages
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
@@ -34,8 +35,8 @@ _LEAD_S = 0.005
 _MATRIX = 256
 
 
-class WorkingStages:
-    """A chunk that computes; see ``Stages`` of the executor.
+class WorkingStages(IdleStages):
+    """A chunk that computes.
 
     Args:
         rank: 0, the first stage, or 1, the last.
@@ -61,20 +62,6 @@ class WorkingStages:
         """The same for the gradient."""
         result = self._work(gradient)
         return result if self._rank else None
-
-    def release(self, chunk: int, microbatch: int) -> None:
-        """Nothing is kept."""
-
-    def activation_bytes(self, chunk: int) -> int:
-        """Any number will do."""
-        return 1
-
-    def retained_bytes(self, chunk: int) -> int:
-        """Any number will do."""
-        return 1
-
-    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Backwards are whole."""
 
     def _work(self, received: torch.Tensor | None) -> torch.Tensor:
         for _ in range(self._products):
@@ -127,7 +114,9 @@ class Pipeline:
         transport = transport or self._alone
         known, executor = self._executors.get(name, (None, None))
         if executor is None or known is not transport:
-            executor = self._make(transport)
+            executor = Executor(
+                placement=PLACEMENT, pp_rank=self._rank, transport=transport, timeout_s=LIMIT_S
+            )
             self._executors[name] = transport, executor
         state = RankState(placement=PLACEMENT, rank=self._rank, num_microbatches=microbatches)
         policy = make_policies("1f1b", PLACEMENT, microbatches)[self._rank]
@@ -144,14 +133,6 @@ class Pipeline:
         gc.enable()
         executor.finish_step()
         return end - float(start)
-
-    def _make(self, transport: Any) -> Executor:
-        return Executor(
-            placement=PLACEMENT,
-            pp_rank=self._rank,
-            transport=transport,
-            timeout_s=LIMIT_S,
-        )
 
 
 _pipelines: dict[tuple[int, int], Pipeline] = {}

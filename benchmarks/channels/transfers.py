@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import peers as libraries
+from benchmarks.report import Result, Row, measured, missing, ratios
+
+from .chart import Point, size_text
 from .copies import Copies
-from .machine import Cores, state_of
-from .pair import Pair, PairError
-from .report import Point, Result, Row, measured, missing, ratios, size_text
+from .pair import Pair, PairError, find_peers
 
 KIB, MIB = 1 << 10, 1 << 20
+NEAR_NS, FAR_NS = 110.0, 130.0
+"""A cache line there and back takes less than the first between near processors, more than the
+second between far ones."""
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 MEMORY_SIZES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 GLOO_SIZES = (MIB, 4 * MIB, 16 * MIB)
@@ -40,8 +43,7 @@ class Bench:
     """What the parts share.
 
     Attributes:
-        copies: the compiled helpers; without a compiler there are none.
-        library: their file.
+        library: compiled ``copies.c``; ``None`` without a compiler.
         cores: processors of a pair.
         repetitions: of everything.
         pool_bytes: cold memory.
@@ -50,9 +52,8 @@ class Bench:
         distances_ns: cache-line ping-pongs, in the order they were taken.
     """
 
-    copies: Copies | None
     library: Path | None
-    cores: Cores
+    cores: tuple[int, int]
     repetitions: int
     pool_bytes: int
     pairs: dict[str, Pair] = field(default_factory=dict)
@@ -65,33 +66,28 @@ class Bench:
         Raises:
             PairError: the one with our transports did not start.
         """
-        shared: dict[str, Any] = {
-            "cores": self.cores,
-            "copies": self.library,
-            "pool_bytes": self.pool_bytes,
-        }
-        self.pairs["torch"] = Pair("torch", "torch", **shared)
-        found, self.absent = libraries.find()
-        for peer in found:
+        found, self.absent = find_peers()
+        for name, launcher in {"torch": [], **found}.items():
             try:
-                self.pairs[peer.name] = Pair(
-                    peer.name,
-                    "mpi",
-                    launcher=peer.launcher,
-                    environment=peer.environment,
-                    **shared,
+                self.pairs[name] = Pair(
+                    name,
+                    cores=self.cores,
+                    copies=self.library,
+                    pool_bytes=self.pool_bytes,
+                    launcher=launcher,
                 )
             except PairError as error:
+                if not launcher:
+                    raise
                 self.absent = str(error).splitlines()[0]
                 print(f"left out: {error}", file=sys.stderr)
 
     def distance(self) -> float:
         """Measure how far apart the processors are now; not-a-number where that is impossible."""
-        if self.copies is None:
+        if self.library is None:
             return math.nan
-        value = self.copies.cache_line_ns(self.cores.first, self.cores.second)
-        self.distances_ns.append(value)
-        return value
+        self.distances_ns.append(Copies(self.library).cache_line_ns(*self.cores))
+        return self.distances_ns[-1]
 
     def close(self) -> None:
         """End all pairs."""
@@ -102,6 +98,20 @@ class Bench:
                 print(f"warning: {error}", file=sys.stderr)
         self.pairs.clear()
 
+    def competitors(self) -> list[tuple[str, str]]:
+        """Pairs and the connectors that they measure."""
+        ours = [("torch", name) for name in ("shm", "tcp", "gloo")]
+        return ours + [(pair, pair) for pair in self.pairs if pair != "torch"]
+
+
+def state_of(cache_line_ns: float) -> str:
+    """``near``, ``far`` or ``between``; ``unknown`` for not-a-number."""
+    if math.isnan(cache_line_ns):
+        return "unknown"
+    if cache_line_ns < NEAR_NS:
+        return "near"
+    return "far" if cache_line_ns > FAR_NS else "between"
+
 
 def channel_options(nbytes: int) -> dict[str, Any]:
     """Slots that hold a message of that size whole."""
@@ -109,51 +119,53 @@ def channel_options(nbytes: int) -> dict[str, Any]:
     return {"slot_bytes": max(4 * KIB, nbytes), "slots": slots}
 
 
+def options_of(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a connector: others' have none."""
+    return {} if name in ("gloo", "mpi", "ucx") else options
+
+
 def bandwidth(bench: Bench, sizes: Sequence[int]) -> Result:
     """Streams of cold tensors, and of tensors that are written and read."""
-    if bench.copies is None:
+    if bench.library is None:
         return Result(rows=[missing("shm: speed of the faster memcpy", NO_COMPILER)])
     one_way: Series = defaultdict(list)
-    fresh: Series = defaultdict(list)
+    fresh_ones: Series = defaultdict(list)
     states: dict[int, str] = {}
     for nbytes in sizes:
         options = channel_options(nbytes)
         messages = max(_LEAST_MESSAGES, bench.pool_bytes // nbytes)
         shared = {"nbytes": nbytes, "messages": min(messages, 512)}
-        ours = ["shm", "tcp", "gloo"]
         distances = []
+        torch = bench.pairs["torch"]
         for repetition in range(-1, bench.repetitions):
             distances.append(bench.distance())
-            taken: dict[tuple[str, str], float] = {}
+            taken: dict[tuple[str, bool], float] = {}
             for kind in COPIES:
-                answer = bench.pairs["torch"].call("patterns", "copy", kind=kind, **shared)
-                taken["memcpy " + kind, "stream"] = answer[0]
-            order = [
-                *(("torch", name) for name in ours),
-                *((p, p) for p in bench.pairs if p != "torch"),
-            ]
+                taken["memcpy " + kind, False] = torch.call(
+                    "patterns", "copy", kind=kind, **shared
+                )[0]
+            order = bench.competitors()
             turn = repetition % len(order)
             for pair, name in order[turn:] + order[:turn]:
-                opened = {} if name in ("gloo", "mpi", "ucx") else options
-                for pattern in ("stream", "fresh"):
-                    taken[name, pattern] = bench.pairs[pair].call(
-                        "patterns", pattern, connector=name, options=opened, **shared
-                    )[0]
+                asked = {**shared, "connector": name, "options": options_of(name, options)}
+                for fresh in (False, True):
+                    answer = bench.pairs[pair].call("patterns", "stream", fresh=fresh, **asked)
+                    taken[name, fresh] = answer[0]
             if repetition < 0:
                 continue  # first touches and connections
-            taken["shm, in place", "fresh"] = bench.pairs["torch"].call(
-                "patterns", "in_place", connector="shm", options=options, **shared
-            )[0]
-            for (name, pattern), seconds in taken.items():
-                (one_way if pattern == "stream" else fresh)[name, nbytes].append(seconds)
+            asked = {**shared, "connector": "shm", "options": options}
+            answer = torch.call("patterns", "stream", fresh=True, in_place=True, **asked)
+            taken["shm, in place", True] = answer[0]
+            for (name, is_fresh), seconds in taken.items():
+                (fresh_ones if is_fresh else one_way)[name, nbytes].append(seconds)
         states[nbytes] = state_of(statistics.median(distances))
     points = [
         Point(name=name, pattern=pattern, nbytes=nbytes, seconds=seconds)
-        for pattern, series in (("stream", one_way), ("written, sent and read", fresh))
+        for pattern, series in (("stream", one_way), ("written, sent and read", fresh_ones))
         for (name, nbytes), seconds in series.items()
     ]
     return Result(
-        rows=bandwidth_rows(one_way, fresh, states, bench.absent),
+        rows=bandwidth_rows(one_way, fresh_ones, states, bench.absent),
         points=points,
         facts={"state of the cores by size": {size_text(n): s for n, s in states.items()}},
     )
@@ -221,8 +233,7 @@ def latency(bench: Bench, rounds: int) -> Result:
     """Half a round trip of a small tensor."""
     nbytes, options = KIB, channel_options(KIB)
     taken: dict[str, list[float]] = defaultdict(list)
-    names = [("torch", name) for name in ("shm", "tcp", "gloo")]
-    names += [(pair, pair) for pair in bench.pairs if pair != "torch"]
+    names = bench.competitors()
     distances = []
     for repetition in range(-1, bench.repetitions):
         distances.append(bench.distance())
@@ -234,7 +245,7 @@ def latency(bench: Bench, rounds: int) -> Result:
                 connector=name,
                 nbytes=nbytes,
                 rounds=max(50, rounds // 10) if slow else rounds,
-                options={} if name in ("gloo", "mpi", "ucx") else options,
+                options=options_of(name, options),
             )
             if repetition >= 0:
                 taken[name].append(1e6 * answer[0])

@@ -12,9 +12,11 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .connectors import Connector
 from .copies import Copies, NoCompilerError
@@ -22,20 +24,61 @@ from .copies import Copies, NoCompilerError
 _FEWEST = 2
 
 
-class Family(Protocol):
-    """What the payloads of a process are."""
+@dataclass(frozen=True)
+class Family:
+    """What the payloads of a process are.
 
-    def buffer(self, nbytes: int) -> Any:
-        """A touched payload."""
+    Attributes:
+        buffer: makes a touched payload of so many bytes.
+        address: where a payload lies.
+        connector: opens a connector by name and options; collective.
+        close: leaves the other process; collective.
+    """
 
-    def address(self, payload: Any) -> int:
-        """Where it lies."""
+    buffer: Callable[[int], Any]
+    address: Callable[[Any], int]
+    connector: Callable[[str, dict[str, Any]], Connector]
+    close: Callable[[], object] = lambda: None
 
-    def connector(self, name: str, options: dict[str, Any]) -> Connector:
-        """Open a connector; collective."""
 
-    def close(self) -> None:
-        """Leave the other process; collective."""
+def torch_family(rank: int, meet: str) -> Family:
+    """Torch tensors, over gloo or a transport of ours.
+
+    Args:
+        rank: in the group of processes.
+        meet: how torch's ranks find each other.
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+
+    def buffer(nbytes: int) -> Any:
+        return torch.ones(nbytes, dtype=torch.uint8)
+
+    def connector(name: str, options: dict[str, Any]) -> Connector:
+        if name == "gloo":
+            from .connectors import open_gloo
+
+            return open_gloo(rank, buffer)
+        from .ours import TransportConnector, open_transport
+
+        return TransportConnector(rank, open_transport(name, rank, options))
+
+    return Family(buffer, torch.Tensor.data_ptr, connector, dist.destroy_process_group)
+
+
+def mpi_family(rank: int) -> Family:
+    """Numpy arrays; MPI ends with the process."""
+    import numpy
+
+    from .connectors import Mpi
+
+    def buffer(nbytes: int) -> Any:
+        return numpy.ones(nbytes, dtype=numpy.uint8)
+
+    return Family(buffer, lambda payload: payload.ctypes.data, lambda *_: Mpi(rank, buffer))
 
 
 class Member:
@@ -50,6 +93,7 @@ class Member:
 
     def __init__(self, rank: int, family: Family, copies: Copies | None, pool_bytes: int) -> None:
         self.rank = rank
+        self.address = family.address
         self._copies = copies
         self._family = family
         self._pool_bytes = pool_bytes
@@ -63,17 +107,12 @@ class Member:
             raise NoCompilerError("this pattern needs copies.c")
         return self._copies
 
-    def address(self, payload: Any) -> int:
-        """Where a payload lies."""
-        return self._family.address(payload)
-
     def pool(self, use: str, nbytes: int, count: int | None = None) -> list[Any]:
         """Touched payloads of ``nbytes``, ``pool_bytes`` together unless ``count`` is given."""
         key = use, nbytes
         if key not in self._pools:
             # Of one size at a time: memory.
-            for old in [old for old in self._pools if old[0] == use]:
-                del self._pools[old]
+            self._pools = {old: pool for old, pool in self._pools.items() if old[0] != use}
             number = count or max(_FEWEST, self._pool_bytes // max(1, nbytes))
             self._pools[key] = [self._family.buffer(nbytes) for _ in range(number)]
         return self._pools[key]
@@ -110,78 +149,6 @@ class Member:
         self._family.close()
 
 
-class TorchFamily:
-    """Torch tensors.
-
-    Args:
-        rank: in the patterns.
-        meet: how torch's ranks find each other.
-        own_rank: in the group of processes, where that is another one.
-    """
-
-    def __init__(self, rank: int, meet: str, own_rank: int | None = None) -> None:
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        self._rank = rank if own_rank is None else own_rank
-        dist.init_process_group("gloo", init_method=meet, rank=self._rank, world_size=2)
-        self._torch = torch
-
-    def buffer(self, nbytes: int) -> Any:
-        """See :class:`Family`."""
-        return self._torch.ones(nbytes, dtype=self._torch.uint8)
-
-    def address(self, payload: Any) -> int:
-        """See :class:`Family`."""
-        address: int = payload.data_ptr()
-        return address
-
-    def connector(self, name: str, options: dict[str, Any]) -> Connector:
-        """Open ``gloo``, or one of ours; collective."""
-        if name == "gloo":
-            from .connectors import Gloo
-
-            return Gloo(self._rank, self.buffer)
-        from .ours import TransportConnector, open_transport
-
-        return TransportConnector(self._rank, open_transport(name, self._rank, options))
-
-    def close(self) -> None:
-        """See :class:`Family`."""
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
-
-
-class MpiFamily:
-    """Numpy arrays."""
-
-    def __init__(self, rank: int) -> None:
-        import numpy
-
-        self._rank = rank
-        self._numpy = numpy
-
-    def buffer(self, nbytes: int) -> Any:
-        """See :class:`Family`."""
-        return self._numpy.ones(nbytes, dtype=self._numpy.uint8)
-
-    def address(self, payload: Any) -> int:
-        """See :class:`Family`."""
-        address: int = payload.ctypes.data
-        return address
-
-    def connector(self, name: str, options: dict[str, Any]) -> Connector:
-        """Open the only one."""
-        from .connectors import Mpi
-
-        return Mpi(self._rank, self.buffer)
-
-    def close(self) -> None:
-        """Nothing: MPI ends with the process."""
-
-
 def serve(connection: Any, member: Member) -> None:
     """Run commands until told to stop: ``(module, function, arguments)``."""
     while (command := connection.recv()) is not None:
@@ -209,11 +176,13 @@ def main() -> int:
     if rank is None:
         rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
     os.sched_setaffinity(0, {options.cpus[rank]})
-    meet = f"file://{options.address}.store"
     with Client(options.address, family="AF_UNIX") as connection:
         started = time.monotonic()
         try:
-            family = TorchFamily(rank, meet) if options.family == "torch" else MpiFamily(rank)
+            if options.family == "torch":
+                family = torch_family(rank, f"file://{options.address}.store")
+            else:
+                family = mpi_family(rank)
             copies = None if options.copies is None else Copies(options.copies)
             member = Member(rank, family, copies, options.pool_bytes)
         except Exception:

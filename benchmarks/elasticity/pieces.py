@@ -15,11 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.gpt_rank import run_ranks  # noqa: E402
+from benchmarks.ranks import run_ranks
+from benchmarks.report import ROOT, Result, Row
 
 EXAMPLES = ROOT / "examples" / "cutpoint"
 PROCESSES, SHAPES, LIMIT_S = 2, 2, 120.0
@@ -28,28 +25,27 @@ SIZES = {"mlp": 256, "vit": 16}
 """Samples of a step of each model of ``examples/cutpoint``."""
 
 
-def pieces(folder: Path, *, quick: bool) -> dict[str, Any]:
-    """Compare them; prints a line for each model and shape.
+def pieces(folder: Path, *, quick: bool) -> Result:
+    """Compare them; a row for each model and shape.
 
     Args:
         folder: for what the ranks tell.
         quick: with fewer steps.
     """
     found: dict[str, Any] = {}
+    rows = []
     for name, samples in SIZES.items():
-        told = folder / f"{name}.json"
+        output = folder / f"{name}.json"
         words = [str(Path(__file__).resolve()), name, str(QUICK_STEPS if quick else STEPS)]
-        run_ranks([*words, str(told)], PROCESSES, LIMIT_S)
-        found[name] = json.loads(told.read_text())
+        run_ranks([*words, str(output)], PROCESSES, LIMIT_S)
+        found[name] = json.loads(output.read_text())
         for one in found[name]:
-            predicted, measured = one["predicted_s"] * 1e3, one["measured_s"] * 1e3
+            what = f"{name}, steps of {samples} samples, {one['shape']}: predicted by measured"
             low, _, high = (value * 1e3 for value in one["quartiles_s"])
-            off = predicted / measured - 1
-            print(
-                f"{name}, steps of {samples} samples, {one['shape']}: {predicted:.1f} ms predicted,"
-                f" {measured:.1f} ms measured ({off:+.0%}; the middle half {low:.1f} to {high:.1f})"
-            )
-    return {"pieces": found}
+            note = f"{one['predicted_s'] * 1e3:.1f} ms by {one['measured_s'] * 1e3:.1f} ms"
+            note += f" (the middle half {low:.1f} to {high:.1f})"
+            rows.append(Row(what=what, value=one["predicted_s"] / one["measured_s"], note=note))
+    return Result(rows=rows, facts={"pieces": found})
 
 
 def _rank(name: str, steps: int, target: Path) -> None:

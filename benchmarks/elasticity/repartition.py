@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpt_rank import train
+from benchmarks.ranks import train
+from benchmarks.report import Result, Row
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.planner.repartition import Loads, simulated_step
 from megatron.adaptive.schedule.compare import make_candidate
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["repartition"]
-
 WORKER = Path(__file__).with_name("timed_layers.py")
-GOAL_SHARE, GOAL_STEPS = 0.8, 2.0
+GOAL_SHARE, GOAL_STEPS, GOAL_LOSS = 0.8, 2.0, 1e-5
 LIMIT_S = 400.0
 RANKS, LAYERS, MICROBATCHES, LAYER_MS, SLOW_RANK, FACTOR = 4, 24, 8, 8.0, 1, 1.5
 COMMON = (
@@ -47,15 +46,21 @@ TURN_STEPS, MOST_BEFORE = 4, 22
 AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
 
 
-def repartition(folder: Path, *, quick: bool) -> tuple[dict[str, Any], list[tuple[str, bool]]]:
-    """Measure both; returns the figures, and the goals with whether they are met."""
+def repartition(folder: Path, *, quick: bool) -> Result:
+    """Measure both."""
     figures = _regained(folder, rounds=3 if quick else 8) | _move(folder, moves=4 if quick else 12)
-    goals = [
-        (f"a slow rank regains {GOAL_SHARE:.0%} of the ideal", figures["regained"] >= GOAL_SHARE),
-        (f"a layer moves within {GOAL_STEPS:g} steps", figures["move_steps"] <= GOAL_STEPS),
-        ("losses unchanged", figures["repartition_loss_difference"] <= 1e-5),
+    loss = "repartition_loss_difference"
+    rows = [
+        Row(
+            what="share of the ideal that a slow rank regains",
+            value=figures["regained"],
+            goal=GOAL_SHARE,
+            least=True,
+        ),
+        Row(what="steps that moving a layer takes", value=figures["move_steps"], goal=GOAL_STEPS),
+        Row(what="largest difference of a loss", value=figures[loss], goal=GOAL_LOSS),
     ]
-    return figures, goals
+    return Result(rows=rows, facts=figures)
 
 
 def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:

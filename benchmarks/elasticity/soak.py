@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpt_rank import run_ranks, train
+from benchmarks.ranks import run_ranks, train
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from tests.cluster.jobs import environment
 
@@ -53,7 +53,7 @@ class SoakError(Exception):
 
 
 @dataclass(kw_only=True)
-class Result:
+class SoakResult:
     """What came of a soak.
 
     Attributes:
@@ -109,7 +109,7 @@ class Soak:
         flags: Sequence[str],
         say: Callable[[str], None],
     ) -> None:
-        self.result = Result(seed=seed)
+        self.result = SoakResult(seed=seed)
         self._folder = folder
         self._flags = [*flags, "--train-iters", "999999"]
         self._alone = [*self._flags, "--pipeline-model-parallel-size", "1"]
@@ -130,7 +130,7 @@ class Soak:
     def __exit__(self, *error: object) -> None:
         self._nodes.close()
 
-    def run(self, events: int, limit_s: float) -> Result:
+    def run(self, events: int, limit_s: float) -> SoakResult:
         """Do events until there were so many, or the time is over; then check everything."""
         self._first_checkpoint()
         for node in self._nodes.all:

@@ -3,134 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from benchmarks.report import Row
 
 from .competitors import BASELINE, COMPETITORS
-from .report import Record, Row, Shape, ratio
+from .report import Record, Shape, Speed, ratio
 
 MAIN: Shape = (8, 32)
 ADAPTIVE = "adaptive, V"
 """The policy that the speed goals are about."""
 TIGHT = "hinted, V, memory p"
 """The policy for the memory of 1F1B."""
+_OVER = (
+    (ADAPTIVE, BASELINE, "jitter 0.3", 1.25),
+    (ADAPTIVE, "megatron interleaved", "jitter 0.3", 1.08),
+    (ADAPTIVE, BASELINE, "lengths", 1.4),
+    (TIGHT, "zb-v", "quiet", 0.99),
+)
+"""Policy, rival, scenario, and the least ratio of their times."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """One line of the table of goals.
-
-    Attributes:
-        text: what is measured.
-        limit: least value that will do.
-        value: what was measured, ``None`` where it was not.
-    """
-
-    text: str
-    limit: float
-    value: float | None
-
-    @property
-    def met(self) -> bool:
-        """Whether it was measured and will do."""
-        return self.value is not None and self.value >= self.limit
-
-    @property
-    def line(self) -> str:
-        """The goal as a line of Markdown."""
-        value = "not measured" if self.value is None else f"{self.value:.3f}"
-        return f"| {self.text} | {value} | >= {self.limit} | {'met' if self.met else 'MISSED'} |"
-
-
-def goals(records: Sequence[Record], rows: Sequence[Row]) -> list[Goal]:
-    """Compare records and their rows with the goals."""
-
-    def over(scenario: str, slower: str, faster: str) -> float | None:
-        return ratio(_of(records, MAIN, scenario), slower, faster)
-
-    jitter = "jitter 0.3"
+def goals(records: Sequence[Record], speeds: Sequence[Speed]) -> list[Row]:
+    """Compare records and their speeds with the goals."""
+    fixed = [found for found, _ in over_fixed(records, speeds, ADAPTIVE, MAIN, "jitter 0.3")]
+    text = f"{ADAPTIVE} over the best fixed order in no more memory, jitter 0.3"
     return [
-        Goal(
-            text=f"{ADAPTIVE} over {BASELINE}, {jitter}",
-            limit=1.25,
-            value=over(jitter, BASELINE, ADAPTIVE),
+        *(
+            _row(
+                f"{policy} over {rival}, {scenario}",
+                ratio(_of(records, MAIN, scenario), rival, policy),
+                limit,
+            )
+            for policy, rival, scenario, limit in _OVER
         ),
-        Goal(
-            text=f"{ADAPTIVE} over megatron interleaved, {jitter}",
-            limit=1.08,
-            value=over(jitter, "megatron interleaved", ADAPTIVE),
-        ),
-        Goal(
-            text=f"{ADAPTIVE} over the best fixed order in no more memory, {jitter}",
-            limit=1.03,
-            value=_least(over_fixed(records, rows, ADAPTIVE, MAIN, jitter)),
-        ),
-        Goal(
-            text=f"{ADAPTIVE} over {BASELINE}, lengths",
-            limit=1.4,
-            value=over("lengths", BASELINE, ADAPTIVE),
-        ),
-        Goal(
-            text=f"{TIGHT} over zb-v, quiet",
-            limit=0.99,
-            value=over("quiet", "zb-v", TIGHT),
-        ),
-        *(_never_slower(records, rows, name) for name in (ADAPTIVE, TIGHT)),
-        _simulation(rows),
+        _row(text, min(fixed, default=None), 1.03),
+        *(_never_slower(records, speeds, name) for name in (ADAPTIVE, TIGHT)),
+        _simulation(speeds),
     ]
 
 
 def over_fixed(
-    records: Sequence[Record], rows: Sequence[Row], policy: str, shape: Shape, scenario: str
+    records: Sequence[Record], speeds: Sequence[Speed], policy: str, shape: Shape, scenario: str
 ) -> Iterator[tuple[float, str]]:
     """How much longer each fixed order takes that held no more activations than the policy may.
 
     Yields:
         The ratio, and the fixed order with the scenario.
     """
-    here = [row for row in rows if row.shape == shape and row.scenario == scenario]
+    here = [speed for speed in speeds if speed.shape == shape and speed.scenario == scenario]
     cap = COMPETITORS[policy].cap_for(*shape)
     assert cap is not None
-    for row in here:
-        if COMPETITORS[row.competitor].is_policy or row.peak > cap + 1e-6:
+    for speed in here:
+        if COMPETITORS[speed.competitor].is_policy or speed.peak > cap + 1e-6:
             continue
-        value = ratio(_of(records, shape, scenario), row.competitor, policy)
+        value = ratio(_of(records, shape, scenario), speed.competitor, policy)
         if value is not None:
-            yield value, f"{row.competitor}, {scenario}, {shape[0]} ranks, {shape[1]} microbatches"
+            where = f"{scenario}, {shape[0]} ranks, {shape[1]} microbatches"
+            yield value, f"{speed.competitor}, {where}"
 
 
-def _never_slower(records: Sequence[Record], rows: Sequence[Row], policy: str) -> Goal:
+def _never_slower(records: Sequence[Record], speeds: Sequence[Speed], policy: str) -> Row:
     found = [
         one
-        for shape, scenario in dict.fromkeys((row.shape, row.scenario) for row in rows)
-        for one in over_fixed(records, rows, policy, shape, scenario)
+        for shape, scenario in dict.fromkeys((speed.shape, speed.scenario) for speed in speeds)
+        for one in over_fixed(records, speeds, policy, shape, scenario)
     ]
-    worst = min(found, default=None)
+    value, where = min(found, default=(None, ""))
     text = f"{policy} over any fixed order in no more memory, worst"
-    return Goal(
-        text=text if worst is None else f"{text}: {worst[1]}",
-        limit=0.99,
-        value=None if worst is None else worst[0],
-    )
+    return _row(f"{text}: {where}" if where else text, value, 0.99)
 
 
-def _simulation(rows: Sequence[Row]) -> Goal:
-    """Simulated by measured, or the inverse: the worst of all rows."""
+def _simulation(speeds: Sequence[Speed]) -> Row:
+    """Simulated by measured, or the inverse: the worst of all."""
     checks = [
-        (min(row.simulated_ratio, 1 / row.simulated_ratio), row)
-        for row in rows
-        if row.simulated_ratio
+        (min(speed.simulated_ratio, 1 / speed.simulated_ratio), speed)
+        for speed in speeds
+        if speed.simulated_ratio
     ]
-    worst = min(checks, key=lambda check: check[0], default=None)
     text = "agreement of simulation and measurement, worst"
-    if worst is not None:
-        row = worst[1]
-        text += f": {row.competitor}, {row.scenario}, {row.num_ranks} ranks,"
-        text += f" {row.num_microbatches} microbatches"
-    return Goal(text=text, limit=0.97, value=None if worst is None else worst[0])
+    if not checks:
+        return _row(text, None, 0.97)
+    value, one = min(checks, key=lambda check: check[0])
+    where = f"{one.num_ranks} ranks, {one.num_microbatches} microbatches"
+    return _row(f"{text}: {one.competitor}, {one.scenario}, {where}", value, 0.97)
 
 
-def _least(found: Iterator[tuple[float, str]]) -> float | None:
-    return min((value for value, _ in found), default=None)
+def _row(what: str, value: float | None, limit: float) -> Row:
+    return Row(what=what, value=value, goal=limit, least=True)
 
 
 def _of(records: Sequence[Record], shape: Shape, scenario: str) -> list[Record]:

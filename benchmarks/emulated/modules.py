@@ -14,10 +14,13 @@ end of it all.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from .competitors import Competitor
+from .scenarios import Draws
 from .work import DTYPE, WIDTH, RankWork, WorkError
 
 
@@ -73,6 +76,50 @@ class EmulatedChunk(torch.nn.Module):
     def loss(self, output: torch.Tensor) -> torch.Tensor:
         """Return a scalar whose backward starts that of the last stage."""
         return _Loss.apply(output)
+
+
+class PeerRunner:
+    """Runs a schedule of another library. Collective to make.
+
+    Args:
+        competitor: which.
+        rank: this rank.
+        num_ranks: ranks of the pipeline.
+        make: makes a stage from its place and the number of stages.
+    """
+
+    delays_in_transport = False
+
+    def __init__(
+        self,
+        competitor: Competitor,
+        rank: int,
+        num_ranks: int,
+        make: Callable[[int, int], EmulatedChunk] = EmulatedChunk,
+    ) -> None:
+        self.placement = competitor.placement(num_ranks)
+        self.num_microbatches = 0
+        self.chunks = [
+            make(self.placement.stage_of(rank, chunk), self.placement.num_stages)
+            for chunk in range(competitor.num_chunks)
+        ]
+
+    def prepare(self, work: RankWork, draws: Draws) -> None:
+        """Get ready for a step; not timed."""
+        self.num_microbatches = draws.num_microbatches
+        for chunk in self.chunks:
+            chunk.work = work
+            chunk.weight.grad = None
+
+    def inputs(self, shape: Sequence[int]) -> list[torch.Tensor]:
+        """Returns what the first stage takes in the step."""
+        like = torch.empty(*shape, dtype=DTYPE)
+        return [RankWork.fresh(number, like) for number in range(self.num_microbatches)]
+
+    def finish(self) -> None:
+        """Check the gradients of the weights; not timed."""
+        for chunk in self.chunks:
+            chunk.check_gradient(self.num_microbatches)
 
 
 class _Input(torch.autograd.Function):

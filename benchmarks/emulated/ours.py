@@ -29,8 +29,26 @@ from .work import DTYPE, WIDTH, RankWork
 _TIMEOUT_S = 60.0
 
 
-class EmulatedStages:
-    """Chunks that sleep, see ``Stages`` of the executor.
+class IdleStages:
+    """Chunks that keep nothing, see ``Stages`` of the executor."""
+
+    def release(self, chunk: int, microbatch: int) -> None:
+        """Nothing is kept."""
+
+    def activation_bytes(self, chunk: int) -> int:
+        """Any number will do."""
+        return 1
+
+    def retained_bytes(self, chunk: int) -> int:
+        """All of them."""
+        return 1
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Nothing, as for whole backwards."""
+
+
+class EmulatedStages(IdleStages):
+    """Chunks that sleep.
 
     Args:
         work: what they do in this step.
@@ -48,13 +66,6 @@ class EmulatedStages:
         """Sleep F."""
         return self._work.forward(self._stages[chunk], received, microbatch)
 
-    def release(self, chunk: int, microbatch: int) -> None:
-        """Nothing is kept."""
-
-    def activation_bytes(self, chunk: int) -> int:
-        """Any number will do."""
-        return 1
-
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
@@ -62,10 +73,6 @@ class EmulatedStages:
         stage = self._stages[chunk]
         result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
         return result if stage else None
-
-    def retained_bytes(self, chunk: int) -> int:
-        """All of them."""
-        return 1
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Sleep one of ``pieces`` equal parts of W."""

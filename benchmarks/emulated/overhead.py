@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
 
-from .scenarios import Draws
+from .scenarios import Draws, seconds_of
 from .work import Span
 
 # Closer than this, either of the two may be what an action waited for.
@@ -58,7 +58,7 @@ def overhead(
         spans: per rank, in the order they ran.
         split: whether backwards by weights were actions of their own.
     """
-    table = draws.table_s(placement)
+    table = seconds_of(draws.workload(placement))
     late = [
         span.end_s - span.start_s - table[span.kind][span.stage][span.microbatch] * span.fraction
         for of_rank in spans

@@ -10,6 +10,7 @@ wait for a peer's action without needing its result.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from .competitors import Competitor
-from .modules import EmulatedChunk
+from .modules import EmulatedChunk, PeerRunner
 from .scenarios import Draws
 from .work import DTYPE, WIDTH, RankWork
 
@@ -41,22 +42,13 @@ class _Chunk(EmulatedChunk):
         self.received = tensors[0]
 
 
-class MegatronRunner:
-    """Runs megatron-core's 1F1B or interleaved 1F1B. Collective to make.
-
-    Args:
-        competitor: which.
-        rank: this rank.
-        num_ranks: ranks of the pipeline.
-    """
-
-    delays_in_transport = False
+class MegatronRunner(PeerRunner):
+    """Runs megatron-core's 1F1B or interleaved 1F1B. Collective to make; see ``PeerRunner``."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
-        self.placement = competitor.placement(num_ranks)
         several = competitor.num_chunks > 1
         config = TransformerConfig(
-            num_layers=self.placement.num_stages,
+            num_layers=num_ranks * competitor.num_chunks,
             hidden_size=WIDTH,
             num_attention_heads=1,
             pipeline_model_parallel_size=num_ranks,
@@ -68,47 +60,33 @@ class MegatronRunner:
             deallocate_pipeline_outputs=False,
             calculate_per_token_loss=True,  # leaves the loss as it is
         )
+        super().__init__(competitor, rank, num_ranks, partial(_Chunk, config=config))
         self._groups = _process_groups(num_ranks, rank)
         self._communicator = P2PCommunicator(self._groups.pp, config)
-        self._chunks = [
-            _Chunk(self.placement.stage_of(rank, chunk), self.placement.num_stages, config)
-            for chunk in range(competitor.num_chunks)
-        ]
         self._function: Any = (
             schedules.forward_backward_pipelining_with_interleaving
             if several
             else schedules.forward_backward_pipelining_without_interleaving
         )
-        self._count = 0
         self._iterators: list[Iterator[torch.Tensor]] = []
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Get ready for a step; not timed."""
-        self._count = draws.num_microbatches
-        like = torch.empty(1, 1, WIDTH, dtype=DTYPE)
-        data = [RankWork.fresh(microbatch, like) for microbatch in range(self._count)]
-        self._iterators = [iter(data) for _ in self._chunks]
-        for chunk in self._chunks:
-            chunk.work = work
-            chunk.weight.grad = None
+        super().prepare(work, draws)
+        data = self.inputs((1, 1, WIDTH))
+        self._iterators = [iter(data) for _ in self.chunks]
 
     def run(self) -> None:
         """Run the step."""
         self._function(
             forward_step_func=_forward_step,
             data_iterator=self._iterators,
-            model=list(self._chunks),
-            num_microbatches=self._count,
+            model=list(self.chunks),
+            num_microbatches=self.num_microbatches,
             seq_length=1,
             micro_batch_size=1,
             p2p_communicator=self._communicator,
             pg_collection=self._groups,
         )
-
-    def finish(self) -> None:
-        """Check the gradients of the weights; not timed."""
-        for chunk in self._chunks:
-            chunk.check_gradient(self._count)
 
 
 def _forward_step(iterator: Iterator[torch.Tensor], chunk: _Chunk) -> tuple[torch.Tensor, Any]:

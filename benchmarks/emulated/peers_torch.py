@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from .competitors import Competitor
-from .modules import EmulatedChunk
+from .modules import PeerRunner
 from .scenarios import Draws
 from .work import DTYPE, WIDTH, RankWork
 
@@ -37,53 +37,31 @@ _SCHEDULES: dict[str, Any] = {
 }
 
 
-class TorchRunner:
-    """Runs one of torch's schedules. Collective to make.
-
-    Args:
-        competitor: which.
-        rank: this rank.
-        num_ranks: ranks of the pipeline.
-    """
-
-    delays_in_transport = False
+class TorchRunner(PeerRunner):
+    """Runs one of torch's schedules. Collective to make; see ``PeerRunner``."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
-        self.placement = competitor.placement(num_ranks)
+        super().__init__(competitor, rank, num_ranks)
         self._schedule_name = competitor.schedule
         self._group = dist.new_group(list(range(num_ranks)), backend="gloo")
-        self._chunks = [
-            EmulatedChunk(self.placement.stage_of(rank, chunk), self.placement.num_stages)
-            for chunk in range(competitor.num_chunks)
-        ]
         self._schedules: dict[int, Any] = {}
-        self._count = 0
         self._inputs: tuple[torch.Tensor, ...] = ()
         self._target: torch.Tensor | None = None
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Get ready for a step; not timed."""
-        count = self._count = draws.num_microbatches
+        super().prepare(work, draws)
+        count = self.num_microbatches
         if count not in self._schedules:
             self._schedules[count] = self._make(count)
-        for chunk in self._chunks:
-            chunk.work = work
-            chunk.weight.grad = None
-        like = torch.empty(1, WIDTH, dtype=DTYPE)
-        if any(chunk.is_first for chunk in self._chunks):
-            data = [RankWork.fresh(microbatch, like) for microbatch in range(count)]
-            self._inputs = (torch.cat(data),)
-        if any(chunk.is_last for chunk in self._chunks):
+        if any(chunk.is_first for chunk in self.chunks):
+            self._inputs = (torch.cat(self.inputs((1, WIDTH))),)
+        if any(chunk.is_last for chunk in self.chunks):
             self._target = torch.zeros(count, 1)
 
     def run(self) -> None:
         """Run the step."""
-        self._schedules[self._count].step(*self._inputs, target=self._target, return_outputs=False)
-
-    def finish(self) -> None:
-        """Check the gradients of the weights; not timed."""
-        for chunk in self._chunks:
-            chunk.check_gradient(self._count)
+        schedule = self._schedules[self.num_microbatches]
+        schedule.step(*self._inputs, target=self._target, return_outputs=False)
 
     def _make(self, count: int) -> Any:
         stages = [
@@ -96,10 +74,10 @@ class TorchRunner:
                 output_args=torch.zeros(1, WIDTH, dtype=DTYPE, requires_grad=True),
                 group=self._group,
             )
-            for chunk in self._chunks
+            for chunk in self.chunks
         ]
         schedule = _SCHEDULES[self._schedule_name]
-        last = self._chunks[-1]
+        last = self.chunks[-1]
         return schedule(
             stages[0] if schedule is Schedule1F1B else stages,
             n_microbatches=count,

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import quartiles
+
 from .competitors import BASELINE, COMPETITORS
-from .scenarios import SCENARIOS, Times, draw
+from .scenarios import SCENARIOS, Draws, Times
 from .simulated import Runtime, nearest_makespan_s
 
 Record = Mapping[str, Any]
@@ -19,7 +21,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Speed:
     """One competitor in one scenario.
 
     Attributes:
@@ -53,11 +55,11 @@ class Row:
         return self.num_ranks, self.num_microbatches
 
 
-def make_rows(records: Sequence[Record], *, times: Times, seed: int) -> list[Row]:
+def make_rows(records: Sequence[Record], *, times: Times, seed: int) -> list[Speed]:
     """Sum up records.
 
     Args:
-        records: of ``measure.run``, also of several pipelines.
+        records: of ``worker.Rank``, also of several pipelines.
         times: that they were measured with.
         seed: that they were measured with.
     """
@@ -72,20 +74,20 @@ def make_rows(records: Sequence[Record], *, times: Times, seed: int) -> list[Row
     for key, of_row in steps.items():
         ranks, microbatches, scenario, competitor = key
         base = steps.get((ranks, microbatches, scenario, BASELINE), {})
-        ratios = sorted(
+        ratios = [
             base[repetition]["makespan_s"] / record["makespan_s"]
             for repetition, record in of_row.items()
             if repetition in base
-        ) or [float("nan")]
+        ] or [float("nan")]
         rows.append(
-            Row(
+            Speed(
                 num_ranks=ranks,
                 num_microbatches=microbatches,
                 scenario=scenario,
                 competitor=competitor,
                 makespan_s=statistics.median(r["makespan_s"] for r in of_row.values()),
                 speedup=statistics.median(ratios),
-                quartiles=(ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
+                quartiles=quartiles(ratios),
                 peak=max(record["peak"] for record in of_row.values()),
                 simulated_ratio=_simulated_ratio(of_row.values(), runtimes[ranks], times, seed),
                 overhead_us={
@@ -119,7 +121,7 @@ def ratio(records: Iterable[Record], slower: str, faster: str) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Speed]) -> str:
     """One table per shape: a line per competitor, a column per scenario."""
     parts = []
     for shape in dict.fromkeys(row.shape for row in rows):
@@ -143,7 +145,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(parts)
 
 
-def chart(rows: Sequence[Row], path: Path) -> None:
+def chart(rows: Sequence[Speed], path: Path) -> None:
     """Draw the speed-ups of the largest pipeline as bars, a group per scenario."""
     import matplotlib
 
@@ -197,8 +199,8 @@ def _simulated_ratio(
         competitor = COMPETITORS[record["competitor"]]
         if competitor.engine != "ours":
             return None
-        draws = draw(
-            SCENARIOS[record["scenario"]],
+        draws = Draws(
+            scenario=SCENARIOS[record["scenario"]],
             num_ranks=record["num_ranks"],
             num_microbatches=record["num_microbatches"],
             times=times,

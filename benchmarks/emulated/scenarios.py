@@ -16,10 +16,20 @@ What a rank is (slow, fast) multiplies all that it runs, whichever stages these 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.workload import (
+    PS_PER_S,
+    Jitter,
+    Link,
+    StageTimes,
+    Workload,
+    draw,
+)
 
 HALVES = 2
 """Half-stages per rank."""
@@ -32,11 +42,6 @@ class Times:
     forward_s: float = 0.008
     backward_s: float = 0.008
     weight_s: float = 0.008
-
-    @property
-    def rank_s(self) -> float:
-        """Mean time of one microbatch on one rank: forward and whole backward of both halves."""
-        return HALVES * (self.forward_s + self.backward_s + self.weight_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,91 +85,68 @@ SCENARIOS: dict[str, Scenario] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """All durations of one step.
+    """All durations of one step; equal attributes give equal ones, in every process.
 
     Attributes:
+        scenario: what disturbs it.
         num_ranks: ranks of the pipeline.
         num_microbatches: microbatches of the step.
-        halves_s: seconds on a rank of ordinary speed, ``[kind][half-stage][microbatch]``.
-        rank_factors: multiplies the durations of each rank.
-        slow_link: the two ranks of the slow link, ``None`` for none.
-        link_delay_s: seconds that a message takes there.
+        times: mean durations.
+        seed: of all draws.
+        repetition: number of the step.
     """
 
+    scenario: Scenario
     num_ranks: int
     num_microbatches: int
-    halves_s: dict[ActionKind, tuple[tuple[float, ...], ...]]
-    rank_factors: tuple[float, ...]
-    slow_link: tuple[int, int] | None = None
-    link_delay_s: float = 0.0
+    times: Times
+    seed: int
+    repetition: int
 
-    def table_s(self, placement: Placement) -> dict[ActionKind, tuple[tuple[float, ...], ...]]:
-        """Return the seconds of all actions, ``[kind][stage][microbatch]``.
+    def workload(self, placement: Placement) -> Workload:
+        """Returns what the simulator runs for a placement with one or two chunks per rank.
 
-        ``B`` is the backward by inputs alone; ``placement`` has one or two chunks per rank.
+        ``B`` is the backward by inputs alone.
         """
-        each = HALVES // placement.num_chunks
-        factors = [self.rank_factors[placement.locate(s)[0]] for s in range(placement.num_stages)]
-        return {
-            kind: tuple(
-                tuple(sum(halves) * factor for halves in zip(*rows, strict=True))
-                for rows, factor in zip(
-                    (of_kind[at : at + each] for at in range(0, len(of_kind), each)),
-                    factors,
-                    strict=True,
-                )
-            )
-            for kind, of_kind in self.halves_s.items()
-        }
+        scenario, times, middle = self.scenario, self.times, self.num_ranks // 2
+        factors = [1.0] * self.num_ranks
+        factors[middle] = scenario.rank_factor
+        text = f"{self.seed}/{scenario.name}/{self.num_ranks}/{self.num_microbatches}"
+        rng = random.Random(f"{text}/{self.repetition}")
+        work = draw(
+            placement,
+            self.num_microbatches,
+            StageTimes.equal(
+                HALVES * self.num_ranks,
+                forward_s=times.forward_s,
+                backward_s=times.backward_s,
+                weight_s=times.weight_s,
+            ),
+            jitter=Jitter(
+                seed=rng.randrange(2**31),
+                action_sigma=scenario.jitter_sigma,
+                microbatch_sigma=scenario.length_sigma,
+            ),
+            links={
+                pair: Link(latency_s=self.delay_s(*pair))
+                for pair in ((middle - 1, middle), (middle, middle - 1))
+            },
+            rank_factors=factors,
+        )
+        if not scenario.length_mix:
+            return work
+        chances, lengths = zip(*scenario.length_mix, strict=True)
+        drawn = rng.choices(lengths, weights=chances, k=self.num_microbatches)
+        return replace(work, durations_ps=np.rint(work.durations_ps * drawn).astype(np.int64))
 
     def delay_s(self, from_rank: int, to_rank: int) -> float:
         """Seconds that a message takes from one rank to another, on top of what gloo takes."""
-        if self.slow_link is None or {from_rank, to_rank} != set(self.slow_link):
+        middle = self.num_ranks // 2
+        if {from_rank, to_rank} != {middle - 1, middle}:
             return 0.0
-        return self.link_delay_s
+        return self.scenario.link_delay * HALVES * self.times.forward_s
 
 
-def draw(
-    scenario: Scenario,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    times: Times,
-    seed: int,
-    repetition: int,
-) -> Draws:
-    """Draw the durations of one step; equal arguments give equal draws, in every process."""
-    rng = random.Random(f"{seed}/{scenario.name}/{num_ranks}/{num_microbatches}/{repetition}")
-    lengths = _lengths(scenario, num_microbatches, rng)
-    halves_s = {
-        kind: tuple(
-            tuple(mean_s * length * _factor(rng, scenario.jitter_sigma) for length in lengths)
-            for _ in range(HALVES * num_ranks)
-        )
-        for kind, mean_s in zip(
-            ActionKind, (times.forward_s, times.backward_s, times.weight_s), strict=True
-        )
-    }
-    middle = num_ranks // 2
-    factors = [1.0] * num_ranks
-    factors[middle] = scenario.rank_factor
-    return Draws(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        halves_s=halves_s,
-        rank_factors=tuple(factors),
-        slow_link=(middle - 1, middle) if scenario.link_delay else None,
-        link_delay_s=scenario.link_delay * HALVES * times.forward_s,
-    )
-
-
-def _factor(rng: random.Random, sigma: float) -> float:
-    """A lognormal factor with mean 1."""
-    return rng.lognormvariate(-sigma * sigma / 2, sigma) if sigma else 1.0
-
-
-def _lengths(scenario: Scenario, count: int, rng: random.Random) -> list[float]:
-    if scenario.length_mix:
-        chances, lengths = zip(*scenario.length_mix, strict=True)
-        return rng.choices(lengths, weights=chances, k=count)
-    return [_factor(rng, scenario.length_sigma) for _ in range(count)]
+def seconds_of(work: Workload) -> dict[ActionKind, list[list[float]]]:
+    """Returns the seconds of all actions, ``[kind][stage][microbatch]``."""
+    return dict(zip(ActionKind, (work.durations_ps / PS_PER_S).tolist(), strict=True))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,11 @@ import numpy as np
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.simulate import SimResult, Workload, simulate
+from megatron.adaptive.schedule.workload import PS_PER_S
 
 from .competitors import Competitor
 from .scenarios import Draws
 
-_PS_PER_S = 10**12
 _TRIES = 20
 # Sigma of the logarithm of what the runtime adds: some wake-ups take several times the mean.
 _ACTION_SIGMA, _MESSAGE_SIGMA = 0.5, 0.7
@@ -111,31 +112,20 @@ def _workload(
 ) -> Workload:
     rng = np.random.default_rng(seed)
 
-    def spread(sigma: float, shape: tuple[int, ...]) -> Any:
-        return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
+    def spread_ps(seconds: float, sigma: float, shape: tuple[int, ...]) -> Any:
+        factors = np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
+        return np.rint(PS_PER_S * seconds * factors).astype(np.int64)
 
-    table = draws.table_s(placement)
+    work = draws.workload(placement)
+    durations, delays = work.durations_ps.copy(), work.delays_ps.copy()
     # The time of a weight gradient is shared by its pieces; without pieces it is part of B.
-    times = {ActionKind.F: 1, ActionKind.B: 1, ActionKind.W: pieces}
-    durations = np.array([table[kind] for kind in ActionKind])
-    for row, kind in enumerate(ActionKind):
-        added_s = times[kind] * runtime.action_s[kind]
-        durations[row] += added_s * spread(_ACTION_SIGMA, durations[row].shape)
-    delays = np.zeros((2, placement.num_stages, draws.num_microbatches))
-    for row, step in ((0, 1), (1, -1)):
-        for stage in range(placement.num_stages):
-            if not 0 <= stage + step < placement.num_stages:
-                continue
-            here, there = placement.locate(stage)[0], placement.locate(stage + step)[0]
-            if here != there:
-                message_s = runtime.message_s * spread(_MESSAGE_SIGMA, (draws.num_microbatches,))
-                delays[row, stage] = draws.delay_s(here, there) + message_s
-    return Workload(
-        durations_ps=_ps(durations),
-        delays_ps=_ps(delays),
-        occupancy_ps=np.zeros((draws.num_ranks, draws.num_ranks), dtype=np.int64),
-    )
-
-
-def _ps(seconds: Any) -> Any:
-    return np.rint(seconds * _PS_PER_S).astype(np.int64)
+    for row, (kind, times) in enumerate(zip(ActionKind, (1, 1, pieces), strict=True)):
+        added_s = times * runtime.action_s[kind]
+        durations[row] += spread_ps(added_s, _ACTION_SIGMA, durations[row].shape)
+    ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
+    for stage, (here, there) in enumerate(itertools.pairwise(ranks)):
+        if here != there:
+            for row, sender in ((0, stage), (1, stage + 1)):
+                message_s = runtime.message_s
+                delays[row, sender] += spread_ps(message_s, _MESSAGE_SIGMA, delays[0, 0].shape)
+    return replace(work, durations_ps=durations, delays_ps=delays)

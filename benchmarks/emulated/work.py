@@ -15,15 +15,13 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
-
-from .scenarios import Draws
 
 WIDTH = 16
 DTYPE = torch.float64
@@ -88,38 +86,36 @@ class RankWork:
     Args:
         placement: where stages live.
         rank: this rank.
-        draws: durations of the step.
+        seconds: of all actions, ``[kind][stage][microbatch]``.
         sleeper: sleeps for this rank.
-        delayed_by_transport: messages of a slow link come late by themselves. Otherwise a stage
-            waits, before it starts, until its input would have come; for a runtime that has
-            already chosen this action and waits for nothing else, the two are the same.
+        delay_s: seconds that a message takes from one rank to another, where a stage waits, before
+            it starts, until its input would have come; for a runtime that has already chosen this
+            action and waits for nothing else, that is the same as messages that come late by
+            themselves, as they do where this is ``None``.
     """
 
     def __init__(
         self,
         placement: Placement,
         rank: int,
-        draws: Draws,
+        seconds: Mapping[ActionKind, Sequence[Sequence[float]]],
         sleeper: Sleeper,
-        *,
-        delayed_by_transport: bool,
+        delay_s: Callable[[int, int], float] | None = None,
     ) -> None:
         self.spans: list[Span] = []
         self.peak = 0.0
         self._sleeper = sleeper
         self._num_stages = placement.num_stages
         self._stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-        self._microbatches = draws.num_microbatches
         self._unit = 1 / placement.num_chunks
         self._held = 0.0
         self._due_s = 0.0  # when the last action was to end
-        self._seconds: Mapping[ActionKind, Sequence[Sequence[float]]] = draws.table_s(placement)
+        self._seconds = seconds
         self._delays: dict[tuple[ActionKind, int], float] = {}
-        for stage in [] if delayed_by_transport else self._stages:
+        for stage in self._stages if delay_s is not None else []:
             for kind, sender in ((ActionKind.F, stage - 1), (ActionKind.B, stage + 1)):
                 if 0 <= sender < placement.num_stages:
-                    delay_s = draws.delay_s(placement.locate(sender)[0], rank)
-                    self._delays[kind, stage] = delay_s
+                    self._delays[kind, stage] = delay_s(placement.locate(sender)[0], rank)
 
     def forward(self, stage: int, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
         """Run a forward.
@@ -220,7 +216,7 @@ class RankWork:
             (kind, stage, microbatch)
             for kind in ActionKind
             for stage in self._stages
-            for microbatch in range(self._microbatches)
+            for microbatch in range(len(self._seconds[kind][stage]))
         }
         if set(spent) != expected:
             raise WorkError(f"actions missing or too many: {sorted(set(spent) ^ expected)[:8]}")

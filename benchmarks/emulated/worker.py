@@ -1,20 +1,15 @@
 """The processes of the emulated pipeline: one per rank, all competitors in turns.
 
-Started by ``measure.run`` as a process of its own, which imports everything once and forks the
-ranks. Every step begins on all ranks at one moment of the machine's clock; its makespan is the time
+Every step begins on all ranks at one moment of the machine's clock; its makespan is the time
 from there to the end of the rank that is done last.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import multiprocessing
 import sys
-import tempfile
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megatron.adaptive import accelerator
@@ -30,7 +25,7 @@ from benchmarks.emulated.ours import Channels, OurRunner  # noqa: E402
 from benchmarks.emulated.overhead import overhead  # noqa: E402
 from benchmarks.emulated.peers_megatron import MegatronRunner  # noqa: E402
 from benchmarks.emulated.peers_torch import TorchRunner  # noqa: E402
-from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, draw  # noqa: E402
+from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of  # noqa: E402
 from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
@@ -47,7 +42,9 @@ class Rank:
 
     Args:
         rank: which.
-        plan: what to measure, see ``measure.run``.
+        plan: what to measure: ``num_ranks``, ``cases`` (scenario, microbatches of a step, and steps
+            of each competitor, each with draws of its own), ``competitors`` that take turns,
+            ``times``, mean durations, and ``seed`` of all draws.
     """
 
     def __init__(self, rank: int, plan: dict[str, Any]) -> None:
@@ -63,16 +60,20 @@ class Rank:
         }
 
     def measure(self) -> list[dict[str, Any]]:
-        """Run all cases; returns one record per step, on every rank."""
+        """Run all cases.
+
+        Returns:
+            On every rank one record per step: what was run, ``makespan_s``, and ``peak``, the most
+            activations that any rank held, in microbatches of a whole rank.
+        """
         records: list[dict[str, Any]] = []
         warm: set[int] = set()
-        for case in self._plan["cases"]:
-            count = case["num_microbatches"]
+        for scenario, count, repetitions in self._plan["cases"]:
             # Some runtimes set up their channels in the first step of that many microbatches.
-            first = 0 if count in warm else -self._plan["warmups"]
+            first = 0 if count in warm else -1
             warm.add(count)
-            for repetition in range(first, case["repetitions"]):
-                records += self._round(case["scenario"], count, repetition)
+            for repetition in range(first, repetitions):
+                records += self._round(scenario, count, repetition)
         return [record for record in records if record["repetition"] >= 0]
 
     def close(self) -> None:
@@ -93,8 +94,8 @@ class Rank:
 
     def _round(self, scenario: str, num_microbatches: int, repetition: int) -> list[dict[str, Any]]:
         """Let every competitor run one step with the same draws."""
-        draws = draw(
-            SCENARIOS[scenario],
+        draws = Draws(
+            scenario=SCENARIOS[scenario],
             num_ranks=self._num_ranks,
             num_microbatches=num_microbatches,
             times=self._times,
@@ -122,9 +123,9 @@ class Rank:
         work = RankWork(
             runner.placement,
             self._rank,
-            draws,
+            seconds_of(draws.workload(runner.placement)),
             self._sleeper,
-            delayed_by_transport=runner.delays_in_transport,
+            None if runner.delays_in_transport else draws.delay_s,
         )
         runner.prepare(work, draws)
         gc.collect()
@@ -151,43 +152,13 @@ class Rank:
         return result
 
 
-def _rank_main(rank: int, plan: dict[str, Any], store: str, output: str) -> None:
+def run_rank(rank: int, plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """Be one rank; returns its records, see :class:`Rank`."""
     if not sharpen_timers() and rank == 0:
         print("no real-time priority: other programs' work shows in the times", file=sys.stderr)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=plan["num_ranks"]
-    )
     member = Rank(rank, plan)
     gc.collect()
     gc.freeze()
     records = member.measure()
-    if rank == 0:
-        Path(output).write_text(json.dumps(records), encoding="utf-8")
     member.close()
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Fork the ranks and wait; arguments are the files of the plan and of the records."""
-    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(
-                target=_rank_main, args=(rank, plan, f"{folder}/store", sys.argv[2]), daemon=True
-            )
-            for rank in range(plan["num_ranks"])
-        ]
-        for process in ranks:
-            process.start()
-        # One that fails leaves the others waiting: they are daemons and end with this process.
-        while any(process.exitcode is None for process in ranks):
-            if any(process.exitcode for process in ranks):
-                return 1
-            time.sleep(0.1)
-        return 1 if any(process.exitcode for process in ranks) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return records

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
+from benchmarks.ranks import run_module
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import read_run
 
-ROOT = Path(__file__).resolve().parents[2]
 PIPELINE, RANKS, MICROBATCHES = 16, 1024, 64
 LIMIT_S = 600.0
 
@@ -48,18 +46,8 @@ def measure(spans: int) -> dict[str, float]:
         start = time.perf_counter()
         truth = write_synthetic(folder, run)
         write_s = time.perf_counter() - start
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.tracing.aggregate", folder],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"the reader failed: {done.stderr[-500:]}")
-        return {"spans": truth.spans, "write_s": write_s, **json.loads(done.stdout)}
+        read = run_module("benchmarks.tracing.aggregate", folder, limit_s=LIMIT_S)
+        return {"spans": truth.spans, "write_s": write_s, **read}
 
 
 def main() -> int:

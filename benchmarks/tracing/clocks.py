@@ -7,21 +7,18 @@ first over a real connection, while it computes. The truth is known: the machine
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.ranks import run_module
 from megatron.adaptive.trace.clock import fit_clock
 from megatron.adaptive.trace.clock_sync import ClockSampler, ClockServer
 from megatron.adaptive.trace.event import ClockSamples
 
-ROOT = Path(__file__).resolve().parents[2]
 WRONG: tuple[tuple[float, float], ...] = ((5, 50), (-5, -50), (5, -50), (-5, 50))
 """Offsets in seconds, drifts in ppm."""
 
@@ -67,18 +64,7 @@ def sample(
         RuntimeError: the process failed.
     """
     numbers = (server.port, server.token.hex(), offset_s, drift_ppm, seconds)
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tracing.clocks", *map(str, numbers)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=seconds + 60,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"a process with a wrong clock failed: {done.stderr[-500:]}")
-    return dict(json.loads(done.stdout))
+    return dict(run_module("benchmarks.tracing.clocks", *numbers, limit_s=seconds + 60))
 
 
 def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.ranks import fork_ranks
 from benchmarks.tracing.cases import RANKS, Outcome, draw_fault, judge
 from benchmarks.tracing.synthetic import SyntheticRun
 from megatron.adaptive.trace.diagnose import diagnose
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import read_run
 
-ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")
 """In turn; one in seven runs has no fault."""
 
@@ -42,15 +36,15 @@ def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        plan = [_draw(number, seed) for number in range(runs)]
-        folders = execute(Path(folder), [run for _, run in plan], limit_s)
-        outcomes = []
-        for (group, run), traces in zip(plan, folders, strict=True):
-            fault = run.faults[0] if run.faults else None
-            said = diagnose(read_run(traces))
-            outcomes.append(judge(group, fault, said, {**asdict(run), "real": True}))
-        return outcomes
+    outcomes = []
+    for number in range(runs):
+        group, run = _draw(number, seed)
+        fault = run.faults[0] if run.faults else None
+        with tempfile.TemporaryDirectory() as folder:
+            execute(Path(folder), run, limit_s / runs)
+            said = diagnose(read_run(folder))
+        outcomes.append(judge(group, fault, said, {**asdict(run), "real": True}))
+    return outcomes
 
 
 def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
@@ -67,58 +61,37 @@ def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
     Raises:
         RuntimeError: a rank failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        plan = [
-            _real(
-                half_s, schedule=("1f1b", "adaptive")[number % 2], iterations=5, seed=seed + number
-            )
-            for number, schedule in zip(range(runs), cycle(("1f1b", "adaptive")), strict=False)
-        ]
-        folders = execute(Path(folder), plan, limit_s=60.0 * runs)
-        return [bubble_error(traces) for traces in folders]
+    errors = []
+    for number in range(runs):
+        schedule = ("1f1b", "adaptive")[number % 2]
+        run = _real(half_s, schedule=schedule, iterations=5, seed=seed + number)
+        with tempfile.TemporaryDirectory() as folder:
+            truths = execute(Path(folder), run, limit_s=60.0)
+            errors.append(bubble_error(Path(folder), truths))
+    return errors
 
 
-def execute(folder: Path, runs: Sequence[SyntheticRun], limit_s: float) -> list[Path]:
-    """Run some runs one after the other.
+def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
+    """Carry out a run.
 
     Args:
-        folder: empty.
-        runs: one fault each at most.
+        folder: for its traces.
+        run: what to do.
         limit_s: everything is killed after it.
 
     Returns:
-        Their folders, with traces and truths.
+        Per rank and iteration the spans in which it was at work, pairs of seconds.
 
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
     """
-    folders = [folder / str(number) for number in range(len(runs))]
-    plan = folder / "plan.json"
-    named = zip(folders, runs, strict=True)
-    plan.write_text(json.dumps([{"folder": str(f), **asdict(r)} for f, r in named]), "utf-8")
-    job = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.tracing.worker", str(plan)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        start_new_session=True,
-    )
-    try:
-        status = job.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{len(runs)} traced runs took more than {limit_s:g} s") from None
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-    if status:
-        raise RuntimeError(f"the traced runs ended with status {status}")
-    return folders
+    plan = {"folder": str(folder), "run": asdict(run)}
+    return list(fork_ranks("benchmarks.tracing.worker", run.world_size, limit_s, plan))
 
 
-def bubble_error(folder: Path) -> float:
+def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
     """Bubble of the trace minus the stages' own, median of the iterations' means, in points."""
     figures = run_figures(read_run(folder))
-    truths = [json.loads((folder / f"truth_{rank}.json").read_text()) for rank in figures.ranks]
     errors = []
     for number, iteration in enumerate(figures.iterations.tolist()):
         spans = [np.array(truth[iteration - 1]) for truth in truths]
@@ -133,10 +106,17 @@ def bubble_error(folder: Path) -> float:
 
 
 def _real(half_s: float, **options: Any) -> SyntheticRun:
-    """A run of small stages, each a half-rank's F, B and W of ``half_s``."""
-    times = {"forward_s": half_s, "backward_s": half_s, "weight_s": half_s}
+    """A run of small stages, each of two halves with F, B and W of ``half_s``."""
+    times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), 2 * half_s)
     return SyntheticRun(
-        **{"num_ranks": RANKS, "schedule": "1f1b", "action_sigma": 0.07, **times, **options}
+        **{
+            "num_ranks": RANKS,
+            "schedule": "1f1b",
+            "action_sigma": 0.07,
+            "data_s": 0.02 * half_s,
+            **times,
+            **options,
+        }
     )
 
 
@@ -155,7 +135,7 @@ def _draw(number: int, seed: int) -> tuple[str, SyntheticRun]:
     )
     if group == "quiet":
         return group, run
-    fault = draw_fault(group, replace(run, forward_s=2 * half_s), rng)
+    fault = draw_fault(group, run, rng)
     fault = replace(fault, first=rng.choice((1, 1, 7)))
     if group == "spikes":
         fault = replace(fault, factor=4.0, probability=0.08)

@@ -21,6 +21,7 @@ from benchmarks.tracing.synthetic_step import step_rows
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.compare import Candidate, make_candidate
 from megatron.adaptive.schedule.machine import F
+from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import SimResult, simulate
@@ -36,7 +37,7 @@ from megatron.adaptive.trace.event import COLUMNS, ClockSamples, TraceHeader, tr
 from megatron.adaptive.trace.lines import block_text, header_line, samples_line
 from megatron.adaptive.trace.table import KIND, Ints
 
-__all__ = ["FAULTS", "Fault", "SyntheticRun", "Truth", "write_synthetic"]
+__all__ = ["FAULTS", "Fault", "SyntheticRun", "Truth", "draw_step", "write_synthetic"]
 
 FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
@@ -299,96 +300,24 @@ class _Writer:
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
         """Simulate one replica's step; its rows have global ranks for peers."""
-        run = self._run
-        faults = [f for f in run.faults if f.rank % run.replicas == replica and f.holds(iteration)]
-        rng = np.random.default_rng((run.seed, iteration, replica))
-        work = self._work(faults, iteration, replica)
-        durations = work.durations_ps.copy()
-        durations[:, -1] = np.rint(durations[:, -1] * (1 + run.head / run.layers))
-        self._add_spikes(durations, faults, rng)
-        extra_s = sum(fault.seconds for fault in faults if fault.kind == "slow-data")
-        data_s = (run.data_s + extra_s) * np.exp(0.2 * rng.standard_normal(run.num_microbatches))
-        durations[F, 0] += np.rint(data_s * PS_PER_S).astype(np.int64)
+        run, seed = self._run, int(self._rng.integers(2**31))
+        work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
+        work.durations_ps[F, 0] += np.rint(data_s * PS_PER_S).astype(np.int64)
         result = simulate(
             self._candidate.placement,
             run.num_microbatches,
             self._policies,
-            replace(work, durations_ps=durations),
+            work,
             cap=self._candidate.cap,
             weight_pieces=self._candidate.weight_pieces,
             compiled=self._compiled,
         )
-        rows = step_rows(
-            result,
-            self._policies,
-            data_ns=np.rint(data_s * 1e9).astype(np.int64),
-        )
+        data_ns = np.rint(data_s * 1e9).astype(np.int64)
+        rows = step_rows(result, self._policies, data_ns=data_ns)
         for part in rows:
             known = part[:, _PEER] >= 0
             part[known, _PEER] = part[known, _PEER] * run.replicas + replica
         return result, rows
-
-    def _work(self, faults: Sequence[Fault], iteration: int, replica: int) -> Workload:
-        """Draw the times of a step, slow ranks and links among them."""
-        run = self._run
-        speeds = np.random.default_rng((run.seed, 1, replica)).standard_normal(run.num_ranks)
-        now = np.random.default_rng((run.seed, 2, replica, iteration)).standard_normal(
-            run.num_ranks
-        )
-        differ = np.exp(run.rank_sigma * speeds + run.iteration_sigma * now)
-        factors = (np.array(run.stage_factors or (1.0,) * run.num_ranks) * differ).tolist()
-        links: dict[tuple[int, int], Link] = {}
-        for fault in faults:
-            position = fault.rank // run.replicas
-            if fault.kind == "slow-rank":
-                factors[position] *= fault.factor
-            elif fault.kind == "slow-link":
-                links[position, fault.to // run.replicas] = Link(
-                    latency_s=run.latency_s + fault.seconds, occupancy_s=run.occupancy_s
-                )
-        jitter = Jitter(
-            seed=int(self._rng.integers(2**31)),
-            action_sigma=run.action_sigma,
-            microbatch_sigma=run.microbatch_sigma,
-            latency_sigma=0.3,
-        )
-        return draw(
-            self._candidate.placement,
-            run.num_microbatches,
-            self._times(),
-            jitter=jitter,
-            link=Link(latency_s=run.latency_s, occupancy_s=run.occupancy_s),
-            links=links,
-            rank_factors=factors,
-        )
-
-    def _add_spikes(
-        self, durations: Ints, faults: Sequence[Fault], rng: np.random.Generator
-    ) -> None:
-        """Make some actions of a rank longer; ``durations`` is ``[3, stages, microbatches]``."""
-        placement = self._candidate.placement
-        if self._run.stray_probability:
-            stray = rng.random(durations.shape) < self._run.stray_probability
-            longer = np.where(stray, rng.uniform(1.5, 4.0, durations.shape), 1.0)
-            durations[...] = np.rint(durations * longer)
-        for fault in faults:
-            if fault.kind == "spikes":
-                position = fault.rank // self._run.replicas
-                mine = [placement.stage_of(position, c) for c in range(placement.num_chunks)]
-                hit = rng.random(durations[:, mine].shape) < fault.probability
-                durations[:, mine] = np.where(
-                    hit, durations[:, mine] * fault.factor, durations[:, mine]
-                ).astype(np.int64)
-
-    def _times(self) -> StageTimes:
-        run, placement = self._run, self._candidate.placement
-        chunks = placement.num_chunks
-        return StageTimes.equal(
-            placement.num_stages,
-            forward_s=run.forward_s / chunks,
-            backward_s=run.backward_s / chunks,
-            weight_s=run.weight_s / chunks,
-        )
 
     def _iteration(
         self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
@@ -441,6 +370,76 @@ class _Writer:
                 )
             )
         return ClockSamples(0, tuple(samples))
+
+
+def draw_step(
+    run: SyntheticRun, placement: Placement, iteration: int, replica: int, seed: int
+) -> tuple[Workload, Any]:
+    """Draws a step of one replica, with the faults that it has.
+
+    Args:
+        run: whose step.
+        placement: of its stages.
+        iteration: from 1 on.
+        replica: which.
+        seed: of the actions' own factors.
+
+    Returns:
+        What the simulator runs, and the seconds of each read of data, which come on top of the
+        first stage's forwards.
+    """
+    faults = [f for f in run.faults if f.rank % run.replicas == replica and f.holds(iteration)]
+    rng = np.random.default_rng((run.seed, iteration, replica))
+    speeds = np.random.default_rng((run.seed, 1, replica)).standard_normal(run.num_ranks)
+    now = np.random.default_rng((run.seed, 2, replica, iteration)).standard_normal(run.num_ranks)
+    differ = np.exp(run.rank_sigma * speeds + run.iteration_sigma * now)
+    factors = (np.array(run.stage_factors or (1.0,) * run.num_ranks) * differ).tolist()
+    links: dict[tuple[int, int], Link] = {}
+    for fault in faults:
+        position = fault.rank // run.replicas
+        if fault.kind == "slow-rank":
+            factors[position] *= fault.factor
+        elif fault.kind == "slow-link":
+            links[position, fault.to // run.replicas] = Link(
+                latency_s=run.latency_s + fault.seconds, occupancy_s=run.occupancy_s
+            )
+    work = draw(
+        placement,
+        run.num_microbatches,
+        StageTimes.equal(
+            placement.num_stages,
+            forward_s=run.forward_s / placement.num_chunks,
+            backward_s=run.backward_s / placement.num_chunks,
+            weight_s=run.weight_s / placement.num_chunks,
+        ),
+        jitter=Jitter(
+            seed=seed,
+            action_sigma=run.action_sigma,
+            microbatch_sigma=run.microbatch_sigma,
+            latency_sigma=0.3,
+        ),
+        link=Link(latency_s=run.latency_s, occupancy_s=run.occupancy_s),
+        links=links,
+        rank_factors=factors,
+    )
+    durations = work.durations_ps.copy()
+    durations[:, -1] = np.rint(durations[:, -1] * (1 + run.head / run.layers))
+    if run.stray_probability:
+        stray = rng.random(durations.shape) < run.stray_probability
+        longer = np.where(stray, rng.uniform(1.5, 4.0, durations.shape), 1.0)
+        durations[...] = np.rint(durations * longer)
+    extra_s = 0.0
+    for fault in faults:
+        if fault.kind == "spikes":
+            position = fault.rank // run.replicas
+            mine = [placement.stage_of(position, c) for c in range(placement.num_chunks)]
+            hit = rng.random(durations[:, mine].shape) < fault.probability
+            longer = np.where(hit, fault.factor, 1.0)
+            durations[:, mine] = (durations[:, mine] * longer).astype(np.int64)
+        elif fault.kind == "slow-data":
+            extra_s += fault.seconds
+    data_s = (run.data_s + extra_s) * np.exp(0.2 * rng.standard_normal(run.num_microbatches))
+    return replace(work, durations_ps=durations), data_s
 
 
 @lru_cache(maxsize=16)

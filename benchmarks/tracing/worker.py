@@ -1,20 +1,14 @@
 """Real runs with a fault: processes that exchange real messages, trace themselves, and sleep.
 
-Started by ``emulated.run`` as a process of its own, which imports everything once and forks the
-ranks of one run after the other. Work is slept as ``benchmarks.emulated`` draws it; faults go into
-these sleeps, into the reading of data, or into the moment at which a message is handed over.
+Work is slept as ``synthetic.draw_step`` draws it for made-up runs; faults go into these sleeps,
+into the reading of data, or into the moment at which a message is handed over.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
-import multiprocessing
 import random
-import sys
-import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +21,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.emulated.ours import DelayedQueue, EmulatedStages  # noqa: E402
-from benchmarks.emulated.scenarios import Draws, Scenario, Times, draw  # noqa: E402
+from benchmarks.emulated.scenarios import seconds_of  # noqa: E402
 from benchmarks.emulated.work import (  # noqa: E402
     DTYPE,
     WIDTH,
@@ -35,6 +29,7 @@ from benchmarks.emulated.work import (  # noqa: E402
     Sleeper,
     sharpen_timers,
 )
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, draw_step  # noqa: E402
 from megatron.adaptive.engine.executor import Executor  # noqa: E402
 from megatron.adaptive.schedule.memory import default_cap  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
@@ -123,41 +118,38 @@ class Rank:
 
     Args:
         rank: global; a pipeline position's replicas are next to each other.
-        run: what to do, a ``SyntheticRun`` and its ``folder``.
+        run: what to do.
+        folder: for the traces.
     """
 
-    def __init__(self, rank: int, run: dict[str, Any]) -> None:
+    def __init__(self, rank: int, run: SyntheticRun, folder: Path) -> None:
         self._run = run
         self._rank = rank
-        ranks, replicas = run["num_ranks"], run["replicas"]
-        self._world = dist.new_group(list(range(ranks * replicas)), backend="gloo")
+        ranks, replicas, count = run.num_ranks, run.replicas, run.num_microbatches
+        self._world = dist.new_group(list(range(run.world_size)), backend="gloo")
         self.position, self.replica = divmod(rank, replicas)
         groups = [
             dist.new_group([p * replicas + replica for p in range(ranks)], backend="gloo")
             for replica in range(replicas)
         ]
         self._placement = Placement(num_ranks=ranks, num_chunks=1)
-        count = run["num_microbatches"]
         self._cap = default_cap(self._placement, count)
-        self._policy = make_policies(run["schedule"], self._placement, count, cap=self._cap)[
-            self.position
-        ]
-        self._fault: dict[str, Any] = next(iter(run["faults"]), {"kind": "", "rank": -1, "to": -1})
-        stages = self._placement.num_stages
+        policies = make_policies(run.schedule, self._placement, count, cap=self._cap)
+        self._policy = policies[self.position]
         header = TraceHeader(
-            run=Path(run["folder"]).name,
+            run=folder.name,
             rank=rank,
-            world_size=ranks * replicas,
+            world_size=run.world_size,
             pp_rank=self.position,
             num_ranks=ranks,
             num_chunks=1,
             num_microbatches=count,
-            schedule=run["schedule"],
+            schedule=run.schedule,
             dp_rank=self.replica,
-            layers=(LAYERS,) * stages,
-            work=(float(LAYERS),) * stages,
+            layers=(LAYERS,) * ranks,
+            work=(float(LAYERS),) * ranks,
         )
-        self._recorder = Recorder(run["folder"], header)
+        self._recorder = Recorder(folder, header)
         self._transport = GlooTransport(
             groups[self.replica],
             peers=[
@@ -180,34 +172,27 @@ class Rank:
         )
         self._sleeper = Sleeper()
 
-    def measure(self) -> list[list[tuple[float, float]]]:
-        """Run all iterations; returns when each action ran, by iteration."""
-        spans = []
-        for iteration in range(1, self._run["iterations"] + 1):
-            spans.append(self._iteration(iteration))
-        return spans
-
     def close(self) -> None:
         """Close what this has opened; collective."""
         self._recorder.close()
         self._transport.close()
         dist.barrier(group=self._world)
 
-    def _iteration(self, iteration: int) -> list[tuple[float, float]]:
-        run, count = self._run, self._run["num_microbatches"]
-        draws, read_s = self._draw(iteration)
-        link = self._holds("slow-link", iteration) and self._rank == self._fault["to"]
+    def iterate(self, iteration: int) -> list[tuple[float, float]]:
+        """Run an iteration; returns when its actions ran."""
+        run, count = self._run, self._run.num_microbatches
+        seed = random.Random(f"{run.seed}/{iteration}/{self.replica}").randrange(2**31)
+        drawn, data_s = draw_step(run, self._placement, iteration, self.replica, seed)
         self._late.clear()
-        if link:
-            self._late[self._fault["rank"]] = self._fault["seconds"]
-        work = RankWork(
-            self._placement, self.position, draws, self._sleeper, delayed_by_transport=True
-        )
+        for fault in run.faults:
+            if fault.kind == "slow-link" and self._rank == fault.to and fault.holds(iteration):
+                self._late[fault.rank] = fault.seconds
+        work = RankWork(self._placement, self.position, seconds_of(drawn), self._sleeper)
         stages = Stages(
             work,
             self._placement,
             self.position,
-            read_s=read_s,
+            read_s=data_s.tolist(),
             recorder=self._recorder,
             split=False,
         )
@@ -215,7 +200,7 @@ class Rank:
             placement=self._placement,
             rank=self.position,
             num_microbatches=count,
-            cap=self._cap if run["schedule"] == "adaptive" else None,
+            cap=self._cap if run.schedule == "adaptive" else None,
             weight_pieces=0,
         )
         dist.barrier(group=self._world)
@@ -225,86 +210,22 @@ class Rank:
         self._executor.finish_step()
         done_ns = time.monotonic_ns()
         dist.barrier(group=self._world)
-        self._recorder.record("reduce", -1, -1, done_ns, time.monotonic_ns())
-        self._recorder.record("step", -1, -1, begin_ns, time.monotonic_ns())
+        for kind, start_ns in (("reduce", done_ns), ("step", begin_ns)):
+            times = (start_ns, time.monotonic_ns())
+            self._recorder.extend([(KINDS.index(kind), -1, -1, 0, *times, 0, 0, 0, -1, -1, 0)])
         self._recorder.end_iteration()
         work.check_complete()
         return stages.worked_s
 
-    def _holds(self, kind: str, iteration: int) -> bool:
-        return self._fault["kind"] == kind and iteration >= self._fault["first"]
 
-    def _draw(self, iteration: int) -> tuple[Draws, list[float]]:
-        """The step's work, and what each read of data takes."""
-        run, fault = self._run, self._fault
-        draws = draw(
-            Scenario(name=f"replica {self.replica}", jitter_sigma=run["action_sigma"]),
-            num_ranks=run["num_ranks"],
-            num_microbatches=run["num_microbatches"],
-            times=Times(**{kind: run[kind] for kind in ("forward_s", "backward_s", "weight_s")}),
-            seed=run["seed"],
-            repetition=iteration,
-        )
-        factors = [1.0] * run["num_ranks"]
-        mine = fault["rank"] % run["replicas"] == self.replica
-        if self._holds("slow-rank", iteration) and mine:
-            factors[fault["rank"] // run["replicas"]] = fault["factor"]
-        rng = random.Random(f"{run['seed']}/{iteration}/{self._rank}")
-        if self._holds("spikes", iteration) and self._rank == fault["rank"]:
-            draws = replace(draws, halves_s=self._spiked(draws, rng))
-        read_s = run["forward_s"] * 0.02
-        if self._holds("slow-data", iteration) and self._rank == fault["rank"]:
-            read_s += fault["seconds"]
-        reads = [read_s * rng.lognormvariate(0, 0.2) for _ in range(run["num_microbatches"])]
-        return replace(draws, rank_factors=tuple(factors)), reads
-
-    def _spiked(self, draws: Draws, rng: random.Random) -> Any:
-        """Halves of which some of this rank's take longer, F by itself, B and W together."""
-        halves = {kind: [list(row) for row in rows] for kind, rows in draws.halves_s.items()}
-        kinds = list(halves)
-        for microbatch in range(draws.num_microbatches):
-            for part in (kinds[:1], kinds[1:]):
-                if rng.random() < self._fault["probability"]:
-                    for kind in part:
-                        for half in (2 * self.position, 2 * self.position + 1):
-                            halves[kind][half][microbatch] *= self._fault["factor"]
-        return {kind: tuple(map(tuple, rows)) for kind, rows in halves.items()}
-
-
-def _rank_main(rank: int, run: dict[str, Any], store: str) -> None:
+def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
+    """Be one rank; returns for each when its actions ran, by iteration."""
     sharpen_timers()
-    torch.set_num_threads(1)
-    world = run["num_ranks"] * run["replicas"]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    member = Rank(rank, run)
-    spans = member.measure()
-    truth = Path(run["folder"]) / f"truth_{rank}.json"
-    truth.write_text(json.dumps(spans), encoding="ascii")
+    faults = tuple(Fault(**fault) for fault in plan["run"]["faults"])
+    run = SyntheticRun(**{**plan["run"], "faults": faults})
+    member = Rank(rank, run, Path(plan["folder"]))
+    spans = [member.iterate(iteration) for iteration in range(1, run.iterations + 1)]
+    found: list[Any] = [None] * run.world_size
+    dist.all_gather_object(found, spans)
     member.close()
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Fork the ranks of each run in turn; the argument is the file of the plan."""
-    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    context = multiprocessing.get_context("fork")
-    for run in plan:
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = [
-                context.Process(target=_rank_main, args=(rank, run, f"{folder}/store"), daemon=True)
-                for rank in range(run["num_ranks"] * run["replicas"])
-            ]
-            for process in ranks:
-                process.start()
-            # One that fails leaves the others waiting: they are daemons and end with this process.
-            while any(process.exitcode is None for process in ranks):
-                if any(process.exitcode for process in ranks):
-                    return 1
-                time.sleep(0.05)
-            if any(process.exitcode for process in ranks):
-                return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return found

@@ -1,6 +1,5 @@
 #include "common/hello.h"
 
-#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -12,25 +11,23 @@ namespace {
 constexpr std::uint32_t kHelloMagic = 0x4D41'484C;   // "MAHL"
 constexpr std::uint32_t kRecordMagic = 0x4D41'5243;  // "MARC"
 
-constexpr std::size_t kVersionAt = 4;
-constexpr std::size_t kVerdictAt = 6;
-constexpr std::size_t kTokenAt = 8;
-constexpr std::size_t kRankAt = 24;
-constexpr std::size_t kTargetAt = 28;
-constexpr std::size_t kPurposeAt = 32;
-static_assert(kPurposeAt + kMaxPurpose + 1 == kHelloBytes);
-
-template <typename Number>
-void put(std::uint8_t* at, Number value) {
-  std::memcpy(at, &value, sizeof(value));
-}
-
-template <typename Number>
-Number get(const std::uint8_t* at) {
-  Number value;
-  std::memcpy(&value, at, sizeof(value));
-  return value;
-}
+struct HelloLayout {
+  std::uint32_t magic;
+  std::uint16_t version;
+  std::uint8_t verdict;
+  std::uint8_t zero;
+  Token token;
+  std::int32_t rank;
+  std::int32_t target;
+  char purpose[kMaxPurpose + 1];  // zeros behind its end
+};
+struct RecordLayout {
+  std::uint32_t magic;
+  std::uint32_t num_bytes;
+  std::uint32_t num_fds;
+};
+static_assert(sizeof(HelloLayout) == kHelloBytes && sizeof(RecordLayout) == kRecordHeaderBytes,
+              "the layouts are part of the wire format");
 
 }  // namespace
 
@@ -39,40 +36,44 @@ HelloBytes encode_hello(const Hello& hello) {
     throw std::invalid_argument("purpose '" + hello.self.purpose + "' must have at most " +
                                 std::to_string(kMaxPurpose) + " characters");
   }
-  HelloBytes bytes{};
-  put(bytes.data(), kHelloMagic);
-  put(bytes.data() + kVersionAt, hello.version);
-  bytes[kVerdictAt] = static_cast<std::uint8_t>(hello.verdict);
+  HelloLayout layout{};
+  layout.magic = kHelloMagic;
+  layout.version = hello.version;
+  layout.verdict = static_cast<std::uint8_t>(hello.verdict);
   if (hello.verdict == Verdict::kWelcome) {
-    std::copy(hello.self.token.begin(), hello.self.token.end(), bytes.begin() + kTokenAt);
+    layout.token = hello.self.token;
   }
-  put(bytes.data() + kRankAt, static_cast<std::int32_t>(hello.self.rank));
-  put(bytes.data() + kTargetAt, static_cast<std::int32_t>(hello.target));
-  std::copy(hello.self.purpose.begin(), hello.self.purpose.end(), bytes.begin() + kPurposeAt);
+  layout.rank = hello.self.rank;
+  layout.target = hello.target;
+  hello.self.purpose.copy(layout.purpose, kMaxPurpose);
+  HelloBytes bytes;
+  std::memcpy(bytes.data(), &layout, sizeof(layout));
   return bytes;
 }
 
 std::optional<Hello> parse_hello(const std::uint8_t* bytes, std::size_t size_bytes) {
-  if (size_bytes != kHelloBytes || get<std::uint32_t>(bytes) != kHelloMagic) {
+  HelloLayout layout{};
+  if (size_bytes == sizeof(layout)) {
+    std::memcpy(&layout, bytes, sizeof(layout));
+  }
+  if (layout.magic != kHelloMagic) {
     return std::nullopt;
   }
   Hello hello;
-  hello.version = get<std::uint16_t>(bytes + kVersionAt);
+  hello.version = layout.version;
   if (hello.version != kLinkVersion) {
     hello.verdict = Verdict::kOtherVersion;
     return hello;
   }
-  const std::uint8_t verdict = bytes[kVerdictAt];
-  const std::uint8_t* purpose_end = std::find(bytes + kPurposeAt, bytes + kHelloBytes, 0);
-  if (verdict >= static_cast<std::uint8_t>(Verdict::kCount) || bytes[kVerdictAt + 1] != 0 ||
-      purpose_end == bytes + kHelloBytes) {
+  if (layout.verdict >= static_cast<std::uint8_t>(Verdict::kCount) || layout.zero != 0 ||
+      layout.purpose[kMaxPurpose] != 0) {
     return std::nullopt;
   }
-  hello.verdict = static_cast<Verdict>(verdict);
-  std::copy(bytes + kTokenAt, bytes + kRankAt, hello.self.token.begin());
-  hello.self.rank = get<std::int32_t>(bytes + kRankAt);
-  hello.target = get<std::int32_t>(bytes + kTargetAt);
-  hello.self.purpose.assign(bytes + kPurposeAt, purpose_end);
+  hello.verdict = static_cast<Verdict>(layout.verdict);
+  hello.self.token = layout.token;
+  hello.self.rank = layout.rank;
+  hello.target = layout.target;
+  hello.self.purpose = layout.purpose;
   return hello;
 }
 
@@ -114,20 +115,24 @@ RecordHeader encode_record_header(std::size_t num_bytes, std::size_t num_fds) {
   if (num_bytes > 0xffff'ffffU) {
     throw std::invalid_argument("a record of " + std::to_string(num_bytes) + " bytes is too long");
   }
-  RecordHeader header{};
-  put(header.data(), kRecordMagic);
-  put(header.data() + 4, static_cast<std::uint32_t>(num_bytes));
-  put(header.data() + 8, static_cast<std::uint32_t>(num_fds));
+  const RecordLayout layout{kRecordMagic, static_cast<std::uint32_t>(num_bytes),
+                            static_cast<std::uint32_t>(num_fds)};
+  RecordHeader header;
+  std::memcpy(header.data(), &layout, sizeof(layout));
   return header;
 }
 
 std::size_t parse_record_header(const std::uint8_t* bytes, std::size_t size_bytes,
                                 std::size_t max_bytes, std::size_t num_fds) {
-  if (size_bytes != kRecordHeaderBytes || get<std::uint32_t>(bytes) != kRecordMagic) {
+  RecordLayout layout{};
+  if (size_bytes == sizeof(layout)) {
+    std::memcpy(&layout, bytes, sizeof(layout));
+  }
+  if (layout.magic != kRecordMagic) {
     throw Error("the peer sent something else than a record: do both run the same version?");
   }
-  const std::size_t announced_bytes = get<std::uint32_t>(bytes + 4);
-  const std::size_t announced_fds = get<std::uint32_t>(bytes + 8);
+  const std::size_t announced_bytes = layout.num_bytes;
+  const std::size_t announced_fds = layout.num_fds;
   if (announced_bytes > max_bytes) {
     throw Error("a record of " + std::to_string(announced_bytes) + " bytes is above the limit of " +
                 std::to_string(max_bytes));

@@ -48,28 +48,35 @@ inline std::size_t sealed_size(int fd, const std::string& what) {
   return static_cast<std::size_t>(status.st_size);
 }
 
+constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+
+constexpr std::size_t round_up(std::size_t size, std::size_t unit) noexcept {
+  return (size + unit - 1) / unit * unit;
+}
+
 class MappedRegion {
  public:
   MappedRegion() noexcept = default;
 
   // Maps the first size_bytes of fd, readable and writable, shared, and touches every page now so
-  // that no page fault falls into a hot path. The mapping outlives fd.
+  // that no page fault falls into a hot path. The mapping outlives fd. Throws SystemError.
   static MappedRegion shared(int fd, std::size_t size_bytes) {
-    void* address =
-        ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
-    if (address == MAP_FAILED) {
-      throw_errno("mmap", std::to_string(size_bytes) + " bytes, shared");
-    }
-    return MappedRegion(address, size_bytes);
+    return MappedRegion(fd, size_bytes, MAP_SHARED | MAP_POPULATE);
   }
 
-  // As shared(), but leaves the pages to whoever touches them first, which can be told how.
+  // As shared(), but leaves the pages to whoever touches them first.
   static MappedRegion untouched(int fd, std::size_t size_bytes) {
-    void* address = ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (address == MAP_FAILED) {
-      throw_errno("mmap", std::to_string(size_bytes) + " bytes, shared");
+    return MappedRegion(fd, size_bytes, MAP_SHARED);
+  }
+
+  // Memory of this process alone, zeros, untouched, in huge pages where that can be. Throws
+  // SystemError.
+  static MappedRegion anonymous(std::size_t size_bytes) {
+    MappedRegion region(-1, size_bytes, MAP_PRIVATE | MAP_ANONYMOUS);
+    if (size_bytes >= kHugePageBytes) {
+      ::madvise(region.address_, size_bytes, MADV_HUGEPAGE);  // only a wish
     }
-    return MappedRegion(address, size_bytes);
+    return region;
   }
 
   MappedRegion(MappedRegion&& other) noexcept
@@ -91,8 +98,13 @@ class MappedRegion {
   std::size_t size_bytes() const noexcept { return size_bytes_; }
 
  private:
-  MappedRegion(void* address, std::size_t size_bytes) noexcept
-      : address_(address), size_bytes_(size_bytes) {}
+  MappedRegion(int fd, std::size_t size_bytes, int flags)
+      : address_(::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, flags, fd, 0)),
+        size_bytes_(size_bytes) {
+    if (address_ == MAP_FAILED) {
+      throw_errno("mmap", std::to_string(size_bytes) + " bytes");
+    }
+  }
 
   void unmap() noexcept {
     if (address_ != nullptr) {

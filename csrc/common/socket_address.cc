@@ -74,24 +74,22 @@ SocketAddress SocketAddress::on_tcp(const std::string& host, int port) {
   return address;
 }
 
-SocketAddress SocketAddress::local_of(int socket) {
+SocketAddress SocketAddress::asked(int socket, int (*ask)(int, sockaddr*, socklen_t*),
+                                   const char* call) {
   SocketAddress address;
   address.length_ = sizeof(address.storage_);
-  if (::getsockname(socket, reinterpret_cast<sockaddr*>(&address.storage_), &address.length_) !=
-      0) {
-    throw_errno("getsockname", "descriptor " + std::to_string(socket));
+  if (ask(socket, reinterpret_cast<sockaddr*>(&address.storage_), &address.length_) != 0) {
+    throw_errno(call, "descriptor " + std::to_string(socket));
   }
   return address;
 }
 
+SocketAddress SocketAddress::local_of(int socket) {
+  return asked(socket, &::getsockname, "getsockname");
+}
+
 SocketAddress SocketAddress::remote_of(int socket) {
-  SocketAddress address;
-  address.length_ = sizeof(address.storage_);
-  if (::getpeername(socket, reinterpret_cast<sockaddr*>(&address.storage_), &address.length_) !=
-      0) {
-    throw_errno("getpeername", "descriptor " + std::to_string(socket));
-  }
-  return address;
+  return asked(socket, &::getpeername, "getpeername");
 }
 
 std::string SocketAddress::text() const {

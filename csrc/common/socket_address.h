@@ -26,6 +26,8 @@ class SocketAddress {
   std::string text() const;  // "@name", "10.0.0.3:4711", "[fe80::1%eth0]:4711"
 
  private:
+  static SocketAddress asked(int socket, int (*ask)(int, sockaddr*, socklen_t*), const char* call);
+
   sockaddr_storage storage_{};
   socklen_t length_ = 0;
 };

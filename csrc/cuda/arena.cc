@@ -4,6 +4,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "common/mapped_region.h"
 
 namespace adaptive::cuda {
 namespace {
@@ -11,10 +12,6 @@ namespace {
 constexpr std::size_t kAlignment = 512;
 // Smaller allocations share a block, all of which an importer would see.
 constexpr std::size_t kBlock = std::size_t{2} << 20;
-
-constexpr std::size_t round_up(std::size_t size, std::size_t unit) noexcept {
-  return (size + unit - 1) / unit * unit;
-}
 
 struct Header {
   std::uint32_t slots = 0;

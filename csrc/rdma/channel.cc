@@ -208,20 +208,28 @@ class RdmaSender : public Sender {
   }
 
   void send(Message message, const void* data, const Keeper& keeper) override {
-    pair_->outgoing().send(message, data, keeper);
+    outgoing().send(message, data, keeper);
   }
   std::optional<Reserved> reserve(std::size_t nbytes) override {
-    return pair_->outgoing().reserve(nbytes);
+    return outgoing().reserve(nbytes);
   }
-  void commit(Message message, Reserved reserved) override {
-    pair_->outgoing().commit(message, reserved);
-  }
-  bool flush(const Deadline& deadline) override { return pair_->outgoing().flush(deadline); }
+  void commit(Message message, Reserved reserved) override { outgoing().commit(message, reserved); }
+  bool flush(const Deadline& deadline) override { return outgoing().flush(deadline); }
   std::size_t pending() const noexcept override { return pair_->outgoing().pending(); }
-  void close() noexcept override { pair_->outgoing().close(); }
+  void close() noexcept override {
+    if (pair_->channel_state().in_maker()) {
+      pair_->outgoing().close();
+    }
+  }
   Info info() const override;
 
  private:
+  // Throws Error in a child of a fork, which would disturb the device of its parent.
+  Outgoing& outgoing() const {
+    pair_->channel_state().check_process();
+    return pair_->outgoing();
+  }
+
   std::shared_ptr<Pair> pair_;
 };
 

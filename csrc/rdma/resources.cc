@@ -27,7 +27,6 @@ namespace {
 constexpr std::uint8_t kRetries = 6;
 // A receiver that keeps the protocol always has receives posted, so this only delays an error.
 constexpr std::uint8_t kRnrTimer = 12;  // 0.64 ms
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
 // Without this, a fork on older kernels takes registered pages away from this process.
 void prepare_for_forks() {
@@ -59,19 +58,6 @@ bool may_lock_any_amount() {
   __user_cap_data_struct data[_LINUX_CAPABILITY_U32S_3] = {};
   return ::syscall(SYS_capget, &header, data) == 0 &&
          (data[CAP_TO_INDEX(CAP_IPC_LOCK)].effective & CAP_TO_MASK(CAP_IPC_LOCK)) != 0;
-}
-
-void* map_memory(std::size_t size_bytes) {
-  check_lockable(size_bytes);
-  void* memory =
-      ::mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) {
-    throw_errno("mmap", std::to_string(size_bytes) + " bytes");
-  }
-  if (size_bytes >= kHugePage) {
-    ::madvise(memory, size_bytes, MADV_HUGEPAGE);  // only a wish
-  }
-  return memory;
 }
 
 void modify(ibv_qp* queue_pair, ibv_qp_attr& attributes, int mask, const char* to) {
@@ -146,14 +132,15 @@ void check_lockable(std::size_t size_bytes) {
   check_memory(size_bytes, "one direction of an RDMA channel");
 }
 
-void Arena::Unmap::operator()(void* memory) const noexcept {
-  ::munmap(memory, size_bytes);
+MappedRegion make_lockable(std::size_t size_bytes) {
+  check_lockable(size_bytes);
+  return MappedRegion::anonymous(size_bytes);
 }
 
 Arena::Arena(std::shared_ptr<Device> device, std::size_t size_bytes, bool peer_writes)
     : device_(std::move(device)),
-      memory_(map_memory(size_bytes), Unmap{size_bytes}),
-      region_(::ibv_reg_mr(device_->domain.get(), memory_.get(), size_bytes,
+      memory_(make_lockable(size_bytes)),
+      region_(::ibv_reg_mr(device_->domain.get(), memory_.data(), size_bytes,
                            peer_writes ? IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE
                                        : IBV_ACCESS_LOCAL_WRITE)) {
   if (!region_) {

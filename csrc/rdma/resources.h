@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 
+#include "common/mapped_region.h"
 #include "rdma/select.h"
 #include "rdma/wire.h"
 
@@ -58,18 +59,14 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  std::byte* data() const noexcept { return static_cast<std::byte*>(memory_.get()); }
+  std::byte* data() const noexcept { return memory_.data(); }
   std::uint64_t address() const noexcept { return reinterpret_cast<std::uintptr_t>(data()); }
   std::uint32_t local_key() const noexcept { return region_->lkey; }
   std::uint32_t remote_key() const noexcept { return region_->rkey; }
 
  private:
-  struct Unmap {
-    std::size_t size_bytes;
-    void operator()(void* memory) const noexcept;
-  };
   std::shared_ptr<Device> device_;
-  std::unique_ptr<void, Unmap> memory_;
+  MappedRegion memory_;
   MemoryRegion region_;
 };
 

@@ -13,58 +13,43 @@ constexpr std::uint32_t kEndpointMagic = 0x3150'5244;  // "DRP1" in memory order
 constexpr std::uint32_t kRefusalMagic = 0x3158'5244;   // "DRX1"
 constexpr std::uint32_t kReadyMagic = 0x3159'5244;     // "DRY1"
 constexpr std::uint16_t kVersion = 1;
-constexpr std::size_t kFixedBytes = 64;
-constexpr std::size_t kLaneBytes = 64;
 constexpr std::size_t kLongestRefusal = 900;
 constexpr std::uint64_t kLargestSlotBytes = std::uint64_t{1} << 31;
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format is little endian");
 
-template <typename Value>
-void put(std::vector<std::uint8_t>& bytes, std::size_t at, Value value) {
-  static_assert(std::is_unsigned_v<Value>);
-  std::memcpy(bytes.data() + at, &value, sizeof(value));
-}
-
-template <typename Value>
-Value get(const std::vector<std::uint8_t>& bytes, std::size_t at) {
-  static_assert(std::is_unsigned_v<Value>);
-  Value value;
-  std::memcpy(&value, bytes.data() + at, sizeof(value));
-  return value;
-}
-
-void put_lane(std::vector<std::uint8_t>& bytes, std::size_t at, const Lane& lane) {
-  put(bytes, at, lane.qp_out);
-  put(bytes, at + 4, lane.qp_in);
-  put(bytes, at + 8, lane.psn_out);
-  put(bytes, at + 12, lane.psn_in);
-  put(bytes, at + 16, lane.arena_key);
-  put(bytes, at + 20, lane.credit_key);
-  put(bytes, at + 24, lane.lid);
-  put(bytes, at + 26, lane.mtu);
-  put(bytes, at + 27, lane.link_layer);
-  std::copy(lane.gid.begin(), lane.gid.end(), bytes.begin() + static_cast<std::ptrdiff_t>(at) + 32);
-}
-
-Lane get_lane(const std::vector<std::uint8_t>& bytes, std::size_t at) {
-  Lane lane;
-  lane.qp_out = get<std::uint32_t>(bytes, at);
-  lane.qp_in = get<std::uint32_t>(bytes, at + 4);
-  lane.psn_out = get<std::uint32_t>(bytes, at + 8);
-  lane.psn_in = get<std::uint32_t>(bytes, at + 12);
-  lane.arena_key = get<std::uint32_t>(bytes, at + 16);
-  lane.credit_key = get<std::uint32_t>(bytes, at + 20);
-  lane.lid = get<std::uint16_t>(bytes, at + 24);
-  lane.mtu = get<std::uint8_t>(bytes, at + 26);
-  lane.link_layer = get<std::uint8_t>(bytes, at + 27);
-  std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(at) + 32, lane.gid.size(),
-              lane.gid.begin());
-  return lane;
-}
+struct EndpointLayout {
+  std::uint32_t magic;
+  std::uint16_t version;
+  std::uint16_t lanes;
+  std::uint32_t slots;
+  std::uint32_t zero;
+  std::uint64_t job;
+  std::uint64_t slot_bytes;
+  std::uint64_t stride_bytes;
+  std::uint64_t arena_address;
+  std::uint64_t credit_address;
+  std::uint64_t more_zero;
+  // Lanes follow.
+};
+static_assert(sizeof(EndpointLayout) == 64 && sizeof(Lane) == 64 && offsetof(Lane, gid) == 32 &&
+                  std::is_trivially_copyable_v<Lane>,
+              "the layout is part of the wire format");
 
 std::uint32_t magic_of(const std::vector<std::uint8_t>& bytes) {
-  return bytes.size() < sizeof(std::uint32_t) ? 0 : get<std::uint32_t>(bytes, 0);
+  std::uint32_t magic = 0;
+  if (bytes.size() >= sizeof(magic)) {
+    std::memcpy(&magic, bytes.data(), sizeof(magic));
+  }
+  return magic;
+}
+
+// A record of a magic number and what follows.
+std::vector<std::uint8_t> tagged(std::uint32_t magic, const std::string& text) {
+  std::vector<std::uint8_t> bytes(sizeof(magic) + text.size());
+  std::memcpy(bytes.data(), &magic, sizeof(magic));
+  std::copy(text.begin(), text.end(), bytes.begin() + sizeof(magic));
+  return bytes;
 }
 
 std::string from(int peer) {
@@ -93,19 +78,20 @@ void check_lane(const Lane& lane, int peer) {
 }  // namespace
 
 std::vector<std::uint8_t> encode(const EndpointRecord& record) {
-  std::vector<std::uint8_t> bytes(kFixedBytes + kLaneBytes * record.lanes.size());
-  put(bytes, 0, kEndpointMagic);
-  put(bytes, 4, kVersion);
-  put(bytes, 6, static_cast<std::uint16_t>(record.lanes.size()));
-  put(bytes, 8, record.slots);
-  put(bytes, 16, record.job);
-  put(bytes, 24, record.slot_bytes);
-  put(bytes, 32, record.stride_bytes);
-  put(bytes, 40, record.arena_address);
-  put(bytes, 48, record.credit_address);
-  for (std::size_t i = 0; i < record.lanes.size(); ++i) {
-    put_lane(bytes, kFixedBytes + kLaneBytes * i, record.lanes[i]);
-  }
+  EndpointLayout fixed{};
+  fixed.magic = kEndpointMagic;
+  fixed.version = kVersion;
+  fixed.lanes = static_cast<std::uint16_t>(record.lanes.size());
+  fixed.slots = record.slots;
+  fixed.job = record.job;
+  fixed.slot_bytes = record.slot_bytes;
+  fixed.stride_bytes = record.stride_bytes;
+  fixed.arena_address = record.arena_address;
+  fixed.credit_address = record.credit_address;
+  const std::size_t lane_bytes = sizeof(Lane) * record.lanes.size();
+  std::vector<std::uint8_t> bytes(sizeof(fixed) + lane_bytes);
+  std::memcpy(bytes.data(), &fixed, sizeof(fixed));
+  std::memcpy(bytes.data() + sizeof(fixed), record.lanes.data(), lane_bytes);
   return bytes;
 }
 
@@ -113,47 +99,44 @@ EndpointRecord decode_endpoint(const std::vector<std::uint8_t>& bytes, int peer)
   if (magic_of(bytes) == kRefusalMagic) {
     throw_refusal(bytes, peer);
   }
-  if (magic_of(bytes) != kEndpointMagic || bytes.size() < kFixedBytes ||
-      get<std::uint16_t>(bytes, 4) != kVersion) {
+  EndpointLayout fixed{};
+  if (bytes.size() >= sizeof(fixed)) {
+    std::memcpy(&fixed, bytes.data(), sizeof(fixed));
+  }
+  if (fixed.magic != kEndpointMagic || fixed.version != kVersion) {
     throw Error("what came" + from(peer) +
                 " is no RDMA endpoint of this version; do both ranks run the same version?");
   }
-  const std::size_t num_lanes = get<std::uint16_t>(bytes, 6);
-  EndpointRecord record;
-  record.slots = get<std::uint32_t>(bytes, 8);
-  record.job = get<std::uint64_t>(bytes, 16);
-  record.slot_bytes = get<std::uint64_t>(bytes, 24);
-  record.stride_bytes = get<std::uint64_t>(bytes, 32);
-  record.arena_address = get<std::uint64_t>(bytes, 40);
-  record.credit_address = get<std::uint64_t>(bytes, 48);
-  const bool sane = num_lanes >= 1 && num_lanes <= kMostLanes &&
-                    bytes.size() == kFixedBytes + kLaneBytes * num_lanes && record.slots >= 1 &&
-                    record.slots <= kMostSlots && record.slot_bytes <= kLargestSlotBytes &&
-                    record.stride_bytes >= record.slot_bytes + kHeaderBytes &&
-                    record.stride_bytes <= 2 * kLargestSlotBytes &&
-                    record.credit_address % sizeof(std::uint64_t) == 0;
+  const std::size_t lane_bytes = sizeof(Lane) * fixed.lanes;
+  const bool sane = fixed.lanes >= 1 && fixed.lanes <= kMostLanes &&
+                    bytes.size() == sizeof(fixed) + lane_bytes && fixed.slots >= 1 &&
+                    fixed.slots <= kMostSlots && fixed.slot_bytes <= kLargestSlotBytes &&
+                    fixed.stride_bytes >= fixed.slot_bytes + kHeaderBytes &&
+                    fixed.stride_bytes <= 2 * kLargestSlotBytes &&
+                    fixed.credit_address % sizeof(std::uint64_t) == 0;
   if (!sane) {
     throw Error("the RDMA endpoint" + from(peer) + " contradicts itself");
   }
-  for (std::size_t i = 0; i < num_lanes; ++i) {
-    record.lanes.push_back(get_lane(bytes, kFixedBytes + kLaneBytes * i));
-    check_lane(record.lanes.back(), peer);
+  EndpointRecord record{fixed.job,
+                        fixed.slot_bytes,
+                        fixed.stride_bytes,
+                        fixed.arena_address,
+                        fixed.credit_address,
+                        fixed.slots,
+                        std::vector<Lane>(fixed.lanes)};
+  std::memcpy(record.lanes.data(), bytes.data() + sizeof(fixed), lane_bytes);
+  for (const Lane& lane : record.lanes) {
+    check_lane(lane, peer);
   }
   return record;
 }
 
 std::vector<std::uint8_t> encode_refusal(const std::string& reason) {
-  const std::size_t length = std::min(reason.size(), kLongestRefusal);
-  std::vector<std::uint8_t> bytes(sizeof(std::uint32_t) + length);
-  put(bytes, 0, kRefusalMagic);
-  std::memcpy(bytes.data() + sizeof(std::uint32_t), reason.data(), length);
-  return bytes;
+  return tagged(kRefusalMagic, reason.substr(0, kLongestRefusal));
 }
 
 std::vector<std::uint8_t> encode_ready() {
-  std::vector<std::uint8_t> bytes(sizeof(std::uint32_t));
-  put(bytes, 0, kReadyMagic);
-  return bytes;
+  return tagged(kReadyMagic, "");
 }
 
 void decode_ready(const std::vector<std::uint8_t>& bytes, int peer) {

@@ -9,14 +9,16 @@
 #include <vector>
 
 #include "common/channel.h"
+#include "common/mapped_region.h"
 
 namespace adaptive::rdma {
 
 constexpr unsigned kMostLanes = 16;
 constexpr std::size_t kHeaderBytes = sizeof(Message);
 
-// One pair of queue pairs: messages this end sends, and messages it receives. All lanes of a
-// channel share its slots; keys are per lane because lanes may be on different devices.
+// As on the wire, little endian. One pair of queue pairs: messages this end sends, and messages it
+// receives. All lanes of a channel share its slots; keys are per lane because lanes may be on
+// different devices.
 struct Lane {
   std::uint32_t qp_out = 0;   // queue pair that sends messages and is told of credits
   std::uint32_t qp_in = 0;    // queue pair that receives messages and tells of credits
@@ -27,7 +29,9 @@ struct Lane {
   std::uint16_t lid = 0;
   std::uint8_t mtu = 0;         // 1 for 256 bytes to 5 for 4096, as in the InfiniBand headers
   std::uint8_t link_layer = 0;  // 1 InfiniBand, 2 Ethernet
+  std::uint32_t zero = 0;
   std::array<std::uint8_t, 16> gid{};
+  std::array<std::uint8_t, 16> more_zero{};
 };
 
 // How to reach one end of a channel.
@@ -100,7 +104,7 @@ constexpr Immediate unpack(std::uint32_t bits) noexcept {
 // Slots begin at multiples of a page, so that no two share one.
 constexpr std::size_t stride_of(std::size_t slot_bytes) noexcept {
   constexpr std::size_t kPage = 4096;
-  return (kHeaderBytes + slot_bytes + kPage - 1) / kPage * kPage;
+  return round_up(kHeaderBytes + slot_bytes, kPage);
 }
 
 }  // namespace adaptive::rdma

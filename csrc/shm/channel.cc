@@ -29,24 +29,12 @@ constexpr double kFarNs = 115.0;
 constexpr std::size_t kStreamNearBytes = 4096;
 constexpr std::size_t kStreamFarBytes = 2048;
 
-// What one end tells the other about the memory it made, with five descriptors: control, data,
-// credit (of the sender's reactor), bell and wake (of the receiver that it is itself).
-struct Offer {
-  std::uint64_t magic = kControlMagic;
-  std::uint32_t version = kControlVersion;
-  std::uint32_t slots = 0;
-  std::uint64_t slot_bytes = 0;
-  std::uint64_t slot_stride = 0;
-  std::uint64_t num_entries = 0;
-  std::uint64_t control_bytes = 0;
-  std::uint64_t data_bytes = 0;
-  std::uint64_t job = 0;
-};
-static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 64, "sent as bytes");
+// Travels with five descriptors: control, data, credit (of the sender's reactor), bell and wake (of
+// the receiver that it is itself).
 constexpr std::size_t kNumDescriptors = 5;
 
 struct Peer {
-  Layout layout;
+  Offer offer;
   std::vector<ScopedFd> fds;
 };
 
@@ -101,15 +89,7 @@ Peer receive_offer(Link& link, const Session& session, const std::string& peer_n
                           std::to_string(offer.slot_stride) + " apart, in " +
                           std::to_string(offer.data_bytes) + " bytes");
   }
-  Peer peer;
-  peer.layout.slots = offer.slots;
-  peer.layout.slot_bytes = offer.slot_bytes;
-  peer.layout.slot_stride = offer.slot_stride;
-  peer.layout.num_entries = offer.num_entries;
-  peer.layout.control_bytes = offer.control_bytes;
-  peer.layout.data_bytes = offer.data_bytes;
-  peer.fds = std::move(record.fds);
-  return peer;
+  return {offer, std::move(record.fds)};
 }
 
 bool is_far(double distance_ns) {
@@ -135,15 +115,15 @@ class ShmSender final : public Sender {
     memory_ = std::make_shared<OutgoingMemory>(options, purpose, deadline, tick);
     send_offer(link, session, options, *memory_, wake_fd_.get(), deadline, tick);
     Peer peer = receive_offer(link, session, channel_state_->peer_name(), deadline, tick);
-    MappedRegion control = attach_segment(peer.fds[0], peer.layout.control_bytes, purpose);
-    MappedRegion data = attach_segment(peer.fds[1], peer.layout.data_bytes, purpose);
+    MappedRegion control = attach_segment(peer.fds[0], peer.offer.control_bytes, purpose);
+    MappedRegion data = attach_segment(peer.fds[1], peer.offer.data_bytes, purpose);
     // Both are through with what takes long, and meet.
     cuda::Agreement agreement = cuda::agree(link, wish(), deadline, tick);
     device_refusal_ = std::move(agreement.reason);
     const bool leader = session.rank < link.peer();
     distance_ns_ = measure_distance_ns(
         leader ? memory_->control() : reinterpret_cast<Control*>(control.data()), leader);
-    incoming_ = std::make_shared<Incoming>(channel_state_, options.limit_bytes, peer.layout,
+    incoming_ = std::make_shared<Incoming>(channel_state_, options.limit_bytes, peer.offer,
                                            std::move(control), std::move(data),
                                            std::move(peer.fds[2]), is_far(distance_ns_));
     outgoing_ = std::make_unique<Outgoing>(session, channel_state_, options, memory_);

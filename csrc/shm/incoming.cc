@@ -38,8 +38,8 @@ struct Incoming::Assembled {
 };
 
 Incoming::Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t limit_bytes,
-                   const Layout& layout, MappedRegion control, MappedRegion data,
-                   ScopedFd credit_fd, bool flush_computed)
+                   const Offer& layout, MappedRegion control, MappedRegion data, ScopedFd credit_fd,
+                   bool flush_computed)
     : channel_state_(std::move(channel_state)),
       layout_(layout),
       control_region_(std::move(control)),

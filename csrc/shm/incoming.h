@@ -19,22 +19,12 @@
 
 namespace adaptive::shm {
 
-// What the sender says about its memory, checked before it is used.
-struct Layout {
-  unsigned slots = 0;
-  std::size_t slot_bytes = 0;
-  std::size_t slot_stride = 0;
-  std::size_t num_entries = 0;
-  std::size_t data_bytes = 0;
-  std::size_t control_bytes = 0;
-};
-
 // Lives as long as the last view of one of its slots. Nothing in the shared memory is trusted:
 // whatever is acted upon is copied out first and checked then.
 class Incoming final : public Source, public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t limit_bytes,
-           const Layout& layout, MappedRegion control, MappedRegion data, ScopedFd credit_fd,
+           const Offer& layout, MappedRegion control, MappedRegion data, ScopedFd credit_fd,
            bool flush_computed);
 
   ~Incoming() override;
@@ -68,7 +58,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   static void release_on_device(void* owner, std::uint64_t token) noexcept;
 
   const std::shared_ptr<ChannelState> channel_state_;
-  const Layout layout_;
+  const Offer layout_;  // checked
   const MappedRegion control_region_;
   const MappedRegion data_region_;
   Control* const control_;

@@ -38,7 +38,7 @@ unsigned count_of(std::uint64_t slots) noexcept {
 OutgoingMemory::OutgoingMemory(const ShmOptions& options, const std::string& purpose,
                                const Deadline& deadline, const Tick& tick)
     : num_entries(entries_for(options.slots)),
-      slot_stride((std::max<std::size_t>(options.slot_bytes, 1) + kPage - 1) / kPage * kPage),
+      slot_stride(round_up(options.slot_bytes, kPage)),
       control_segment(make_segment(control_bytes(num_entries), purpose, deadline, tick)),
       data_segment(make_segment(options.slots * slot_stride, purpose, deadline, tick)),
       credit_fd(make_eventfd()) {

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/channel.h"
 
@@ -79,6 +80,20 @@ struct Control {
   PingLine pong;
   // Entries follow.
 };
+
+// What one end says about the memory it made; sent as bytes.
+struct Offer {
+  std::uint64_t magic = kControlMagic;
+  std::uint32_t version = kControlVersion;
+  std::uint32_t slots = 0;
+  std::uint64_t slot_bytes = 0;
+  std::uint64_t slot_stride = 0;
+  std::uint64_t num_entries = 0;
+  std::uint64_t control_bytes = 0;
+  std::uint64_t data_bytes = 0;
+  std::uint64_t job = 0;
+};
+static_assert(std::is_trivially_copyable_v<Offer> && sizeof(Offer) == 64, "sent as bytes");
 
 constexpr std::size_t control_bytes(std::size_t entries) noexcept {
   return sizeof(Control) + entries * sizeof(Entry);

@@ -25,13 +25,8 @@
 namespace adaptive {
 namespace {
 
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kChunk = std::size_t{64} << 20;
 constexpr const char* kName = "megatron-adaptive-channel";
-
-std::size_t round_up(std::size_t size, std::size_t unit) noexcept {
-  return (size + unit - 1) / unit * unit;
-}
 
 void look_up(const Tick& tick) {
   if (tick) {
@@ -77,7 +72,7 @@ void check_file_size(std::size_t size_bytes, const std::string& purpose) {
 std::size_t free_huge_bytes() {
   std::ifstream file("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
   std::size_t pages = 0;
-  return file >> pages ? pages * kHugePage : 0;
+  return file >> pages ? pages * kHugePageBytes : 0;
 }
 
 // The setting in brackets: "always within_size advise [never] deny force".
@@ -91,8 +86,8 @@ bool transparent_huge_pages() {
 
 // Pages of a reserve of their own; empty where there are too few.
 Segment try_reserved_huge_pages(std::size_t size_bytes) {
-  const std::size_t rounded = round_up(size_bytes, kHugePage);
-  if (size_bytes < kHugePage || free_huge_bytes() < rounded) {
+  const std::size_t rounded = round_up(size_bytes, kHugePageBytes);
+  if (size_bytes < kHugePageBytes || free_huge_bytes() < rounded) {
     return {};
   }
   try {
@@ -144,9 +139,9 @@ Segment make_segment(std::size_t size_bytes, const std::string& purpose, const D
     return segment;
   }
   check_memory(size_bytes, purpose);
-  const bool transparent = size_bytes >= kHugePage && transparent_huge_pages();
+  const bool transparent = size_bytes >= kHugePageBytes && transparent_huge_pages();
   const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  const std::size_t rounded = round_up(size_bytes, transparent ? kHugePage : page);
+  const std::size_t rounded = round_up(size_bytes, transparent ? kHugePageBytes : page);
   segment.fd = make_sealed_file(kName, rounded);
   segment.region = MappedRegion::untouched(segment.fd.get(), rounded);
   if (transparent && ::madvise(segment.region.data(), rounded, MADV_HUGEPAGE) == 0) {

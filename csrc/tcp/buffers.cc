@@ -14,48 +14,35 @@
 namespace adaptive::tcp {
 namespace {
 
-constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
-
-std::size_t rounded(std::size_t size_bytes) {
-  const auto page_bytes = size_bytes >= kHugePageBytes
-                              ? kHugePageBytes
-                              : static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  const std::size_t pages = size_bytes / page_bytes + (size_bytes % page_bytes != 0 ? 1 : 0);
-  return std::max<std::size_t>(pages, 1) * page_bytes;
+std::size_t page_bytes() {
+  return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
 }
 
-}  // namespace
+std::size_t rounded(std::size_t size_bytes) {
+  return round_up(std::max<std::size_t>(size_bytes, 1),
+                  size_bytes >= kHugePageBytes ? kHugePageBytes : page_bytes());
+}
 
-Block::Block(std::size_t size_bytes) : size_bytes_(rounded(size_bytes)) {
-  void* address =
-      ::mmap(nullptr, size_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (address == MAP_FAILED) {
-    throw_errno("mmap", std::to_string(size_bytes_) + " bytes for a received payload");
-  }
-  data_ = static_cast<std::byte*>(address);
-  if (size_bytes_ >= kHugePageBytes) {
-    ::madvise(data_, size_bytes_, MADV_HUGEPAGE);  // a wish
-  }
+std::unique_ptr<Block> make_block(std::size_t wanted_bytes) {
+  const std::size_t size_bytes = rounded(wanted_bytes);
+  auto block = std::make_unique<Block>(Block::anonymous(size_bytes));
 #ifdef MADV_POPULATE_WRITE
-  if (::madvise(data_, size_bytes_, MADV_POPULATE_WRITE) == 0) {
-    return;
+  if (::madvise(block->data(), size_bytes, MADV_POPULATE_WRITE) == 0) {
+    return block;
   }
   // There is not enough memory: better said now than by a signal later.
   if (errno == ENOMEM) {
-    ::munmap(data_, size_bytes_);
-    throw SystemError("madvise", "MADV_POPULATE_WRITE of " + std::to_string(size_bytes_) + " bytes",
-                      ENOMEM);
+    throw_errno("madvise", "MADV_POPULATE_WRITE of " + std::to_string(size_bytes) +
+                               " bytes for a received payload");
   }
 #endif
-  const auto step = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  for (std::size_t i = 0; i < size_bytes_; i += step) {
-    *const_cast<volatile std::byte*>(data_ + i) = std::byte{0};
+  for (std::size_t i = 0; i < size_bytes; i += page_bytes()) {
+    *const_cast<volatile std::byte*>(block->data() + i) = std::byte{0};
   }
+  return block;
 }
 
-Block::~Block() {
-  ::munmap(data_, size_bytes_);
-}
+}  // namespace
 
 std::unique_ptr<Block> BufferPool::take(std::size_t size_bytes) {
   const bool large = size_bytes > slot_bytes_;
@@ -76,7 +63,7 @@ std::unique_ptr<Block> BufferPool::take(std::size_t size_bytes) {
       return block;
     }
   }
-  return std::make_unique<Block>(large ? size_bytes : slot_bytes_);
+  return make_block(large ? size_bytes : slot_bytes_);
 }
 
 void BufferPool::give_back(std::unique_ptr<Block> block) noexcept {

@@ -8,23 +8,12 @@
 #include <mutex>
 #include <vector>
 
+#include "common/mapped_region.h"
+
 namespace adaptive::tcp {
 
 // Memory of this process alone, touched already.
-class Block {
- public:
-  explicit Block(std::size_t size_bytes);  // throws SystemError
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
-  ~Block();
-
-  std::byte* data() const noexcept { return data_; }
-  std::size_t size_bytes() const noexcept { return size_bytes_; }
-
- private:
-  std::byte* data_;
-  std::size_t size_bytes_;
-};
+using Block = MappedRegion;
 
 // All methods may be called from any thread.
 class BufferPool {

@@ -12,7 +12,6 @@
 #include <thread>
 
 #include "common/error.h"
-#include "common/fork_guard.h"
 #include "tests/pair.h"
 
 namespace adaptive::testing {
@@ -151,14 +150,6 @@ void sources_are_polled_in_order_with_what_is_put() {
   check(source.use_count() == 1, "let go of");
 }
 
-void a_fork_is_told_apart() {
-  const ForkGuard guard;
-  check(guard.in_maker(), "the maker");
-  Child child([&] { check(!guard.in_maker(), "the child"); });
-  child.join();
-  check(guard.in_maker(), "still the maker");
-}
-
 }  // namespace
 }  // namespace adaptive::testing
 
@@ -171,6 +162,5 @@ int main() {
   run("deadline", waits_end_with_their_deadline);
   run("deadline, slices", waits_end_to_look_up);
   run("sources", sources_are_polled_in_order_with_what_is_put);
-  run("fork", a_fork_is_told_apart);
   return summary();
 }

@@ -1,8 +1,7 @@
 // Runs a fuzzer without libFuzzer; see fuzz.h.
 //
 //   <program>                    the seeds, then 200000 changes of them
-//   <program> --runs N [--seed S]
-//   <program> --write FOLDER     the seeds as files: a corpus for libFuzzer
+//   <program> --runs N
 //   <program> FILE...            these inputs
 #include <algorithm>
 #include <fstream>
@@ -78,21 +77,6 @@ void run(const FuzzInput& input) {
   LLVMFuzzerTestOneInput(exact.data(), exact.size());
 }
 
-int write_seeds(const std::string& folder) {
-  int number = 0;
-  for (const FuzzInput& seed : adaptive::testing::fuzz_seeds()) {
-    std::ofstream file(folder + "/seed-" + std::to_string(number++), std::ios::binary);
-    file.write(reinterpret_cast<const char*>(seed.data()),
-               static_cast<std::streamsize>(seed.size()));
-    file.close();
-    if (!file) {
-      std::fprintf(stderr, "cannot write to '%s'\n", folder.c_str());
-      return 1;
-    }
-  }
-  return 0;
-}
-
 int play_back(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     std::ifstream file(argv[i], std::ios::binary);
@@ -109,23 +93,16 @@ int play_back(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  unsigned long runs = 200000;
-  unsigned long seed = 1;
-  if (argc > 1 && std::string(argv[1]).rfind("--", 0) != 0) {
+  const bool counts = argc == 3 && std::string(argv[1]) == "--runs";
+  if (argc > 1 && !counts) {
     return play_back(argc, argv);
   }
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string option = argv[i];
-    if (option == "--write") {
-      return write_seeds(argv[i + 1]);
-    }
-    (option == "--runs" ? runs : seed) = std::stoul(argv[i + 1]);
-  }
+  const unsigned long runs = counts ? std::stoul(argv[2]) : 200'000;
   const std::vector<FuzzInput> seeds = adaptive::testing::fuzz_seeds();
   for (const FuzzInput& input : seeds) {
     run(input);
   }
-  Random random(seed);
+  Random random(1);
   for (unsigned long i = 0; i < runs; ++i) {
     FuzzInput input = seeds[below(random, seeds.size())];
     for (std::size_t changes = below(random, 6) + 1; changes != 0; --changes) {

@@ -29,7 +29,7 @@ using adaptive::ScopedFd;
 using adaptive::shm::Control;
 using adaptive::shm::Entry;
 using adaptive::shm::Incoming;
-using adaptive::shm::Layout;
+using adaptive::shm::Offer;
 using adaptive::testing::append;
 using adaptive::testing::FuzzInput;
 using adaptive::testing::FuzzReader;
@@ -47,8 +47,8 @@ struct Wire {
   std::uint64_t off_by;
 };
 
-Layout layout() {
-  Layout layout;
+Offer layout() {
+  Offer layout;
   layout.slots = 4;
   layout.slot_bytes = kSlotBytes;
   layout.slot_stride = 4096;

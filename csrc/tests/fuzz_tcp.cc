@@ -1,4 +1,4 @@
-// Fuzzer of what comes over a TCP channel: frames, and the options before them. Parts:
+// Fuzzer of the frames that come over a TCP channel. Parts:
 // csrc/tcp/frame.cc csrc/common/message.cc
 //
 // The same bytes are given to two decoders, to one as a whole and to the other in portions of sizes
@@ -79,18 +79,6 @@ std::string decode(const std::uint8_t* data, std::size_t size, const Portion& po
   return log.text;
 }
 
-void fuzz_offer(const std::uint8_t* data, std::size_t size) {
-  try {
-    const adaptive::tcp::Offer offer =
-        adaptive::tcp::parse_offer(std::vector<std::uint8_t>(data, data + size), kJob, 0);
-    must(offer.slots >= 1 && offer.slots <= 64 && offer.slot_bytes >= 1, "slots");
-    must(offer.silent_limit.count() > 0, "a limit");
-    must(adaptive::tcp::encode_offer(offer) == std::vector<std::uint8_t>(data, data + size),
-         "the same bytes for the same offer");
-  } catch (const adaptive::Error&) {
-  }
-}
-
 void append_frame(FuzzInput& input, FrameType type, std::uint32_t credits,
                   std::uint32_t piece_bytes) {
   std::byte header[adaptive::tcp::kFrameBytes];
@@ -114,7 +102,6 @@ void append_start(FuzzInput& input, std::uint64_t sequence, std::size_t nbytes,
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  fuzz_offer(data, size);
   FuzzReader reader(data, size);
   std::uint64_t state = reader.take<std::uint8_t>();
   const std::string whole =
@@ -143,11 +130,5 @@ std::vector<FuzzInput> adaptive::testing::fuzz_seeds() {
   append_frame(pieces, FrameType::kMore, 0, 1'000);
   pieces.resize(pieces.size() + 1'000, 2);
   append_start(pieces, 1, 1, 1);
-  tcp::Offer offer;
-  offer.job = kJob;
-  offer.slots = 16;
-  offer.slot_bytes = 1 << 20;
-  offer.limit_bytes = 1 << 30;
-  offer.silent_limit = std::chrono::milliseconds(10'000);
-  return {small, pieces, tcp::encode_offer(offer)};
+  return {small, pieces};
 }

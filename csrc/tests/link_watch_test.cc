@@ -61,18 +61,6 @@ void sleep_for_ever(Link) {
   }
 }
 
-void a_killed_peer_is_lost(Kind kind) {
-  Peer peer(kind, sleep_for_ever);
-  Reactor reactor;
-  Losses losses;
-  const LinkWatch watch(reactor, std::move(peer.link), kNeverSilent, losses.listener());
-  ::usleep(10000);
-  check(losses.count() == 0, "no loss yet");
-  peer.child->kill();
-  const std::string reason = losses.only();
-  check_contains(reason, kind == Kind::kUnix ? "" : "closed without a goodbye");
-}
-
 // Loaders of data are such children: they outlive their parent. `fork` makes one, with or without
 // what fork() does besides.
 void a_child_of_a_killed_peer_does_not_hide_its_end(Kind kind, const std::function<pid_t()>& fork,
@@ -217,7 +205,6 @@ void run_all(const std::string& only) {
   const std::pair<Kind, std::string> kinds[] = {
       {Kind::kUnix, " (unix)"}, {Kind::kTcp4, " (tcp)"}, {Kind::kTcp6, " (tcp, IPv6)"}};
   for (const auto& [kind, suffix] : kinds) {
-    run("killed peer" + suffix, [kind = kind] { a_killed_peer_is_lost(kind); });
     run("orderly end" + suffix, [kind = kind] { an_orderly_end_is_no_loss(kind); });
   }
   run("goodbye", a_goodbye_is_told_once);

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 
 #include "common/assembler.h"
 #include "common/error.h"
@@ -80,29 +79,6 @@ void unsound_messages_are_named() {
       "do not agree");
 }
 
-// Whatever the bytes are, they pass or are refused; a message that passed can be acted upon.
-void random_bytes() {
-  std::mt19937_64 random(7);
-  int passed = 0;
-  for (int i = 0; i < 200'000; ++i) {
-    Message message = sound(random() % 32);
-    auto* const bytes = reinterpret_cast<unsigned char*>(&message);
-    for (std::uint64_t change = random() % 3; change > 0; --change) {
-      bytes[random() % sizeof(message)] = static_cast<unsigned char>(random() % 3);
-    }
-    try {
-      check_message(message, kJob, 24, 3);
-    } catch (const Error&) {
-      continue;
-    }
-    ++passed;
-    check(message.piece_bytes <= 24 && message.offset + message.piece_bytes <= message.nbytes &&
-              message.dimensions <= kMaxDimensions && element_bytes(message.dtype) != 0,
-          "numbers that agree");
-  }
-  check(passed > 1000, "some that pass");
-}
-
 void checksums() {
   check(crc32c("123456789", 9) == 0xE306'9283, "the published value");
   check(crc32c("", 0) == 0, "nothing");
@@ -170,7 +146,6 @@ int main() {
   using namespace adaptive::testing;
   run("sound", sound_messages_pass);
   run("unsound", unsound_messages_are_named);
-  run("random", random_bytes);
   run("crc", checksums);
   run("describe", descriptions);
   run("pieces", pieces_make_the_whole);

@@ -2,7 +2,6 @@
 // written from the description of the wire protocol. Built as rdma_channel_test.cc.
 //
 //   rdma_echo_test [PORT=21001] [SLOTS=8] [SLOT_BYTES=8192]
-#include <cstdlib>
 #include <random>
 
 #include "tests/rdma_lab.h"
@@ -13,20 +12,13 @@ using namespace adaptive;           // NOLINT: a test
 using namespace adaptive::testing;  // NOLINT
 
 void everything_comes_back(int port, const RdmaOptions& options) {
-  Identity self;
-  self.token.fill(9);
-  self.rank = 0;
-  self.purpose = "rdma";
   const std::string list = variable("LAB_ADDRS");
-  Session session;
-  session.completions = std::make_shared<Completions>(1);
-  session.reactor = std::make_shared<Reactor>();
-  session.job = kJob;
-  session.rank = 0;
+  End end;
+  end.session = make_session(0);
+  Identity self = rank(0);
   auto listener = Listener::on_tcp(list.substr(0, list.find(',')), port, self);
-  auto sender =
-      open_rdma(session, listener.accept(1, "rdma", patient(), {}), options, patient(), {});
-
+  end.sender = open_rdma(end.session, listener.accept(1, "rdma", patient(), kNoTick), options,
+                         patient(), kNoTick);
   std::mt19937 random(3);
   std::vector<std::size_t> sizes{
       0, 1, 127, options.slot_bytes, options.slot_bytes + 1, 20 * options.slot_bytes};
@@ -36,15 +28,14 @@ void everything_comes_back(int port, const RdmaOptions& options) {
   std::size_t sent = 0;
   for (std::size_t received = 0; received < sizes.size(); ++received) {
     while (sent < sizes.size() && sent < received + 20) {
-      send(*sender, sizes[sent], sent);
+      send_pattern(*end.sender, sizes[sent], static_cast<int>(sent));
       ++sent;
     }
-    check_arrival(next_arrival(*session.completions), sizes[received], received);
+    check_arrival(take_arrival(end), sizes[received], static_cast<int>(received));
   }
-  sender->close();
-  check(sender->flush(patient()), "the end to reach the peer");
+  close(end);
   // Its end, its leaving and the end of its link are no failures.
-  check(!session.completions->wait(soon(300)).has_value(), "nothing more");
+  check(nothing_comes(end, 300), "nothing more");
 }
 
 }  // namespace

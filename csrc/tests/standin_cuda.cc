@@ -101,17 +101,6 @@ std::byte* pointer(Address address) {
 
 // Held by its handle and by the streams that it is on.
 struct Event {
-  Event() = default;
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  ~Event() {
-    if (imported) {
-      file.close_mapping();
-    } else if (shared != &own) {
-      file.close();
-    }
-  }
-
   SharedEvent own;  // of one that is not for others
   File file;
   SharedEvent* shared = &own;
@@ -336,9 +325,9 @@ STANDIN cuMemAlloc_v2(Address* address, std::size_t size_bytes) {
   if (fails("cuMemAlloc")) {
     return kNotSupported;
   }
-  File file = File::make(Allocation::file_bytes(size_bytes));
+  File file(Allocation::file_bytes(size_bytes));
   new (file.data()) SharedMemory;
-  auto made = std::make_shared<Allocation>(file, size_bytes, false);
+  auto made = std::make_shared<Allocation>(std::move(file), size_bytes, false);
   *address = reinterpret_cast<std::uintptr_t>(made->data());
   const std::lock_guard<std::mutex> lock(state().mutex);
   state().memory[made->data()] = std::move(made);
@@ -383,7 +372,7 @@ STANDIN cuIpcOpenMemHandle_v2(Address* address, MemoryExport exported, unsigned)
   if (fails("cuIpcOpenMemHandle") || !File::open(handle, file)) {
     return kNotSupported;
   }
-  auto opened = std::make_shared<Allocation>(file, size_bytes, true);
+  auto opened = std::make_shared<Allocation>(std::move(file), size_bytes, true);
   *address = reinterpret_cast<std::uintptr_t>(opened->data());
   const std::lock_guard<std::mutex> lock(state().mutex);
   state().memory[opened->data()] = std::move(opened);
@@ -423,7 +412,7 @@ STANDIN cuEventCreate(EventHandle** handle, unsigned flags) {
   }
   auto event = std::make_shared<Event>();
   if ((flags & adaptive::cuda::kEventBetweenProcesses) != 0) {
-    event->file = File::make(kPage);
+    event->file = File(kPage);
     event->shared = new (event->file.data()) SharedEvent;
   }
   *handle = handle_of(std::move(event));
@@ -467,12 +456,10 @@ STANDIN cuIpcOpenEventHandle(EventHandle** handle, EventExport exported) {
     return kInvalidContext;
   }
   auto event = std::make_shared<Event>();
-  File opened;
-  if (fails("cuIpcOpenEventHandle") || !File::open(file, opened)) {
+  if (fails("cuIpcOpenEventHandle") || !File::open(file, event->file)) {
     return kNotSupported;
   }
-  event->file = opened;
-  event->shared = reinterpret_cast<SharedEvent*>(opened.data());
+  event->shared = reinterpret_cast<SharedEvent*>(event->file.data());
   event->imported = true;
   *handle = handle_of(std::move(event));
   return kSuccess;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <array>
@@ -15,8 +14,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
+
+#include "common/mapped_region.h"
+#include "common/scoped_fd.h"
 
 namespace standin {
+
+using adaptive::MappedRegion;
+using adaptive::ScopedFd;
 
 constexpr std::size_t kPage = 4096;
 constexpr std::uint64_t kMagic = 0x5354'414E'4449'4E31ULL;
@@ -112,64 +118,41 @@ class File {
     std::uint64_t size_bytes = 0;
   };
 
-  static File make(std::size_t size_bytes) {
-    File file;
-    file.handle_.fd = ::memfd_create("standin-cuda", MFD_CLOEXEC);
-    file.handle_.process = ::getpid();
-    file.handle_.size_bytes = size_bytes;
-    if (::ftruncate(static_cast<int>(file.handle_.fd), static_cast<off_t>(size_bytes)) != 0) {
+  File() = default;
+  explicit File(std::size_t size_bytes) : fd_(::memfd_create("standin-cuda", MFD_CLOEXEC)) {
+    if (::ftruncate(fd_.get(), static_cast<off_t>(size_bytes)) != 0) {
       misuse("no memory");
     }
-    file.map(static_cast<int>(file.handle_.fd));
-    return file;
+    handle_ = {kMagic, ::getpid(), fd_.get(), size_bytes};
+    region_ = MappedRegion::untouched(fd_.get(), size_bytes);
   }
+  // Maps what another process, or this one, made; false where there is none.
   static bool open(const Handle& handle, File& file) {
     const std::string path =
         "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.fd);
-    const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-    if (handle.magic != kMagic || fd < 0) {
+    const ScopedFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    if (handle.magic != kMagic || !fd) {
       return false;
     }
     file.handle_ = handle;
-    file.map(fd);
-    ::close(fd);
+    file.region_ = MappedRegion::untouched(fd.get(), handle.size_bytes);
     return true;
   }
 
   const Handle& handle() const { return handle_; }
-  bool is_own() const { return handle_.process == ::getpid(); }
-  std::byte* data() const { return data_; }
-  void close() {
-    ::munmap(data_, handle_.size_bytes);
-    if (is_own()) {
-      ::close(static_cast<int>(handle_.fd));
-    }
-  }
-  // A second mapping in the process that made the file has no descriptor of its own.
-  void close_mapping() { ::munmap(data_, handle_.size_bytes); }
+  std::byte* data() const { return region_.data(); }
 
  private:
-  void map(int fd) {
-    void* const found =
-        ::mmap(nullptr, handle_.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (found == MAP_FAILED) {
-      misuse("no room to map memory");
-    }
-    data_ = static_cast<std::byte*>(found);
-  }
-
   Handle handle_;
-  std::byte* data_ = nullptr;
+  ScopedFd fd_;  // of the process that made it
+  MappedRegion region_;
 };
 
 // One that has ended is none, though nobody asked for its status yet.
 inline bool is_alive(pid_t process) {
   char line[256] = {};
-  const int fd = ::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY);
-  const bool found = fd >= 0 && ::read(fd, line, sizeof(line) - 1) > 0;
-  if (fd >= 0) {
-    ::close(fd);
-  }
+  const ScopedFd fd(::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY));
+  const bool found = fd && ::read(fd.get(), line, sizeof(line) - 1) > 0;
   const char* const end = std::strrchr(line, ')');
   return found && end != nullptr && end[2] != 'Z' && end[2] != 'X';
 }
@@ -178,21 +161,13 @@ inline bool is_alive(pid_t process) {
 class Allocation {
  public:
   Allocation(File file, std::size_t size_bytes, bool imported)
-      : file_(file), size_bytes_(size_bytes), imported_(imported) {
+      : file_(std::move(file)), size_bytes_(size_bytes), imported_(imported) {
     if (imported_) {
       find_opener(0).store(::getpid());
     }
   }
   Allocation(const Allocation&) = delete;
   Allocation& operator=(const Allocation&) = delete;
-  ~Allocation() {
-    if (imported_) {
-      file_.close_mapping();
-    } else {
-      file_.close();
-    }
-  }
-
   static std::size_t file_bytes(std::size_t size_bytes) {
     return kPage + blocks(size_bytes) * sizeof(Uses) / kPage * kPage + kPage +
            blocks(size_bytes) * kPage;

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import gpt_steps
-from benchmarks.gpt_steps import DUELS, JOBS, disagreements, make_rows, markdown, takes_part
+from benchmarks.gpt_steps import DUELS, JOBS, disagreements, make_rows, takes_part
+from benchmarks.report import Row
 
 
 def results(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -28,10 +29,8 @@ def results(**changes: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def row_of(rows: list[dict[str, Any]], job: str, schedule: str, rival: str) -> dict[str, Any]:
-    (row,) = (
-        row for row in rows if [row["job"], row["schedule"], row["rival"]] == [job, schedule, rival]
-    )
+def row_of(rows: list[Row], text: str) -> Row:
+    (row,) = (row for row in rows if text in row.what)
     return row
 
 
@@ -59,27 +58,27 @@ def test_who_has_a_goal_takes_part_in_every_round() -> None:
 def test_a_row_compares_the_rounds_that_both_took() -> None:
     times: dict[str, Any] = {"interleaved": [1.0, 9.0, 3.0], "torch interleaved": [2.0, None, 4.0]}
     rows = make_rows(results(**times))
-    row = row_of(rows, "2 chunks", "interleaved", "torch interleaved")
-    assert row["ratio"] == (1 / 2 + 3 / 4) / 2
-    assert row["quartiles"] == [0.5, 0.75]
-    assert (row["step_ms"], row["rival_step_ms"]) == (2000.0, 3000.0)
-    assert row["goal"] is row["met"] is None
-    missed = row_of(rows, "2 chunks", "interleaved", "megatron")
-    assert (missed["ratio"], missed["met"]) == (3.0, False)
-    assert row_of(rows, "2 chunks", "adaptive", "megatron")["met"] is True
-    assert [
-        line[-8:] for line in markdown(rows, results(**times)).splitlines() if "MISS" in line
-    ] == ["MISSED |"]
+    row = row_of(rows, "2 chunks: step of interleaved over torch interleaved")
+    assert list(row.samples) == [1 / 2, 3 / 4]
+    assert row.value == (1 / 2 + 3 / 4) / 2
+    assert row.note == "2000.0 ms against 3000.0"
+    assert row.goal is row.met is None
+    missed = row_of(rows, "2 chunks: step of interleaved over megatron")
+    assert (missed.value, missed.met) == (3.0, False)
+    assert row_of(rows, "2 chunks: step of adaptive over megatron").met is True
+    assert sum(row.met is False for row in rows) == 1
 
 
 @pytest.mark.parametrize("difference", [2e-5, math.nan])
-def test_another_loss_is_told(difference: float) -> None:
+def test_another_loss_is_named(difference: float) -> None:
     found = results()
     assert disagreements(found) == []
     found["V"]["differences"]["torch zb-v"]["loss"] = difference
     (line,) = disagreements(found)
     assert line.startswith("V: the loss of torch zb-v differs from that of zb-v by ")
-    assert f"WRONG: {line}" in markdown(make_rows(found), found)
+    row = row_of(make_rows(found), "difference of the loss")
+    assert (row.met, row.note) == (False, line)
+    assert row_of(make_rows(found), "difference of the gradient").met
 
 
 @pytest.mark.multiprocess

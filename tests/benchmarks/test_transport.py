@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.channels import copies, jobs, lab, machine, peers, report, soak, transfers
+from benchmarks import report
+from benchmarks.channels import chart, copies, jobs, lab, soak, transfers
 from benchmarks.channels.connectors import WINDOW, Posted
-from benchmarks.channels.pair import Pair, PairError
+from benchmarks.channels.pair import INSTALL, Pair, PairError, find_peers
 from megatron.adaptive import extension
 
 MIB = 1 << 20
@@ -48,21 +48,15 @@ def test_what_could_not_be_measured_misses_its_goal_unless_it_is_a_peer_that_is_
     assert absent.line == "| time | not measured | <= 1 |  | not installed: do this |"
 
 
-def test_ratios_are_taken_within_a_repetition() -> None:
-    assert report.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
-    with pytest.raises(ValueError, match="zip"):
-        report.ratios([1.0], [1.0, 2.0])
-
-
 def test_bandwidth_table_and_chart_have_a_cell_per_transport_and_size(tmp_path: Path) -> None:
     points = [
-        report.Point(name=name, pattern="stream", nbytes=size, seconds=[size / 1e9, size / 2e9])
+        chart.Point(name=name, pattern="stream", nbytes=size, seconds=[size / 1e9, size / 2e9])
         for name, size in (("shm", MIB), ("shm", 4 * MIB), ("gloo", MIB))
     ]
-    table = report.bandwidths(points)
+    table = chart.bandwidths(points)
     assert "| stream, GB/s | 1 MiB | 4 MiB |" in table
     assert "| gloo | 1.33 |  |" in table
-    report.chart(points, "any", tmp_path / "chart.png")
+    chart.chart(points, "any", tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
 
 
@@ -172,17 +166,18 @@ def test_a_soak_has_empty_messages_whole_slots_and_pieces() -> None:
 
 
 def test_states_of_the_processors() -> None:
-    states = [machine.state_of(value) for value in (60.0, 120.0, 131.0, math.nan)]
+    states = [transfers.state_of(value) for value in (60.0, 120.0, 131.0, float("nan"))]
     assert states == ["near", "between", "far", "unknown"]
-    assert machine.resident_bytes() > MIB
-    assert machine.descriptors() >= 3
+    resident, descriptors = soak.look()
+    assert resident > MIB
+    assert descriptors >= 3
 
 
 def test_peers_that_are_not_here_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    found, reason = peers.find()
-    assert found == []
-    assert peers.INSTALL in reason
+    found, reason = find_peers()
+    assert found == {}
+    assert INSTALL in reason
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 4096 + 17, MIB])
@@ -217,43 +212,31 @@ def test_a_machine_without_a_compiler_says_so(
 # ---- processes
 
 
-class Recorded(Posted):
-    """Notes what is posted; a request is done when it is waited for."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda nbytes: object())
-        self.events: list[str] = []
-
-    def start_send(self, payload: Any) -> Any:
-        self.events.append("send")
-        return "send"
-
-    def start_receive(self, buffer: Any) -> Any:
-        self.events.append("post")
-        return "receive"
-
-    def wait(self, request: Any) -> None:
-        self.events.append(f"wait {request}")
-
-
 def test_peers_have_some_messages_under_way_and_post_no_receive_too_many() -> None:
-    link = Recorded()
+    posted: list[Any] = []
+    waited: list[Any] = []
+
+    def post(buffer: Any) -> Any:
+        posted.append(buffer)
+        return buffer
+
+    link = Posted(0, lambda _: object(), lambda _: "send", post, waited.append)
     link.expect(MIB, WINDOW + 2)
-    assert link.events == ["post"] * WINDOW
+    assert len(posted) == WINDOW
     seen = {id(link.receive()) for _ in range(WINDOW + 2)}
-    assert link.events.count("post") == link.events.count("wait receive") == WINDOW + 2
+    assert len(posted) == len(waited) == WINDOW + 2
     assert len(seen) == WINDOW + 1
-    link.events.clear()
+    waited.clear()
     for _ in range(WINDOW + 2):
         link.send(None)
-    assert link.events.count("wait send") == 2
+    assert waited == ["send"] * 2
     link.settle()
-    assert link.events.count("wait send") == WINDOW + 2
+    assert waited == ["send"] * (WINDOW + 2)
 
 
 def make_pair(library: Path) -> Pair:
-    cores = machine.Cores.choose()
-    return Pair("two", "torch", cores=cores, copies=library, pool_bytes=MIB)
+    allowed = sorted(os.sched_getaffinity(0))
+    return Pair("two", cores=(allowed[0], allowed[-1]), copies=library, pool_bytes=MIB)
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +249,9 @@ def pair(library: Path) -> Iterator[Pair]:
 @pytest.mark.multiprocess
 def test_a_pair_measures_and_ends(pair: Pair) -> None:
     shared = {"nbytes": 1 << 16, "messages": 8}
-    for pattern in ("stream", "fresh"):
-        first, second = pair.call("patterns", pattern, connector="gloo", options={}, **shared)
+    for fresh in (False, True):
+        asked = {**shared, "connector": "gloo", "options": {}, "fresh": fresh}
+        first, second = pair.call("patterns", "stream", **asked)
         assert 0 < first < 10
         assert second is None
     plain = pair.call("patterns", "copy", kind="plain", **shared)
@@ -287,7 +271,7 @@ def test_a_pair_of_which_one_fails_says_so_and_is_gone(library: Path, dies: bool
         os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(PairError, match="two: " if dies else "has no attribute 'no_such_pattern'"):
         pair.call("patterns", "no_such_pattern")
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
     pair.close()
 
 
@@ -315,7 +299,8 @@ def test_reserved_memory_is_handed_over_and_a_step_of_the_pipeline_takes_time(pa
     shared = {"connector": "shm", "options": {"slot_bytes": 1 << 16, "slots": 4}}
     left, arrived = pair.call("patterns", "hand_over", nbytes=1 << 16, rounds=10, **shared)
     assert all(0 < end - start < 10 for start, end in zip(left, arrived, strict=True))
-    pair.call("patterns", "in_place", nbytes=1 << 16, messages=10, **shared)
+    in_place = {"nbytes": 1 << 16, "messages": 10, "fresh": True, "in_place": True}
+    pair.call("patterns", "stream", **in_place, **shared)
     step = {"nbytes": 1 << 16, "products": 1, "microbatches": 4}
     for connector in (None, "shm"):
         shared = {"connector": connector, "options": {"slot_bytes": 1 << 16, "slots": 4}}

@@ -16,7 +16,6 @@ from megatron.adaptive.checkpoint.folder import (
     CheckpointFolder,
     Manifest,
     PipelineFolder,
-    read_pipeline_manifest,
 )
 from megatron.adaptive.errors import CheckpointError
 
@@ -237,9 +236,9 @@ def test_the_newest_of_a_pipeline_is_found_without_a_tracker(tmp_path: Path) -> 
         assert write_pipeline(folder, step).is_dir()
     (folder.begin(200_000_000) / "__0_0.distcp").write_text("half")
     assert folder.latest() == 100_000_000
-    assert folder.find(None).name == "step_100000000"
-    assert folder.find(2).name == "step_00000002"
-    assert read_pipeline_manifest(folder.find(10))["step"] == 10
+    assert folder.open(None)[0].name == "step_100000000"
+    assert folder.open(2)[0].name == "step_00000002"
+    assert folder.open(10)[1]["step"] == 10
     folder.keep(2)
     folder.abandon(200_000_000)
     names = sorted(one.name for one in tmp_path.iterdir())
@@ -251,9 +250,9 @@ def test_the_former_of_a_pipeline_comes_back_where_its_successor_died(tmp_path: 
     # As between the two renames of a commit.
     write_pipeline(folder, 1, "old").rename(tmp_path / ".step_00000001.replaced")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        folder.find(None)
+        folder.open(None)
     folder.begin(2)
-    assert (folder.find(None) / "__0_0.distcp").read_text() == "old"
+    assert (folder.open(None)[0] / "__0_0.distcp").read_text() == "old"
 
 
 def test_what_is_broken_of_a_pipeline_is_named(tmp_path: Path) -> None:
@@ -261,15 +260,15 @@ def test_what_is_broken_of_a_pipeline_is_named(tmp_path: Path) -> None:
     path = write_pipeline(folder, 1)
     (path / "__0_0.distcp").write_text("t")
     with pytest.raises(CheckpointError, match="has 1 bytes and was written with 7"):
-        read_pipeline_manifest(path)
+        folder.open(1)
     (path / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
-        read_pipeline_manifest(path)
+        folder.open(1)
     (path / "pipeline.json").write_text('{"format": 9}')
-    with pytest.raises(CheckpointError, match="format is 9"):
-        read_pipeline_manifest(path)
+    with pytest.raises(CheckpointError, match="format version 9 and this program reads up to 1"):
+        folder.open(1)
     (path / "pipeline.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_pipeline_manifest(path)
+        folder.open(1)
     with pytest.raises(CheckpointError, match="no checkpoint of step 7: there are steps 1"):
-        folder.find(7)
+        folder.open(7)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from megatron.adaptive.config.data import BatchConfig
 from megatron.adaptive.data.batch_sizes import BatchSizes
-from megatron.adaptive.errors import ConfigError
 
 
 def sizes_of(
@@ -83,24 +80,3 @@ def test_iterations_are_the_batches_that_fit() -> None:
         # Some runs end within the ramp-up, some go on for long.
         for train_samples in (0, ramp[0], rng.randrange(1, 2 * ramp[2] + 2 * last), 4 * ramp[2]):
             assert sizes.iterations_for(train_samples) == len(batches(sizes, train_samples))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ((10, None, 4, 1), ("10", "micro-batch-size 4", "= 4")),
-        ((16, (6, 2, 100), 2, 2), ("6", "data parallel size 2", "= 4", "--rampup-batch-size")),
-        ((16, (4, 5, 100), 1, 1), ("--rampup-batch-size 4 5 100", "16")),
-        ((16, (32, 4, 100), 1, 1), ("--rampup-batch-size 32 4 100", "16")),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(
-    sizes: tuple[int, tuple[int, int, int] | None, int, int], words: tuple[str, ...]
-) -> None:
-    global_batch, ramp, micro, copies = sizes
-    with pytest.raises(ConfigError) as caught:
-        sizes_of(global_batch, ramp, micro=micro, copies=copies)
-    text = str(caught.value)
-    assert text.splitlines() == [text]
-    for word in words:
-        assert word in text

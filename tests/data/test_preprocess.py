@@ -82,7 +82,7 @@ def test_blank_lines_and_a_missing_last_newline_are_fine(corpus: Corpus, tmp_pat
 def test_the_output_does_not_depend_on_workers_or_batches(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BATCH_LINES", 3)
+    monkeypatch.setattr(module, "_BATCH_BYTES", 10_000)
     results = []
     for workers in (1, 2):
         prefix = str(tmp_path / f"w{workers}")
@@ -132,7 +132,7 @@ def test_a_bad_line_is_named_and_leaves_nothing(
 def test_line_numbers_count_across_batches(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(module, "_BATCH_LINES", 2)
+    monkeypatch.setattr(module, "_BATCH_BYTES", 20)
     source = _write(tmp_path / "a.jsonl", *[{"text": "a"}] * 5, {"other": 1})
     with pytest.raises(DataError, match=r"a\.jsonl:6: has no key 'text' \(it has other\)"):
         preprocess(_spec(corpus, tmp_path, source, workers=workers))

@@ -98,12 +98,11 @@ SANITIZERS = {
     "thread": ("-fsanitize=thread",),
 }
 SANITIZED_TESTS = (
-    ("rdma_channel_test", "any size, four queue pairs, from rank 0"),
+    ("rdma_channel_test", "both directions, four queue pairs"),
     ("rdma_channel_test", "both directions, one slot"),
-    ("rdma_slots_test", "out-of-order returns, 5 slots"),
-    ("rdma_channel_test", "two threads"),
-    ("rdma_channel_test", "pieces while computing"),
-    ("rdma_slots_test", "reserve"),
+    ("channel_test", "sizes (rdma)"),
+    ("channel_test", "returns (rdma)"),
+    ("channel_test", "reserve (rdma)"),
 )
 """A program and what it is asked for: one of each kind, since emulated machines are slow."""
 
@@ -132,13 +131,19 @@ def test_cpp_with_sanitizers_on_emulated_nodes(name: str) -> None:
         assert said.count("0 failed\n") == len(SANITIZED_TESTS), result.text
 
 
-@pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_slots_test", "rdma_fault_test"])
+@pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_fault_test"])
 def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
     """Faults: killed peers, 2% of packets lost, a cut link, a bad key, missing receives, lies."""
     result = run([str(programs.build(name))], timeout_s=600.0)
     assert result.status == 0, result.text
     for said in result.output:
         assert said.endswith("0 failed\n"), result.text
+
+
+def test_cpp_contract_of_all_transports(programs: CppTests) -> None:
+    result = run([str(programs.build("channel_test")), "(rdma)"], nodes=1, timeout_s=600.0)
+    assert result.status == 0, result.text
+    assert result.output[0].count("ok   ") > 15, result.text
 
 
 def test_killed_ranks_leave_nothing_and_are_missed() -> None:

@@ -85,7 +85,8 @@ class Case:
         forward = dataclasses.replace(self.forward, model=model)
         losses = []
         for number in range(self.count):
-            loss = forward(self.microbatch(number))
+            batch = {name: one.clone() for name, one in self.microbatch(number).items()}
+            loss = forward(batch)
             (loss / self.count).backward()
             losses.append(float(loss.detach()))
         return losses, gradients_of(dict(model.named_parameters()))

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.adaptive.trace.event import Span, TraceHeader
+from megatron.adaptive.trace.event import Row, Span, TraceHeader
 from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.trace.table import KIND, REASON
 
 FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
 START_NS = 5_000_000_000
@@ -50,6 +52,20 @@ def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader
     return TraceHeader(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def row_of(span: Span) -> Row:
+    """The row by which a span is recorded."""
+    of = KIND[span.of] if span.of else -1
+    return (
+        *(KIND[span.action], span.chunk, span.microbatch, span.piece, span.start_ns, span.end_ns),
+        *(span.bytes, span.in_flight_bytes, span.queue_depth, span.peer, of, REASON[span.reason]),
+    )
+
+
+def record(recorder: Recorder, *span: Any, **more: Any) -> None:
+    """Record a span: action, chunk, microbatch, start, end, and more by name."""
+    recorder.extend([row_of(Span(*span, iteration=0, **more))])
+
+
 def write_spans(
     folder: Path, header: TraceHeader, spans: Iterable[Span], *, num_microbatches: int = 4
 ) -> Path:
@@ -60,39 +76,8 @@ def write_spans(
             if span.iteration != iteration:
                 iteration = span.iteration
                 recorder.begin_iteration(iteration, num_microbatches, start_ns=span.start_ns)
-            recorder.record(
-                span.action,
-                span.chunk,
-                span.microbatch,
-                span.start_ns,
-                span.end_ns,
-                piece=span.piece,
-                bytes=span.bytes,
-                in_flight_bytes=span.in_flight_bytes,
-                queue_depth=span.queue_depth,
-                peer=span.peer,
-                of=span.of,
-                reason=span.reason,
-            )
+            recorder.extend([row_of(span)])
     return recorder.path
-
-
-@pytest.fixture(name="simulate")
-def simulate_fixture() -> Callable[[int, int, int], list[list[Timed]]]:
-    """Gives the function with the actions that :func:`write_run` writes, from time 0."""
-    return simulate
-
-
-@pytest.fixture(name="make_header")
-def make_header_fixture() -> Callable[..., TraceHeader]:
-    """A function ``(rank, num_ranks=2, **changes)`` that returns a header."""
-    return make_header
-
-
-@pytest.fixture(name="write_spans")
-def write_spans_fixture() -> Callable[..., Path]:
-    """A function ``(folder, header, spans, num_microbatches=4)`` that writes a file."""
-    return write_spans
 
 
 @pytest.fixture
@@ -122,19 +107,14 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
                 for iteration in range(1, iterations + 1):
                     shift = START_NS + iteration * 10**10
                     recorder.begin_iteration(iteration, num_microbatches, start_ns=shift - 60)
-                    recorder.record("data", -1, -1, shift - 50, shift - 10)
+                    record(recorder, "data", -1, -1, shift - 50, shift - 10)
                     for action, chunk, microbatch, start, end in row:
                         begin = shift + start
-                        recorder.record(
-                            *("wait", chunk, microbatch, begin - 7, begin),
-                            of=action,
-                            reason="input",
-                        )
-                        recorder.record(
-                            *(action, chunk, microbatch, begin, shift + end),
-                            bytes=100,
-                            in_flight_bytes=1 << 20,
-                        )
+                        wait = (chunk, microbatch, begin - 7, begin)
+                        record(recorder, "wait", *wait, of=action, reason="input")
+                        times = (begin, shift + end)
+                        held = {"bytes": 100, "in_flight_bytes": 1 << 20}
+                        record(recorder, action, chunk, microbatch, *times, **held)
         return target
 
     return write

@@ -9,7 +9,7 @@ import pytest
 from megatron.adaptive.trace.event import ClockSamples, Span, TraceHeader
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.recorder import Recorder
-from tests.trace.conftest import make_header, write_spans
+from tests.trace.conftest import make_header, record, write_spans
 
 UNIX = 1_700_000_000_000_000_000
 Header = Callable[..., TraceHeader]
@@ -70,7 +70,7 @@ def write_measured(folder: Path, offset_ns: int) -> None:
             if rank == 1:
                 recorder.add_clock_samples(exchanges(offset_ns, range(begin, begin + 10**7, 10**6)))
             recorder.begin_iteration(1, 4, start_ns=begin)
-            recorder.record("F", 0, 0, begin, begin + 10)
+            record(recorder, "F", 0, 0, begin, begin + 10)
 
 
 def test_samples_of_one_rank_place_all_ranks_of_its_clock(tmp_path: Path) -> None:

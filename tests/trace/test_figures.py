@@ -12,6 +12,7 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import figures as figures_module
 from megatron.adaptive.trace.event import KINDS, Span, trace_file_name
 from megatron.adaptive.trace.figures import (
+    PARTS,
     WAIT_CAUSES,
     RunFigures,
     compute_ns,
@@ -24,6 +25,7 @@ from tests.trace.conftest import make_header, write_spans
 
 #   time     0    10   20   30   40   50   60   70
 #   actions  F0---|    |F1--|B0--------|    W0--|       of iteration 3
+MS = 1_000_000
 SPANS = (
     Span("data", -1, 0, 2, 5, 3),
     Span("wait", 0, 1, 10, 20, 3, of="F", reason="input", peer=1),
@@ -183,3 +185,40 @@ def test_damage_is_named_whoever_reads(tmp_path: Path) -> None:
     for workers in (1, 2):
         with pytest.raises(TraceError, match=r"trace_rank_00002\.jsonl:5 is not a line of JSON"):
             run_figures(read_run(tmp_path), workers=workers)
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Path:
+    """Two ranks; the second one works from 4 ms to 11 ms of a step of 12 ms."""
+    rows = (
+        (
+            Span("F", 0, 0, 0, 3 * MS, 1),
+            Span("wait", 0, 0, 3 * MS, 9 * MS, 1, of="B", reason="input"),
+            Span("B", 0, 0, 10 * MS, 12 * MS, 1),
+        ),
+        (
+            Span("wait", 0, 0, -1 * MS, 4 * MS, 1, of="F", reason="input"),
+            Span("F", 0, 0, 4 * MS, 6 * MS, 1),
+            Span("wait", 0, 0, 6 * MS, 7 * MS, 1, of="B", reason="order"),
+            Span("wait", 0, 0, 7 * MS, 8 * MS, 1, of="B", reason="memory"),
+            Span("B", 0, 0, 8 * MS, 11 * MS, 1),
+        ),
+    )
+    for rank, row in enumerate(rows):
+        header = make_header(rank, num_microbatches=1)
+        moved = [
+            Span(s.action, 0, 0, s.start_ns + 10**9, s.end_ns + 10**9, 1, of=s.of, reason=s.reason)
+            for s in row
+        ]
+        write_spans(tmp_path / "traces", header, moved, num_microbatches=1)
+    return tmp_path / "traces"
+
+
+def test_the_parts_of_a_step_add_up_to_it(two_ranks: Path) -> None:
+    parts = run_figures(read_run(two_ranks)).parts_ms
+    found = [dict(zip(PARTS, row, strict=True)) for row in parts[0].tolist()]
+    nothing = dict.fromkeys(PARTS, 0.0)
+    assert found[0] == {**nothing, "busy": 5, "input": 6, "rest": 1}
+    # The wait for the first input is the time before the first action, not a wait besides.
+    assert found[1] == {**nothing, "busy": 5, "order": 1, "memory": 1, "before": 4, "after": 1}
+    assert np.allclose(parts.sum(axis=-1), 12)

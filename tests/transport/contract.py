@@ -1,7 +1,8 @@
-"""Programs of the contract suite; see ``test_contract.py`` for what each of them shows.
+"""Programs of the contract suite; ``test_contract.py`` says which transports run each of them.
 
-A program gets a :class:`Rank` and its arguments and returns what the test looks at, as plain
-values. Rank 0 sends and rank 1 receives, unless said otherwise.
+A program gets a :class:`Rank` and its arguments and asserts what it shows; it returns what else the
+test looks at. Rank 0 sends and rank 1 receives, unless said otherwise. What a program leaves open
+is closed when it returns.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import os
 import random
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
 
+from megatron.adaptive import extension
+from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.transport.header import CODE_OF, Label
-from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.interface import Arrival, Transport
 
 from .contract_rank import (
     LIMIT_S,
@@ -55,23 +60,37 @@ def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
     return messages + [(label(number), tensor) for number, tensor in enumerate(odd)]
 
 
-def exchange(rank: Rank, kind: str, crc: bool = False) -> int:
-    """Both sides send all kinds of messages at the same time and take what comes."""
-    transport, peer = rank.open(kind, transport_crc=crc)
-    for tag, tensor in everything(rank.rank):
+def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]:
+    """Messages of one shape."""
+    kinds = (ActionKind.F, ActionKind.B)
+    return [
+        (
+            label(number, kinds[(number + sender) % 2], chunk=number % 3),
+            make_tensor(100 * sender + number, tuple(shape), torch.bfloat16),
+        )
+        for number in range(30)
+    ]
+
+
+def exchange(
+    rank: Rank, kind: str, crc: bool = False, shape: tuple[int, ...] | None = None
+) -> None:
+    """Any type, shape and size arrives in order, strided ones by value; both sides send at once."""
+    dtype = torch.float32 if shape is None else torch.bfloat16
+    transport, peer = rank.open(kind, transport_crc=crc, shape=shape, dtype=dtype)
+    sent, due = (
+        everything(one) if shape is None else alike(one, shape) for one in (rank.rank, peer)
+    )
+    for tag, tensor in sent:
         transport.send(peer, tag, tensor)
-    count = 0
-    for tag, tensor in everything(peer):
+    for tag, tensor in due:
         arrival = wait(transport)
         assert (arrival.label, arrival.peer, arrival.nbytes) == (tag, peer, tensor.nbytes)
         require_equal(arrival.take(), tensor.detach())
-        count += 1
     transport.flush(LIMIT_S)
-    transport.close()
-    return count
 
 
-def wrap_around(rank: Rank, kind: str) -> int:
+def wrap_around(rank: Rank, kind: str) -> None:
     """Sizes around the ends of slots, many times around, views let go in any order."""
     transport, peer = rank.open(kind)
     rng = random.Random(5)
@@ -80,109 +99,96 @@ def wrap_around(rank: Rank, kind: str) -> int:
     if rank.rank == 0:
         for number, size in enumerate(sizes):
             transport.send(peer, label(number), make_tensor(number, (size,), torch.uint8))
+        return
     held: list[tuple[int, torch.Tensor]] = []
-    if rank.rank == 1:
-        for number, size in enumerate(sizes):
-            arrival = wait(transport)
-            assert (arrival.label, arrival.nbytes) == (label(number), size)
-            held.append((number, arrival.take()))
-            while len(held) > rng.randrange(SLOTS + 2):
-                which, tensor = held.pop(rng.randrange(len(held)))
-                require_equal(tensor, make_tensor(which, (sizes[which],), torch.uint8))
-    transport.close()
-    return len(sizes)
+    for number, size in enumerate(sizes):
+        arrival = wait(transport)
+        assert (arrival.label, arrival.nbytes) == (label(number), size)
+        held.append((number, arrival.take()))
+        while len(held) > rng.randrange(SLOTS + 2):
+            which, tensor = held.pop(rng.randrange(len(held)))
+            require_equal(tensor, make_tensor(which, (sizes[which],), torch.uint8))
 
 
-def far_ahead(rank: Rank, kind: str, count: int, nbytes: int) -> list[float]:
-    """The receiver takes nothing before everything is sent.
+def far_ahead(
+    rank: Rank, kind: str, count: int, nbytes: int, is_bounded: bool = False, fixed: bool = False
+) -> None:
+    """Sending never waits: the receiver takes nothing before everything is sent.
 
-    Returns:
-        Seconds of the longest send on the sender; growth in MiB and a checksum on the receiver.
+    ``is_bounded``: what waits takes no memory of the receiver. ``fixed``: the shape is known.
     """
-    transport, peer = rank.open(kind, transport_slot_bytes=max(nbytes, SLOT_BYTES))
-    tensor = torch.ones(nbytes, dtype=torch.uint8)
-    seen = []
+    transport, peer = rank.open(
+        kind,
+        transport_slot_bytes=max(nbytes, SLOT_BYTES),
+        shape=(nbytes,) if fixed else None,
+        dtype=torch.uint8,
+    )
     if rank.rank == 0:
-        longest_s = 0.0
+        tensor = torch.ones(nbytes, dtype=torch.uint8)
         for number in range(count):
             begin_s = time.monotonic()
             transport.send(peer, label(number), tensor)
-            longest_s = max(longest_s, time.monotonic() - begin_s)
+            assert time.monotonic() - begin_s < 1.0
         rank.mark("sent")
-        seen = [longest_s]
-    if rank.rank == 1:
-        before = psutil.Process().memory_info().rss
-        rank.await_mark("sent")
-        time.sleep(0.3)
-        grown = (psutil.Process().memory_info().rss - before) / 2**20
-        total = 0
-        for number in range(count):
-            arrival = wait(transport)
-            assert arrival.label.action.microbatch == number
-            total += int(arrival.take()[-1])
-        seen = [*seen, grown, total]
-    transport.close()
-    return seen
+        return
+    before = psutil.Process().memory_info().rss
+    rank.await_mark("sent")
+    time.sleep(0.3)
+    grown_mib = (psutil.Process().memory_info().rss - before) / 2**20
+    assert grown_mib < 16 or not is_bounded
+    for number in range(count):
+        arrival = wait(transport)
+        assert arrival.label.action.microbatch == number
+        assert int(arrival.take()[-1]) == 1
 
 
-def hold(rank: Rank, kind: str, count: int) -> int:
-    """Every payload is kept until all have come, more than there are slots, then let go anyhow."""
+def hold(rank: Rank, kind: str) -> None:
+    """More payloads than there are slots are kept, then let go in any order and thread."""
     transport, peer = rank.open(kind)
+    count = 6 * SLOTS
     if rank.rank == 0:
         for number in range(count):
             transport.send(peer, label(number), numbers(500, number))
-    if rank.rank == 1:
-        held = {number: wait(transport).take() for number in range(count)}
-        order = random.Random(1).sample(sorted(held), count)
-        threads = []
-        for number in order:
-            require_equal(held[number], numbers(500, number))
-            tensor = held.pop(number)
-            if number % 2:
-                # The last reference ends in another thread.
-                threads.append(threading.Thread(target=lambda *_: None, args=([tensor],)))
-                threads[-1].start()
-            del tensor
-        for thread in threads:
-            thread.join()
-    transport.close()
-    return count
+        return
+    held = {number: wait(transport).take() for number in range(count)}
+    threads = []
+    for number in random.Random(1).sample(sorted(held), count):
+        require_equal(held[number], numbers(500, number))
+        tensor = held.pop(number)
+        if number % 2:
+            # The last reference ends in another thread.
+            threads.append(threading.Thread(target=lambda *_: None, args=([tensor],)))
+            threads[-1].start()
+        del tensor
+    for thread in threads:
+        thread.join()
 
 
-def train(rank: Rank, kind: str, count: int) -> float:
+def train(rank: Rank, kind: str) -> None:
     """The receiver computes on what it gets as the pipeline does: leaves, graphs, ``.data``."""
     transport, peer = rank.open(kind)
+    count = 60
     if rank.rank == 0:
         for number in range(count):
             transport.send(peer, label(number), numbers(64, number))
-        total = 0.0
         for number in range(count):
-            gradient = wait(transport).take()
-            require_equal(gradient, torch.full((64,), 2.0 * number))
-            total += float(gradient.sum())
-        transport.close()
-        return total
+            require_equal(wait(transport).take(), torch.full((64,), 2.0 * number))
+        return
     graphs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    total = 0.0
     for number in range(count):
         received = wait(transport).take()
         assert received.is_leaf
         assert received._base is None
         received.requires_grad_()
-        output = (received * 2.0 * number).sum()
-        graphs.append((received, output))
-        if len(graphs) == 3:
-            total += _backward(graphs, transport, peer)
-    total += _backward(graphs, transport, peer)
-    transport.close()
-    return total
+        graphs.append((received, (received * 2.0 * number).sum()))
+        if len(graphs) == 3 or number == count - 1:
+            _backward(graphs, transport, peer)
 
 
 def _backward(
     graphs: list[tuple[torch.Tensor, torch.Tensor]], transport: Transport, peer: int
-) -> float:
+) -> None:
     """Run the backwards of some microbatches and send their gradients; frees memory as we do."""
-    total = 0.0
     for received, output in graphs:
         value = output.detach().clone()
         output.data = torch.empty(1)  # as deallocate_output_tensor and custom_backward do it
@@ -191,51 +197,44 @@ def _backward(
         )
         gradient = received.grad
         assert gradient is not None
-        total += float(gradient.sum())
         transport.send(peer, label(0, ActionKind.B), gradient)
         received.data = torch.empty(0)
     graphs.clear()
-    return total
 
 
-def deadline(rank: Rank, kind: str) -> list[Any]:
-    """Nothing is sent; then something is."""
+def deadline(rank: Rank, kind: str) -> None:
+    """Waits end at their deadline: nothing is sent; then something is."""
     transport, peer = rank.open(kind)
-    seen: list[Any] = []
-    if rank.rank == 1:
-        seen.append(transport.completions.poll() is None)
-        begin_s = time.monotonic()
-        seen.append(transport.completions.wait(begin_s + 0.2) is None)
-        seen.append(0.19 <= time.monotonic() - begin_s < 2.0)
-        seen.append(transport.completions.wait(begin_s - 1.0) is None)
-        rank.mark("waited")
     if rank.rank == 0:
         rank.await_mark("waited")
         transport.send(peer, label(7), torch.ones(2))
-    if rank.rank == 1:
-        seen.append(wait(transport).label.action.microbatch)
-    transport.close()
-    return seen
+        return
+    assert transport.completions.poll() is None
+    begin_s = time.monotonic()
+    assert transport.completions.wait(begin_s + 0.2) is None
+    assert 0.19 <= time.monotonic() - begin_s < 2.0
+    assert transport.completions.wait(begin_s - 1.0) is None
+    rank.mark("waited")
+    assert wait(transport).label.action.microbatch == 7
 
 
-def slow_flush(rank: Rank, kind: str) -> list[str]:
-    """The receiver takes nothing for a while: what it has no room for cannot be flushed."""
+def slow_flush(rank: Rank, kind: str) -> None:
+    """A flush ends at its deadline where the receiver takes nothing, and names it."""
     transport, peer = rank.open(kind)
-    seen = ["none", ""]
     if rank.rank == 0:
         for number in range(3 * SLOTS):
             transport.send(peer, label(number), numbers(1000, number))
-        seen = error_of(lambda: transport.flush(0.2))
+        name, text = error_of(lambda: transport.flush(0.2))
+        assert name == "DeadlineError"
+        assert "within 0.2 s by rank 1 (stage 1 on host-1)" in text
         rank.mark("flushed")
-    if rank.rank == 1:
-        rank.await_mark("flushed")
-        for number in range(3 * SLOTS):
-            require_equal(wait(transport).take(), numbers(1000, number))
-    transport.close()
-    return seen
+        return
+    rank.await_mark("flushed")
+    for number in range(3 * SLOTS):
+        require_equal(wait(transport).take(), numbers(1000, number))
 
 
-def reuse(rank: Rank, kind: str) -> int:
+def reuse(rank: Rank, kind: str) -> None:
     """The sender replaces its tensors right after sending, also while they wait for room."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
@@ -246,15 +245,13 @@ def reuse(rank: Rank, kind: str) -> int:
             del tensor
             torch.full((1000,), -1.0)  # takes the memory, if it is free
         rank.mark("sent")
-    if rank.rank == 1:
-        rank.await_mark("sent")
-        for number in range(4 * SLOTS):
-            require_equal(wait(transport).take(), numbers(1000, number))
-    transport.close()
-    return 4 * SLOTS
+        return
+    rank.await_mark("sent")
+    for number in range(4 * SLOTS):
+        require_equal(wait(transport).take(), numbers(1000, number))
 
 
-def reserve(rank: Rank, kind: str) -> int:
+def reserve(rank: Rank, kind: str) -> None:
     """Payloads are computed in the channel's memory: used, dropped, more than there are slots."""
     transport, peer = rank.open(kind)
     shapes = [(1000,), (10, 20), (), (0, 3), (SLOT_BYTES,), (64, 3)]
@@ -275,102 +272,276 @@ def reserve(rank: Rank, kind: str) -> int:
         part = transport.reserve(peer, (100,), torch.float32).fill_(5.0)
         transport.send(peer, label(0), part[:10])
         transport.send(peer, label(1), part[10:20])
-    if rank.rank == 1:
-        for number, shape in enumerate(shapes):
-            require_equal(wait(transport).take(), torch.full(shape, float(number)))
-        for number in reversed(range(2 * SLOTS)):
-            expected = torch.full((4, 2), number, dtype=torch.bfloat16)
-            require_equal(wait(transport).take(), expected)
-        for _ in range(2):
-            require_equal(wait(transport).take(), torch.full((10,), 5.0))
-    transport.close()
-    return len(shapes)
+        return
+    for number, shape in enumerate(shapes):
+        require_equal(wait(transport).take(), torch.full(shape, float(number)))
+    for number in reversed(range(2 * SLOTS)):
+        require_equal(wait(transport).take(), torch.full((4, 2), number, dtype=torch.bfloat16))
+    for _ in range(2):
+        require_equal(wait(transport).take(), torch.full((10,), 5.0))
 
 
-def reserved_is_shared(rank: Rank, kind: str) -> list[bool]:
+def reserved_is_shared(rank: Rank, kind: str) -> None:
     """A reserved tensor is sent without a copy: both sides then read the same memory."""
     transport, peer = rank.open(kind)
-    seen = []
     if rank.rank == 0:
         tensor = transport.reserve(peer, (256,), torch.float32).fill_(1.0)
         transport.send(peer, label(0), tensor)
         rank.await_mark("arrived")
         tensor.fill_(2.0)  # forbidden, but that is how it shows
         rank.mark("changed")
-    elif rank.rank == 1:
-        tensor = wait(transport).take()
-        seen.append(bool(tensor[0] == 1.0))
-        rank.mark("arrived")
-        rank.await_mark("changed")
-        seen.append(bool(tensor[0] == 2.0))
-    transport.close()
-    return seen
+        return
+    tensor = wait(transport).take()
+    assert tensor[0] == 1.0
+    rank.mark("arrived")
+    rank.await_mark("changed")
+    assert tensor[0] == 2.0
 
 
-def drain(rank: Rank, kind: str) -> list[int]:
+def drain(rank: Rank, kind: str) -> None:
     """The sender closes at once; the receiver still gets everything, and nothing is an error."""
     transport, peer = rank.open(kind)
-    taken = []
     if rank.rank == 0:
         for number in range(4 * SLOTS):
             transport.send(peer, label(number), numbers(900, number))
         transport.close()
         transport.close()
         rank.mark("closed")
-        return []
+        return
     time.sleep(0.2)
-    kept = []
-    for number in range(4 * SLOTS):
-        kept.append(wait(transport).take())
-        taken.append(number)
+    kept = [wait(transport).take() for _ in range(4 * SLOTS)]
     if kind != "gloo":  # gloo's close waits for the peer's
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
     transport.close()
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("receive-from")]
     gc.collect()
     for number, tensor in enumerate(kept):
         require_equal(tensor, numbers(900, number))  # also after the end of the channel
-    return taken
 
 
-def child(rank: Rank, kind: str) -> int:
-    """A forked process lets go of what it inherited; the slot stays taken here."""
+def child(rank: Rank, kind: str) -> None:
+    """A forked process lets go of what it inherited, as loaders do; the slot stays taken here."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         transport.send(peer, label(0), numbers(1000, 0))
-    if rank.rank == 1:
-        held = wait(transport).take()
-        pid = os.fork()
-        if pid == 0:
-            del held
-            gc.collect()
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-        rank.mark("forked")
-    if rank.rank == 0:
         rank.await_mark("forked")
         for number in range(1, 20):
             transport.send(peer, label(number), numbers(1000, number))
-    if rank.rank == 1:
-        for number in range(1, 20):
-            require_equal(wait(transport).take(), numbers(1000, number))
-        require_equal(held, numbers(1000, 0))
-    transport.close()
-    return 20
+        return
+    held = wait(transport).take()
+    pid = os.fork()
+    if pid == 0:
+        del held
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    rank.mark("forked")
+    for number in range(1, 20):
+        require_equal(wait(transport).take(), numbers(1000, number))
+    require_equal(held, numbers(1000, 0))
 
 
-def refused(rank: Rank, kind: str) -> list[str]:
+def refused(rank: Rank, kind: str) -> None:
     """What no message can carry is refused where it is sent; the channel works on."""
     transport, peer = rank.open(kind)
-    seen: list[str] = []
     if rank.rank == 0:
-        odd = (torch.empty(2, dtype=torch.bits8), torch.ones((1,) * 8))
-        for tensor in odd:
-            name, text = error_of(lambda t=tensor: transport.send(peer, label(0), t))
-            assert name == "TransportError", (name, text)
-            seen.append(text)
+        for tensor, words in (
+            (torch.empty(2, dtype=torch.bits8), "torch.bits8 cannot be sent"),
+            (torch.ones((1,) * 8), "8 dimensions"),
+        ):
+            name, text = error_of(partial(transport.send, peer, label(0), tensor))
+            assert (name, words in text) == ("TransportError", True), text
         transport.send(peer, label(6), torch.ones(5))
-    if rank.rank == 1:
-        assert wait(transport).label == label(6)
-    transport.close()
+        return
+    assert wait(transport).label == label(6)
+
+
+def pieces(rank: Rank, kind: str) -> None:
+    """Messages of many pieces come whole though the receiver, who waited in vain, takes none."""
+    transport, peer = rank.open(kind)
+    for number in range(20):
+        message = numbers(3 * SLOTS * SLOT_BYTES // 4, number)
+        if rank.rank == 1:
+            assert transport.completions.wait(time.monotonic() + 0.01) is None
+            rank.mark(f"waited {number}")
+            rank.await_mark(f"sent {number}")
+            require_equal(wait(transport).take(), message)
+        else:
+            rank.await_mark(f"waited {number}")
+            transport.send(peer, label(number), message)
+            transport.flush(LIMIT_S / 3)
+            rank.mark(f"sent {number}")
+
+
+def listen(rank: Rank, kind: str) -> None:
+    """Rank 1 hears of arrivals in another thread while its main thread takes none."""
+    transport, peer = rank.open(kind)
+    count = 20
+    if rank.rank == 0:
+        rank.await_mark("listens")
+        for number in range(count):
+            transport.send(peer, label(number), torch.full((8,), float(number)))
+        return
+    heard: list[tuple[int, bool]] = []
+    done = threading.Event()
+    main = threading.get_ident()
+
+    def hear(item: Any) -> None:
+        if isinstance(item, Exception):
+            return
+        heard.append((item.label.action.microbatch, threading.get_ident() != main))
+        if len(heard) == count:
+            done.set()
+
+    transport.completions.listen(hear)
+    rank.mark("listens")
+    assert done.wait(LIMIT_S)
+    assert heard == [(number, True) for number in range(count)]
+    assert [wait(transport).take()[0] for _ in range(count)] == list(range(count))
+    transport.completions.put(AdaptiveError("from here"))
+    assert error_of(lambda: wait(transport)) == ["AdaptiveError", "from here"]
+
+
+def arrivals(rank: Rank, kind: str) -> None:
+    """A thread that takes messages off a network sees each come; nobody sees a peer's stores."""
+    transport, peer = rank.open(kind)
+    if rank.rank == 0:
+        for number in range(8):
+            transport.send(peer, label(number), torch.full((8,), float(number)))
+        rank.mark("sent")
+        return
+    rank.await_mark("sent")
+    time.sleep(0.3)  # meanwhile all of them come
+    looked_ns = time.monotonic_ns()
+    for number in range(8):
+        arrival = wait(transport)
+        if kind in ("tcp", "gloo"):
+            assert arrival.arrived_ns is not None
+            assert 0 < arrival.arrived_ns < (time.monotonic_ns() if number else looked_ns)
+        else:
+            assert arrival.arrived_ns is None
+        arrival.take()
+
+
+def all_to_all(rank: Rank, kind: str) -> None:
+    """Every rank sends to every other one, and knows what came from whom."""
+    transport, _ = rank.open(kind)
+    peers = [peer for peer in range(rank.num_ranks) if peer != rank.rank]
+    count = 40
+    for number in range(count):
+        for peer in peers:
+            tensor = numbers(10 + number * 13 % 2000, number + 7 * rank.rank)
+            transport.send(peer, label(number, chunk=rank.rank), tensor)
+    came = dict.fromkeys(peers, 0)
+    for _ in range(count * len(peers)):
+        arrival = wait(transport)
+        number = came[arrival.peer]
+        assert arrival.label == label(number, chunk=arrival.peer)
+        expected = numbers(10 + number * 13 % 2000, number + 7 * arrival.peer)
+        require_equal(arrival.take(), expected)
+        came[arrival.peer] += 1
+    assert set(came.values()) == {count}
+
+
+def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
+    """Rank 0 is killed by the test while rank 1 sends to it, receives from it or waits for it.
+
+    Returns:
+        What rank 1 saw: errors of its queue and of further sends, and how long that took.
+    """
+    transport, _ = rank.open(kind)
+    if rank.rank == 0:
+        transport.send(1, label(5, chunk=2), torch.ones(3))
+        rank.await_mark("going")
+        rank.mark("ready")
+        number = 0
+        while True:
+            if doing == "receiving":
+                transport.send(1, label(number), torch.ones(SLOT_BYTES * 8))
+                number += 1
+                transport.flush(LIMIT_S)
+            elif doing == "sending":
+                wait(transport).take()
+            else:
+                time.sleep(LIMIT_S)
+    wait(transport).take()
+    rank.mark("going")
+    end_s = time.monotonic() + LIMIT_S
+    first = ["none", ""]
+    while first[0] == "none" and time.monotonic() < end_s:
+        if doing == "sending":
+            first = error_of(lambda: transport.send(0, label(1), torch.ones(SLOT_BYTES)))
+            if first[0] == "none":
+                first = error_of(lambda: _take(transport, 0.0))
+        else:
+            first = error_of(lambda: _take(transport, 1.0))
+    noticed_s = time.time()
+    if kind != "gloo" and "of step" not in first[1]:
+        told = error_of(lambda: _take(transport, 5.0))  # the queue says it as well, with more
+        first = told if told[0] != "none" else first
+    sending = ["none", ""]
+    while sending[0] == "none" and time.monotonic() < end_s:
+        sending = error_of(lambda: transport.send(0, label(1), torch.ones(SLOT_BYTES)))
+        if kind == "gloo" and sending[0] == "none":
+            sending = error_of(lambda: transport.flush(1.0))
+    begin_s = time.monotonic()
+    closing = error_of(transport.close)
+    seen = [first, sending, closing, time.monotonic() - begin_s, noticed_s]
+    assert error_of(transport.close) == ["none", ""]
     return seen
+
+
+def _take(transport: Transport, limit_s: float) -> None:
+    arrival = transport.completions.wait(time.monotonic() + limit_s)
+    if isinstance(arrival, Arrival):
+        arrival.take()
+
+
+def survive(rank: Rank, kind: str) -> None:
+    """Keep channels of an earlier job open while a new one starts and ends; then be killed."""
+    transport, peer = rank.open(kind)
+    if rank.rank == 0:
+        transport.send(peer, label(0), torch.ones(10))
+    else:
+        wait(transport).take()
+    rank.mark(f"open-{rank.rank}")
+    time.sleep(LIMIT_S)
+    raise AssertionError("not killed")
+
+
+def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> None:
+    """Two ranks of one job among others exchange their job's number."""
+    transport, peer = rank.open(kind)
+    for number in range(rounds):
+        transport.send(peer, label(number), torch.full((200,), value))
+        assert wait(transport).take().unique().tolist() == [value]
+
+
+def mixed(rank: Rank) -> None:
+    """Three ranks in a row: 0 and 1 over shm, 1 and 2 over gloo, one queue on rank 1.
+
+    Rank 2 has no extension.
+    """
+    peers = {0: [1], 1: [0, 2], 2: [1]}[rank.rank]
+    rank.join_group()
+    original = extension._attempt
+    if rank.rank == 2:
+        extension._attempt = lambda: (None, "not built here")  # type: ignore[assignment]
+    try:
+        transport, _ = rank.open("auto", peers)
+    finally:
+        extension._attempt = original
+    assert transport.name == ("shm", "shm+gloo", "gloo")[rank.rank]
+    kinds = {peer: link["kind"] for peer, link in transport.describe_links().items()}
+    assert kinds == ({1: "shm"}, {0: "shm", 2: "gloo"}, {1: "gloo"})[rank.rank]
+    if rank.rank == 1:
+        came = sorted((a.peer, float(a.take()[0])) for a in (wait(transport) for _ in range(6)))
+        assert came == [(peer, float(number)) for peer in peers for number in range(3)]
+        for peer in peers:
+            transport.send(peer, label(9), torch.full((4,), 10.0 + peer))
+        transport.flush(LIMIT_S)
+    else:
+        for number in range(3):
+            transport.send(1, label(number), torch.full((4,), float(number)))
+        assert wait(transport).take()[0] == 10.0 + rank.rank

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,7 +18,7 @@ from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.profiling.transport_check import StoreGather
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
-from megatron.adaptive.transport.gloo import GlooTransport
+from megatron.adaptive.transport.gloo import ProcessGroups
 from megatron.adaptive.transport.header import Label
 from megatron.adaptive.transport.interface import Arrival, Completions, Transport
 from megatron.adaptive.transport.liveness import here
@@ -35,20 +38,36 @@ class Rank:
         address: what others reach this one at over a network.
     """
 
-    def __init__(self, store: dist.Store, rank: int, num_ranks: int, call: str) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, num_ranks: int, call: str, connection: Connection
+    ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.store = dist.PrefixStore(call, store)
         self.address = "127.0.0.1"
         self._root = store
         self._call = call
+        self._connection = connection
         self._opened = 0
         self._transports: list[Transport] = []
 
     def open(
-        self, kind: str, peers: Sequence[int] | None = None, **options: Any
+        self,
+        kind: str,
+        peers: Sequence[int] | None = None,
+        *,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> tuple[Transport, int]:
         """Connect with the peers, by default all others.
+
+        Args:
+            kind: of the transport.
+            peers: their ranks.
+            shape: of all messages, where they are alike.
+            dtype: their type then.
+            options: further ones of the configuration.
 
         Returns:
             The transport and the first peer.
@@ -58,24 +77,18 @@ class Rank:
         if peers is None:
             peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         config = TransportConfig(transport=kind, **options)
-        device = CPU
+        payloads = Payloads(shape=shape, dtype=dtype)
+        place = here(self.rank)
         made = connect_ranks(
             own=own_endpoint(
-                self.rank,
-                here(self.rank),
-                device=device,
-                own_gpu=False,
-                options=config,
-                address=self.address,
+                self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
             ),
             peers=peers,
-            gather=StoreGather(
-                self._root, self.rank, self.num_ranks, f"{self._call}/open{self._opened}", LIMIT_S
-            ),
-            groups=Groups(self),
+            gather=self._gather("open"),
+            groups=Groups(self, payloads),
             options=config,
-            payloads=Payloads(shape=None, dtype=torch.float32),
-            device=device,
+            payloads=payloads,
+            device=CPU,
             describe=describe,
             timeout_s=LIMIT_S,
         )
@@ -84,23 +97,28 @@ class Rank:
         return made, peers[0]
 
     def mark(self, name: str) -> None:
-        """Tell the others that this rank got here."""
+        """Tell the others, and the test, that this rank got here."""
         self.store.set(name, "set")
 
     def await_mark(self, name: str) -> None:
-        """Wait until somebody got there."""
+        """Wait until somebody, or the test, got there."""
         self.store.wait([name], datetime.timedelta(seconds=LIMIT_S))
 
-    def join_group(self) -> None:
-        """Make the process group that gloo needs."""
+    def join_group(self, store: dist.Store | None = None) -> None:
+        """Make the process group that gloo needs, over ``store`` if that is given."""
         if not dist.is_initialized():
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore("group", self.store),
+                store=store or dist.PrefixStore("group", self.store),
                 rank=self.rank,
                 world_size=self.num_ranks,
                 timeout=datetime.timedelta(seconds=LIMIT_S),
             )
+
+    def exit_with(self, value: Any) -> NoReturn:
+        """End this process at once, with ``value`` as what the program returned."""
+        self._connection.send(("done", value))
+        os._exit(0)
 
     def finish(self) -> None:
         """Close what the program left open."""
@@ -109,30 +127,31 @@ class Rank:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _gather(self, name: str) -> StoreGather:
+        prefix = f"{self._call}/{name}{self._opened}"
+        return StoreGather(self._root, self.rank, self.num_ranks, prefix, LIMIT_S)
+
 
 class Groups:
-    """Makes gloo's transports; see ``connect.TorchGroups``."""
+    """Makes gloo's transports, as a job does once its process group is there."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, payloads: Payloads) -> None:
         self._rank = rank
+        self._payloads = payloads
 
     def make(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        assert kind == "gloo"
         self._rank.join_group()
-        group = dist.new_group(backend="gloo")
-        if not peers:
-            return None
-        return GlooTransport(
-            group,
-            peers=peers,
-            device=CPU,
-            payload_shape=None,
-            dtype=torch.float32,
+        groups = ProcessGroups(
+            members=list(range(self._rank.num_ranks)),
+            gather=self._rank._gather("group"),
+            accelerator=SimpleNamespace(device=CPU),  # type: ignore[arg-type]
+            payloads=self._payloads,
             describe=describe,
-            completions=completions,
+            timeout_s=LIMIT_S,
         )
+        return groups.make(kind, peers, completions)
 
 
 def describe(rank: int) -> str:

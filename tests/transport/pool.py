@@ -1,23 +1,28 @@
-"""Processes that run the programs of the contract suite one after the other.
+"""Processes that run the programs of the transport tests.
 
 To start a process takes longer than most programs: a pool keeps some alive for a whole module. A
-worker that is killed, hangs or fails ends its pool.
+worker that is killed, hangs or fails ends its pool. With a folder, each worker runs one program,
+and what it writes and how it ends can be asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
-import runpy
 import signal
 import time
+import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-WORKER = Path(__file__).with_name("contract_worker.py")
+from .contract_rank import Rank
+
 WATCHDOG_S = 60.0
 
 
@@ -26,26 +31,22 @@ class Pool:
 
     Args:
         size: number of workers.
+        folder: where the output of workers goes that run one program each.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, folder: Path | None = None) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = folder
         self._calls = 0
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "torch.testing"])
         self._connections: list[Connection] = []
         self._processes = []
-        for _ in range(size):
+        for worker in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(
-                target=runpy.run_path,
-                args=(str(WORKER),),
-                kwargs={
-                    "init_globals": {"WORKER": (theirs, self._store.port)},
-                    "run_name": "__main__",
-                },
-                daemon=True,
-            )
+            output = None if folder is None else folder / f"{worker}.txt"
+            arguments = (theirs, self._store.port, output)
+            process = context.Process(target=run_calls, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._connections.append(mine)
@@ -58,11 +59,17 @@ class Pool:
 
     def run(self, program: str, num_ranks: int, **arguments: Any) -> list[Any]:
         """Run a program on the first workers and return what each rank returned."""
-        self.start(program, list(range(num_ranks)), **arguments)
+        self.start(program, range(num_ranks), **arguments)
         return [self.result(rank) for rank in range(num_ranks)]
 
-    def start(self, program: str, workers: list[int], **arguments: Any) -> None:
-        """Let some workers begin a program; they are its ranks, in this order."""
+    def start(self, program: str, workers: Sequence[int], **arguments: Any) -> None:
+        """Let some workers begin a program; they are its ranks, in this order.
+
+        Args:
+            program: ``module.function``, of this folder.
+            workers: their numbers.
+            arguments: of the program, besides its :class:`Rank`.
+        """
         self._calls += 1
         for rank, worker in enumerate(workers):
             job = (program, rank, len(workers), f"call-{self._calls}", arguments)
@@ -78,11 +85,24 @@ class Pool:
             kind, value = connection.recv()
         except EOFError:
             self.stop()
-            raise AssertionError(f"worker {worker} ended") from None
+            raise AssertionError(f"worker {worker} ended: {self.text(worker)}") from None
         if kind == "failed":
             self.stop()  # its peers wait for it
             raise AssertionError(f"worker {worker} failed:\n{value}")
         return value
+
+    def status(self, worker: int, limit_s: float = WATCHDOG_S) -> int:
+        """Wait for the end of a worker and return its exit status, negative for a signal."""
+        process = self._processes[worker]
+        process.join(limit_s)
+        status = process.exitcode
+        assert status is not None, f"worker {worker} runs on: {self.text(worker)}"
+        return status
+
+    def text(self, worker: int) -> str:
+        """Return what a worker wrote to stdout and stderr."""
+        path = None if self._folder is None else self._folder / f"{worker}.txt"
+        return path.read_text() if path is not None and path.exists() else ""
 
     def await_mark(self, name: str) -> None:
         """Wait until a program of the latest call has set this mark."""
@@ -96,11 +116,15 @@ class Pool:
         """Set a mark for the programs of the latest call."""
         self._store.set(f"call-{self._calls}/{name}", "set")
 
-    def signal(self, worker: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a worker."""
+    def pid(self, worker: int) -> int:
+        """Return the process id of a worker."""
         pid = self._processes[worker].pid
         assert pid is not None
-        os.kill(pid, number)
+        return pid
+
+    def signal(self, worker: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a worker."""
+        os.kill(self.pid(worker), number)
 
     def stop(self) -> None:
         """Kill the workers."""
@@ -108,3 +132,31 @@ class Pool:
             if process.is_alive():
                 process.kill()
             process.join(10)
+
+
+def run_calls(connection: Connection, port: int, output: Path | None) -> None:
+    """Body of a worker: run one program after the other, or just one with ``output``."""
+    torch.set_num_threads(1)
+    if output is not None:
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while True:
+        try:
+            program, rank, num_ranks, call, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            module, _, function = program.rpartition(".")
+            me = Rank(store, rank, num_ranks, call, connection)
+            value = getattr(importlib.import_module(f"tests.transport.{module}"), function)(
+                me, **arguments
+            )
+            me.finish()
+            connection.send(("done", value))
+        except BaseException:
+            connection.send(("failed", traceback.format_exc()))
+            raise SystemExit(1) from None
+        if output is not None:
+            return

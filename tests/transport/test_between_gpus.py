@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from megatron.adaptive.transport.header import CODE_OF
 from megatron.adaptive.transport.native import NativeTransport
 
 from ..cpp_tests import ROOT, CppTests
-from .ends import CPU, LIMIT_S, SLOTS, close_all, label, open_nodes, open_transports, take
+from .ends import LIMIT_S, SLOTS, close_all, label, open_nodes, open_transports, take
 from .test_connect import ROW, connect_all
 from .test_staging import Device, device
 
@@ -129,9 +130,7 @@ def test_a_job_is_told_which_way_its_tensors_go(
     options_of = connect._Opener._channel_options
 
     def with_library(self: Any, kind: str) -> dict[str, Any]:
-        self._device = torch.device("cuda", 0)
-        options = options_of(self, kind)
-        self._device = CPU
+        options = options_of(replace(self, device=torch.device("cuda", 0)), kind)
         offered.append(dict(options))
         return {**options, "cuda_driver": library}
 

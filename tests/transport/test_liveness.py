@@ -10,16 +10,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from megatron.adaptive.transport.liveness import here
 
+from .pool import Pool
+
 pytestmark = pytest.mark.multiprocess
 
-Start = Callable[..., Any]
+Start = Callable[..., Pool]
 LIMIT_S = 30.0  # within which all ranks must have ended
 
 
@@ -43,15 +44,15 @@ def check_line(text: str, dead: int, pid: int, survivor: int, what: str, host: s
     )
 
 
-def kill_when_all_are_blocked(job: Any, dead: int, num_ranks: int) -> None:
+def kill_when_all_are_blocked(job: Pool, dead: int, num_ranks: int) -> None:
     for rank in range(num_ranks):
-        job.await_mark(rank, "blocked")
+        job.await_mark(f"blocked {rank}")
     job.signal(dead)
 
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_killed_rank_ends_all_that_are_blocked(start: Start, port: int, dead: int) -> None:
-    job = start("blocked", 3, port=port)
+    job = start("programs.blocked", 3, port=port)
     kill_when_all_are_blocked(job, dead, 3)
     for rank in {0, 1, 2} - {dead}:
         assert job.status(rank, LIMIT_S) == 1
@@ -66,7 +67,7 @@ def test_killed_rank_is_seen_with_less_help(
     start: Start, port: int, options: dict[str, bool]
 ) -> None:
     """A kernel without pidfd_open, and a job that gives the watcher no store."""
-    job = start("blocked", 2, port=port, **options)
+    job = start("programs.blocked", 2, port=port, **options)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 1
     check_line(job.text(0), 1, job.pid(1), 0, "ended unexpectedly")
@@ -74,9 +75,9 @@ def test_killed_rank_is_seen_with_less_help(
 
 def test_asking_to_stop_does_not_keep_a_bereaved_rank_alive(start: Start, port: int) -> None:
     """A launcher sends SIGTERM to the survivors; theirs is a handler that only takes note."""
-    job = start("blocked", 3, port=port, with_stop=True)
+    job = start("programs.blocked", 3, port=port, with_stop=True)
     for rank in range(3):
-        job.await_mark(rank, "blocked")
+        job.await_mark(f"blocked {rank}")
     job.signal(0, signal.SIGTERM)
     job.signal(1)
     job.signal(0, signal.SIGTERM)
@@ -86,7 +87,7 @@ def test_asking_to_stop_does_not_keep_a_bereaved_rank_alive(start: Start, port: 
 
 def test_other_machines_hear_of_it(start: Start, port: int) -> None:
     """Rank 0 sees rank 1 die beside it; rank 2 is elsewhere and reads the notice."""
-    job = start("blocked", 3, port=port, machines=["east", "east", "west"])
+    job = start("programs.blocked", 3, port=port, machines=["east", "east", "west"])
     kill_when_all_are_blocked(job, 1, 3)
     for rank in (0, 2):
         assert job.status(rank, LIMIT_S) == 1
@@ -95,7 +96,7 @@ def test_other_machines_hear_of_it(start: Start, port: int) -> None:
 
 def test_machine_that_falls_silent_is_lost(start: Start, port: int) -> None:
     """Nobody is left on it who could write a notice."""
-    job = start("blocked", 2, port=port, machines=["east", "west"], silent_s=4.0)
+    job = start("programs.blocked", 2, port=port, machines=["east", "west"], silent_s=4.0)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 1
     check_line(job.text(0), 1, job.pid(1), 0, "cannot be reached, nothing was heard", host="west")
@@ -105,14 +106,14 @@ def test_store_that_is_gone_means_rank_0_is_lost(start: Start) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    job = start("blocked", 2, port=port, machines=["east", "west"], serve=True)
+    job = start("programs.blocked", 2, port=port, machines=["east", "west"], serve=True)
     kill_when_all_are_blocked(job, 0, 2)
     assert job.status(1, LIMIT_S) == 1
     check_line(job.text(1), 0, job.pid(0), 1, "cannot be reached, the job's store", host="east")
 
 
 def test_main_thread_that_can_act_is_told_once(start: Start, port: int) -> None:
-    job = start("woken", 2, port=port, at_exit_s=0)
+    job = start("programs.woken", 2, port=port, at_exit_s=0)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 0, job.text(0)
     kind, text, verdict, calls = job.result(0)
@@ -123,7 +124,7 @@ def test_main_thread_that_can_act_is_told_once(start: Start, port: int) -> None:
 
 def test_broken_collective_is_explained(start: Start, port: int) -> None:
     """The main thread learns of the connection first, and must wait to hear which rank it was."""
-    job = start("broken", 2, port=port)
+    job = start("programs.broken", 2, port=port)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 0, job.text(0)
     broken, verdict = job.result(0)
@@ -134,19 +135,19 @@ def test_broken_collective_is_explained(start: Start, port: int) -> None:
 
 def test_main_thread_that_hangs_on_its_way_out_is_ended(start: Start, port: int) -> None:
     """It has called close() and blocks all threads of Python."""
-    job = start("woken", 2, port=port, at_exit_s=50)
+    job = start("programs.woken", 2, port=port, at_exit_s=50)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 1, job.text(0)
     check_line(job.text(0).partition("\nTimeout")[0], 1, job.pid(1), 0, "ended unexpectedly")
 
 
 def test_first_reason_that_is_reported_reaches_all(start: Start, port: int) -> None:
-    job = start("reporting", 3, port=port)
+    job = start("programs.reporting", 3, port=port)
     for rank in (0, 2):
         assert job.status(rank, LIMIT_S) == 1
         what = "failed: out of memory on device 0; this"
         check_line(job.text(rank), 1, job.pid(1), rank, what)
-    job.mark(0, "seen")
+    job.mark("seen")
     assert job.status(1) == 0
     assert "error:" not in job.text(1)
 
@@ -158,20 +159,22 @@ def test_rank_that_leaves_ends_nobody(start: Start, port: int, serve: bool) -> N
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-    job = start("leaving", 3, port=port, serve=serve)
+    job = start("programs.leaving", 3, port=port, serve=serve)
     assert job.status(1) == 0, job.text(1)
-    job.mark(0, "one-is-gone")
-    assert job.results() == [["None", []]] * 3
+    job.mark("one-is-gone")
+    for rank in range(3):
+        assert job.status(rank) == 0, job.text(rank)
+        assert job.result(rank) == ["None", []]
     assert [job.text(rank) for rank in range(3)] == [""] * 3
 
 
 def test_closed_watcher_sees_nothing(start: Start, port: int) -> None:
-    job = start("closed", 2, port=port)
-    job.await_mark(0, "closed")
-    job.await_mark(1, "blocked")
+    job = start("programs.closed", 2, port=port)
+    job.await_mark("closed")
+    job.await_mark("blocked 1")
     job.signal(1)
     job.status(1)
-    job.mark(1, "killed")
+    job.mark("killed")
     assert job.status(0) == 0, job.text(0)
     assert job.result(0) == "None"
     assert "error:" not in job.text(0)

@@ -39,18 +39,6 @@ from typing import Any
 
 from megatron.adaptive.errors import CheckpointError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "PIPELINE_FORMAT",
-    "CheckpointFolder",
-    "Manifest",
-    "PipelineFolder",
-    "StepFolders",
-    "make_pipeline_manifest",
-    "read_pipeline_manifest",
-    "write_durably",
-]
-
 FORMAT_VERSION = 1
 PIPELINE_FORMAT = 1
 _FORMAT = "megatron-adaptive-checkpoint"
@@ -59,15 +47,18 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class StepFolders:
-    """A path with one folder for each step.
+    """A path with one folder for each step; each has one manifest, with a table of its files.
 
     Args:
         path: need not exist.
         prefix: of the folders' names.
         digits: of the numbers in them, at least.
         manifest: the file that a complete folder has.
-        form: what every manifest begins with.
+        form: what every manifest begins with: the newest version that is read and, where there is
+            one, the format's name.
     """
+
+    _needed = frozenset({"files"})  # of what manifests hold
 
     def __init__(
         self,
@@ -148,17 +139,17 @@ class StepFolders:
         # Indented JSON is made by Python, line by line, while training waits for its turn.
         body = {**self._form, "files": files, **manifest}
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
-        write_durably(partial / self._manifest, "{\n" + ",\n".join(lines) + "\n}\n")
+        _write_durably(partial / self._manifest, "{\n" + ",\n".join(lines) + "\n}\n")
         for one in partial.iterdir():
-            _sync(one)
-        _sync(partial)
+            sync(one)
+        sync(partial)
         if check is not None:
             check()
         former = self.replaced_path(step)
         if complete.exists():
             complete.rename(former)
         partial.rename(complete)
-        _sync(self.path)
+        sync(self.path)
         self._track(step)
         if former.exists():
             shutil.rmtree(former)
@@ -186,6 +177,46 @@ class StepFolders:
     def abandon(self, step: int) -> None:
         """Remove a partial folder, as far as the file system lets us."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
+
+    def _read(self, path: Path, remedy: str) -> dict[str, Any]:
+        """Read a folder's manifest after checking that all files that it names are there.
+
+        Raises:
+            CheckpointError: it cannot be read, is of another program or format, or a file has
+                another size than when it was written; ends with ``remedy``.
+        """
+        file = path / self._manifest
+        try:
+            body = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{self._why_no_manifest(path)}: {remedy}") from None
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}): {remedy}") from None
+        for name, known in self._form.items():
+            given: Any = body.get(name) if isinstance(body, dict) else None
+            if type(given) is not type(known) or (isinstance(known, str) and given != known):
+                raise CheckpointError(f"{file} is not of a checkpoint of this program: {remedy}")
+            if isinstance(known, int) and given > known:
+                raise CheckpointError(
+                    f"{path} has format version {given} and this program reads up to {known}: load"
+                    " it with the version that wrote it, or a later one"
+                )
+        missing = sorted(self._needed - body.keys())
+        if missing:
+            raise CheckpointError(f"{file} has no {missing[0]!r}: it is damaged; {remedy}")
+        for name, size in body["files"].items():
+            if not (path / name).is_file():
+                raise CheckpointError(f"{path} is incomplete ({name} is missing): {remedy}")
+            found = (path / name).stat().st_size
+            if found != size:
+                raise CheckpointError(
+                    f"{path} is damaged ({name} has {found} bytes and was written with {size}): "
+                    f"{remedy}"
+                )
+        return body
+
+    def _why_no_manifest(self, path: Path) -> str:
+        return f"{path} is incomplete (it has no {self._manifest})"
 
     def _track(self, step: int) -> None:
         """Note that a step is the latest, before the former folder of that step goes."""
@@ -224,7 +255,7 @@ class Manifest:
         return {name: value for name, value in vars(self).items() if name != "files"}
 
 
-_NEEDED = tuple(one.name for one in dataclasses.fields(Manifest) if one.name != "save_id")
+_KNOWN = frozenset(one.name for one in dataclasses.fields(Manifest))
 
 
 class CheckpointFolder(StepFolders):
@@ -233,6 +264,8 @@ class CheckpointFolder(StepFolders):
     Args:
         path: the folder; it need not exist.
     """
+
+    _needed = _KNOWN - {"save_id"}
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(
@@ -280,48 +313,22 @@ class CheckpointFolder(StepFolders):
                 f"{path} does not exist, and the checkpoint of iteration {iteration} should be "
                 f"there: {others}"
             )
-        body = self._read_manifest(path, others)
-        names = [field.name for field in dataclasses.fields(Manifest) if field.name in body]
-        missing = [name for name in _NEEDED if name not in body]
-        if missing:
-            raise CheckpointError(
-                f"{path / self._manifest} has no {missing[0]!r}: it is damaged; {others}"
-            )
-        manifest = Manifest(**{name: body[name] for name in names})
-        if _CORE_METADATA not in manifest.files:
+        body = self._read(path, others)
+        if _CORE_METADATA not in body["files"]:
             raise CheckpointError(
                 f"{path} is incomplete (its list of files has no {_CORE_METADATA}): {others}"
             )
-        _require_files(path, manifest.files, others)
-        return path, manifest
+        return path, Manifest(**{name: body[name] for name in _KNOWN & body.keys()})
 
-    def _read_manifest(self, path: Path, others: str) -> dict[str, Any]:
-        file = path / self._manifest
-        try:
-            body = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(self._why_no_manifest(path, others)) from None
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}): {others}") from None
-        if not isinstance(body, dict) or body.get("format") != _FORMAT:
-            raise CheckpointError(f"{file} is not of a checkpoint of this program: {others}")
-        version = body.get("version")
-        if not isinstance(version, int) or version > FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path} has format version {version} and this program reads up to "
-                f"{FORMAT_VERSION}: load it with the version that wrote it, or a later one"
-            )
-        return body
-
-    def _why_no_manifest(self, path: Path, others: str) -> str:
+    def _why_no_manifest(self, path: Path) -> str:
         if any(path.glob("mp_rank_*")):
             return (
                 f"{path} is in Megatron-LM's old torch format and only torch_dist is read: "
                 "convert it with Megatron-LM, or start without --load"
             )
         if (path / _CORE_METADATA).exists():
-            return f"{path} was not written by this program (it has no {self._manifest}): {others}"
-        return f"{path} is incomplete (it has no {self._manifest}): {others}"
+            return f"{path} was not written by this program (it has no {self._manifest})"
+        return super()._why_no_manifest(path)
 
     def _others(self, iteration: int) -> str:
         """Return the remedy where the checkpoint of ``iteration`` cannot be used."""
@@ -332,9 +339,9 @@ class CheckpointFolder(StepFolders):
 
     def _track(self, step: int) -> None:
         temporary = self.path / f".{_TRACKER}.partial"
-        write_durably(temporary, f"{step}")
+        _write_durably(temporary, f"{step}")
         temporary.replace(self.path / _TRACKER)
-        _sync(self.path)
+        sync(self.path)
 
 
 class PipelineFolder(StepFolders):
@@ -344,17 +351,15 @@ class PipelineFolder(StepFolders):
         path: the folder; it need not exist.
     """
 
-    MANIFEST = "pipeline.json"
-
     def __init__(self, path: str | Path) -> None:
         form = {"format": PIPELINE_FORMAT}
-        super().__init__(path, prefix="step_", digits=8, manifest=self.MANIFEST, form=form)
+        super().__init__(path, prefix="step_", digits=8, manifest="pipeline.json", form=form)
 
-    def find(self, step: int | None) -> Path:
-        """Return a complete checkpoint, the newest where ``step`` is ``None``.
+    def open(self, step: int | None) -> tuple[Path, dict[str, Any]]:
+        """Return folder and manifest of a checkpoint, the newest where ``step`` is ``None``.
 
         Raises:
-            CheckpointError: it is not there.
+            CheckpointError: it is not there, incomplete, damaged or of a newer format.
         """
         steps = self.steps()
         if not steps:
@@ -367,7 +372,8 @@ class PipelineFolder(StepFolders):
                 f"{self.path}: no checkpoint of step {step}: there are steps "
                 f"{', '.join(map(str, sorted(steps)))}"
             )
-        return steps[max(steps) if step is None else step]
+        path = steps[max(steps) if step is None else step]
+        return path, self._read(path, "load another checkpoint")
 
 
 def make_pipeline_manifest(
@@ -392,43 +398,7 @@ def make_pipeline_manifest(
     }
 
 
-def read_pipeline_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of a pipeline's checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be read, is of another format, or a file beside it has
-            another size than when it was written.
-    """
-    file = path / PipelineFolder.MANIFEST
-    try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    given = body.get("format") if isinstance(body, dict) else None
-    if given != PIPELINE_FORMAT:
-        raise CheckpointError(
-            f"{path}: its format is {given}, this version reads {PIPELINE_FORMAT}: load it with"
-            " the version that wrote it"
-        )
-    _require_files(path, body["files"], "load another checkpoint")
-    return dict(body)
-
-
-def _require_files(path: Path, files: Mapping[str, int], remedy: str) -> None:
-    """Check that the files of a checkpoint have the sizes that they were written with."""
-    for name, size in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path} is incomplete ({name} is missing): {remedy}")
-        found = file.stat().st_size
-        if found != size:
-            raise CheckpointError(
-                f"{path} is damaged ({name} has {found} bytes and was written with {size}): "
-                f"{remedy}"
-            )
-
-
-def write_durably(path: Path, text: str) -> None:
+def _write_durably(path: Path, text: str) -> None:
     """Write a file that survives a power failure.
 
     Raises:
@@ -440,7 +410,7 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make a file's content, or a folder's entries, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -46,17 +46,6 @@ from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.gpt.step import gather_parameters
 
-__all__ = [
-    "Checkpoints",
-    "Progress",
-    "RunState",
-    "finish_former",
-    "make_local_disk",
-    "make_snapshots",
-    "require_same_model",
-    "require_same_optimizer",
-]
-
 _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
@@ -68,33 +57,16 @@ _NOTHING = pickled([None])  # the empty object that most layers have beside thei
 
 # Settings that give the weights their shape, or say which weights there are.
 _SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "kv_channels",
-    "query_groups",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "normalization",
-    "qk_layernorm",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
+    *("query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
+    *("qk_layernorm", "swiglu", "add_bias_linear", "add_qkv_bias"),
     "untie_embeddings_and_output_weights",
 )
 # Settings that say what is computed with them; a fine-tuning may change these.
 _MEANINGS = (
-    "squared_relu",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
+    *("squared_relu", "norm_epsilon", "apply_layernorm_1p", "rotary_base", "rotary_percent"),
+    *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
+    *("rope_scaling_factor", "apply_residual_connection_post_layernorm"),
 )
 _FLAGS = {"query_groups": "--num-query-groups"}
 
@@ -110,10 +82,10 @@ class Progress:
         skipped_iterations: iterations without an update, for an overflow.
     """
 
-    iteration: int
-    consumed_train_samples: int
-    consumed_valid_samples: int
-    skipped_iterations: int
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
 
 
 class Checkpoints:
@@ -140,7 +112,6 @@ class Checkpoints:
         scheduler: Any,
         local: LocalDisk | None = None,
     ) -> None:
-        self._local = local
         self._config = config
         self._config_dict = config.to_dict()
         self._settings = config.checkpoint
@@ -235,24 +206,17 @@ class Checkpoints:
             return None
         path, manifest = found
         self._standing = None
-        if self._local is None:
-            self._read(path, path, manifest)
-        else:
-            step = int(manifest.progress["iteration"])
-            with self._local.reading(path, step, manifest.save_id, manifest.files) as near:
-                self._read(path, near, manifest)
-        progress = Progress(**manifest.progress)
-        if self._settings.finetune:
-            progress = Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
-        if self._local is not None:
-            self._local.resumed = progress.iteration
+        step = int(manifest.progress["iteration"])
+        with self.saver.reading(path, step, manifest.save_id, manifest.files) as near:
+            self._read(path, near, manifest)
+        progress = Progress() if self._settings.finetune else Progress(**manifest.progress)
+        if self.saver.local is not None:
+            self.saver.local.resumed = progress.iteration
         return progress
 
     def _request(self, progress: Progress) -> SaveRequest:
-        if self._settings.save is None:
-            raise CheckpointError("there is no folder to save a checkpoint in: add --save")
         return SaveRequest(
-            folder=CheckpointFolder(self._settings.save),
+            folder=CheckpointFolder(str(self._settings.save)),
             step=progress.iteration,
             take=lambda: self._take(progress),
             keep=self._settings.keep_checkpoints,

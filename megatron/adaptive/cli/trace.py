@@ -15,7 +15,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -26,19 +26,12 @@ import numpy as np
 
 from megatron.adaptive.config.command_parser import CommandParser, count
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
-from megatron.adaptive.trace.figures import RunFigures, run_figures
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
+from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, RunFigures, run_figures
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.order import legacy_name
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
-from megatron.adaptive.trace.summary import (
-    NS_PER_MS,
-    PARTS,
-    format_parts,
-    format_table,
-    parts_ms,
-    summarize,
-)
 
 __all__ = ["main", "process", "visualize"]
 
@@ -77,7 +70,6 @@ def main(argv: Sequence[str]) -> int:
         "Print where the time of a step went on each pipeline rank, and write the views of the "
         f"run. 'trace {DIAGNOSE} DIR' says what slows the run.",
     )
-    _add_folder(parser)
     return _show(parser, argv, formats="all")
 
 
@@ -87,8 +79,8 @@ def process(argv: Sequence[str]) -> int:
         "process_trace.py",
         "Print busy time, waits and bubble of each pipeline rank, and write the events of the "
         f"last {EVENT_ITERATIONS} iterations for chrome://tracing and Perfetto.",
+        by_shape=True,
     )
-    _add_run_arguments(parser)
     return _show(parser, argv, events=True)
 
 
@@ -98,9 +90,28 @@ def visualize(argv: Sequence[str]) -> int:
         "visualize_trace.py",
         "Draw the executed order of one iteration: a row per stage, forward blue, backward "
         "green, shaded by chunk, waits by cause, idle grey.",
+        by_shape=True,
     )
-    _add_run_arguments(parser)
     return _show(parser, argv, formats="xlsx,png", report=False)
+
+
+def _diagnose(argv: Sequence[str]) -> int:
+    from megatron.adaptive.trace.diagnose import diagnose
+
+    parser = _parser(
+        f"{PROGRAM} {DIAGNOSE}",
+        "Name the rank, the link or the data that slows a run, and a remedy.",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the findings as JSON instead of text"
+    )
+    arguments = parser.parse_args(argv)
+    run = load_run(arguments.run_dir)
+    found = diagnose(run, _chosen_iterations(run, arguments))
+    for line in run.notes():
+        print(f"warning: {line}", file=sys.stderr)
+    print(json.dumps(found.to_json(), indent=2) if arguments.json else found.format())
+    return 0
 
 
 def _show(
@@ -114,25 +125,13 @@ def _show(
     """Write the views of a run and print its figures.
 
     Args:
-        parser: has the flags that choose the run.
+        parser: has the flags that choose the run and its iterations.
         argv: the arguments.
         formats: written without ``--format``.
         report: print the figures.
         events: write the events as ``.json`` too, before all else.
     """
-    _add_iteration_arguments(parser)
-    _add_source_arguments(parser)
-    default = f" (default: {formats})" if formats else ""
-    parser.add_argument(
-        "--format",
-        default=formats or None,
-        metavar="LIST",
-        help=f"what to write: of {', '.join(FORMATS)}, joined by commas, or all{default}",
-    )
-    if report:
-        parser.add_argument(
-            "--json", action="store_true", help="print the figures as JSON instead of a table"
-        )
+    _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
     chosen = () if arguments.format is None else _chosen_formats(arguments.format)
     selection = _select(arguments)
@@ -150,7 +149,7 @@ def _show(
     if report and arguments.json:
         files = list(views)
         more = {"events": str(target)} if events else {"views": files}
-        print(json.dumps({**_report_json(selection), **more}, indent=2))
+        print(json.dumps({**_report(selection), **more}, indent=2))
         return 0
     for line in _report_lines(selection) if report else ():
         print(line)
@@ -161,67 +160,63 @@ def _show(
     return 0
 
 
-def _diagnose(argv: Sequence[str]) -> int:
-    from megatron.adaptive.trace.diagnose import diagnose
+def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.ArgumentParser:
+    """Returns a parser with the flags that choose a run and its iterations.
 
-    parser = _parser(
-        f"{PROGRAM} {DIAGNOSE}",
-        "Name the rank, the link or the data that slows a run, and a remedy.",
-    )
-    _add_folder(parser)
-    _add_iteration_arguments(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print the findings as JSON instead of text"
-    )
-    arguments = parser.parse_args(argv)
-    run = load_run(arguments.run_dir)
-    found = diagnose(run, _chosen_iterations(run, arguments))
-    for line in run.notes():
-        print(f"warning: {line}", file=sys.stderr)
-    print(json.dumps(found.to_json(), indent=2) if arguments.json else found.format())
-    return 0
-
-
-def _parser(prog: str, description: str) -> argparse.ArgumentParser:
+    Args:
+        prog: name of the program.
+        description: of what it does.
+        by_shape: the run is chosen by ``--run-dir`` and by the shape that it must have, not by an
+            argument without a name.
+    """
     parser = CommandParser(prog=prog, description=description, allow_abbrev=False)
     parser.set_defaults(pipeline_parallel=None, model_chunks=None)
+    if by_shape:
+        for name, metavar, what in (
+            ("pipeline_parallel", "P", "pipeline ranks of the run"),
+            ("model_chunks", "C", "model chunks per rank"),
+        ):
+            parser.add_argument(
+                f"--{name}",
+                f"--{name.replace('_', '-')}",
+                type=count,
+                metavar=metavar,
+                help=f"{what} (default: whatever the trace has)",
+            )
+        parser.add_argument(
+            "--run-dir",
+            type=Path,
+            metavar="DIR",
+            help="folder of the run, its traces folder, or a trace_pipeline_*.txt file "
+            "(default: runs/latest, then a trace_pipeline_*.txt in the current directory)",
+        )
+    else:
+        parser.add_argument(
+            "run_dir",
+            nargs="?",
+            type=Path,
+            metavar="DIR",
+            help="folder of the run or its traces folder (default: runs/latest)",
+        )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--iteration",
+        type=int,
+        metavar="I",
+        help="iteration to look at (default: the last complete one)",
+    )
+    which.add_argument(
+        "--iterations",
+        type=_range,
+        metavar="A-B",
+        help="iterations that figures and curves cover; the last complete one of them is drawn "
+        "(default: all complete ones)",
+    )
     return parser
 
 
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir",
-        nargs="?",
-        type=Path,
-        metavar="DIR",
-        help="folder of the run or its traces folder (default: runs/latest)",
-    )
-
-
-def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--run-dir`` and the flags that say which shape the run must have."""
-    for name, metavar, what in (
-        ("pipeline_parallel", "P", "pipeline ranks of the run"),
-        ("model_chunks", "C", "model chunks per rank"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            f"--{name.replace('_', '-')}",
-            type=count,
-            metavar=metavar,
-            help=f"{what} (default: whatever the trace has)",
-        )
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of the run, its traces folder, or a trace_pipeline_*.txt file "
-        "(default: runs/latest, then a trace_pipeline_*.txt in the current directory)",
-    )
-
-
-def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose a replica and the place of the results."""
+def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report: bool) -> None:
+    """Add the flags that choose a replica, the views and the place of the results."""
     parser.add_argument(
         "--dp-rank",
         type=int,
@@ -238,24 +233,17 @@ def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)",
     )
-
-
-def _add_iteration_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--iteration`` and ``--iterations``."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--iteration",
-        type=int,
-        metavar="I",
-        help="iteration to look at (default: the last complete one)",
+    default = f" (default: {formats})" if formats else ""
+    parser.add_argument(
+        "--format",
+        default=formats or None,
+        metavar="LIST",
+        help=f"what to write: of {', '.join(FORMATS)}, joined by commas, or all{default}",
     )
-    which.add_argument(
-        "--iterations",
-        type=_range,
-        metavar="A-B",
-        help="iterations that figures and curves cover; the last complete one of them is drawn "
-        "(default: all complete ones)",
-    )
+    if report:
+        parser.add_argument(
+            "--json", action="store_true", help="print the figures as JSON instead of a table"
+        )
 
 
 def _chosen_iterations(run: RunTrace, arguments: argparse.Namespace) -> tuple[int, ...] | None:
@@ -324,11 +312,7 @@ class _Selection:
 
 
 def _select(arguments: argparse.Namespace) -> _Selection:
-    """Read what the flags choose.
-
-    Raises:
-        TraceError: the trace cannot be found or read, or has no such iteration or replica.
-    """
+    """Read what the flags choose; raises ``TraceError`` where it is not there or damaged."""
     run = load_run(arguments.run_dir, arguments.pipeline_parallel, arguments.model_chunks)
     dp_rank = arguments.dp_rank or 0
     asked = _chosen_iterations(run, arguments)
@@ -376,10 +360,10 @@ def _chosen_formats(text: str) -> tuple[str, ...]:
 
 
 def _write_view(name: str, selection: _Selection, stem: Path) -> str:
-    """Write a view; returns a line about it.
+    """Write a view, one of :data:`FORMATS`; returns a line about it.
 
     Args:
-        name: one of :data:`FORMATS`.
+        name: of the view.
         selection: what to show.
         stem: path of the result without its ending.
 
@@ -387,15 +371,15 @@ def _write_view(name: str, selection: _Selection, stem: Path) -> str:
         TraceError: the file cannot be written, or a trace is damaged.
     """
     run, step, iterations = selection.run, selection.step, selection.iterations
-    # Each takes long to import, and few are asked for at a time.
-    if name == "tensorboard":
-        from megatron.adaptive.trace.views.scalars import time_of_day_lead_ns, write_scalars
-
-        target = Path(f"{stem}_tensorboard")
-        write_scalars(selection.figures, target, lead_ns=time_of_day_lead_ns(run))
-        return f"curves of {len(iterations)} iterations: tensorboard --logdir {target}"
     target = Path(f"{stem}.{'json.gz' if name == 'perfetto' else name}")
     what, notes = f"iteration {step.iteration} drawn", []
+    # Each takes long to import, and few are asked for at a time.
+    if name == "tensorboard":
+        from megatron.adaptive.trace.views.scalars import write_scalars
+
+        target = Path(f"{stem}_tensorboard")
+        write_scalars(run, selection.figures, target)
+        return f"curves of {len(iterations)} iterations: tensorboard --logdir {target}"
     if name == "xlsx":
         from megatron.adaptive.trace.views.workbook import write_workbook
 
@@ -418,20 +402,66 @@ def _write_view(name: str, selection: _Selection, stem: Path) -> str:
     return "\n  ".join([f"{what}: {target.resolve()}", *notes])
 
 
+def _report(selection: _Selection) -> dict[str, Any]:
+    """Returns the report for programs: figures of the drawn step and of each known rank in it.
+
+    Bubbles are measured against the step time (idle / step), not against the work. ``times`` are
+    mean and standard deviation of the whole population by kind of action.
+    """
+    run, step, figures = selection.run, selection.step, selection.figures
+    parts = figures.parts_ms[np.searchsorted(figures.iterations, step.iteration)]
+    column = {pp_rank: at for at, pp_rank in enumerate(figures.pp_rank.tolist())}
+    return {
+        "iteration": step.iteration,
+        "schedule": step.schedule,
+        "step_ms": step.step_ns / NS_PER_MS,
+        "bubble_fraction": step.bubble_fraction,
+        "ranks": [
+            {
+                "pp_rank": pp_rank,
+                "label": step.label(pp_rank),
+                "num_actions": len(step.rows[pp_rank]),
+                "busy_ms": int(found.busy_ns[0]) / NS_PER_MS,
+                "wait_ms": sum(span.wait_ns for span in step.rows[pp_rank]) / NS_PER_MS,
+                "bubble_fraction": step.bubble_fractions[pp_rank],
+                "times": _times(step.rows[pp_rank]),
+                "peak_microbatches": int(found.peak_microbatches[0]),
+                "peak_in_flight_bytes": int(found.peak_in_flight_bytes[0]),
+                "transfer_bytes": int(found.transfer_bytes[0]),
+                "parts_ms": dict(zip(PARTS, parts[column[pp_rank]].tolist(), strict=True)),
+            }
+            for pp_rank, found in step.figures.items()
+        ],
+        "missing": step.missing,
+        "run": run.run,
+        "clocks": {
+            "count": max(1, len(run.alignment.clocks)),
+            "residual_us": run.alignment.residual_ns / 1e3,
+        },
+    }
+
+
+def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
+    """Returns number, mean and spread of the durations of each kind of action of a rank."""
+    found = {}
+    for action in DRAWN_ACTIONS:
+        lengths = [span.duration_ns / NS_PER_MS for span in row if span.action == action]
+        if lengths:
+            mean, spread = statistics.fmean(lengths), statistics.pstdev(lengths)
+            found[action] = {"count": len(lengths), "mean_ms": mean, "stdev_ms": spread}
+    return found
+
+
 def _report_lines(selection: _Selection) -> list[str]:
     """The report for people."""
-    run, step = selection.run, selection.step
-    summary = summarize(step)
-    row, ranks = _drawn(selection)
-    replica = f", replica {step.dp_rank} of {step.num_replicas}" if step.num_replicas > 1 else ""
-    labels = [step.label(int(selection.figures.pp_rank[rank])) for rank in ranks]
+    run, step, report = selection.run, selection.step, _report(selection)
     lines = [
-        f"{run.origin}: run {run.run}, schedule {summary.schedule}, {run.num_ranks} ranks x "
-        f"{run.num_chunks} chunks, {step.num_microbatches} microbatches{replica}",
-        f"iteration {summary.iteration}: step {summary.step_ms:.2f} ms, "
-        f"bubble {summary.bubble_fraction:.1%} (idle / step time)",
-        format_table(summary),
-        format_parts(labels, parts_ms(selection.figures)[row, ranks]),
+        f"{run.origin}: run {run.run}, schedule {step.schedule}, {run.num_ranks} ranks x "
+        f"{run.num_chunks} chunks, {step.num_microbatches} microbatches{step.replica}",
+        f"iteration {step.iteration}: step {report['step_ms']:.2f} ms, "
+        f"bubble {report['bubble_fraction']:.1%} (idle / step time)",
+        *_aligned(_table(report["ranks"], step.actions)),
+        *_aligned(_parts_table(report["ranks"])),
     ]
     if len(selection.iterations) > 1:
         lines.append(_over_iterations(selection))
@@ -439,29 +469,43 @@ def _report_lines(selection: _Selection) -> list[str]:
     return lines
 
 
-def _report_json(selection: _Selection) -> dict[str, Any]:
-    """The report for programs."""
-    row, ranks = _drawn(selection)
-    parts = parts_ms(selection.figures)[row]
-    report = summarize(selection.step).to_json()
-    for rank, place in zip(report["ranks"], ranks, strict=True):
-        rank["parts_ms"] = dict(zip(PARTS, parts[place].tolist(), strict=True))
-    return {
-        **report,
-        "run": selection.run.run,
-        "clocks": {
-            "count": max(1, len(selection.run.alignment.clocks)),
-            "residual_us": selection.run.alignment.residual_ns / 1e3,
-        },
-    }
+def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
+    """Cells of the table of ranks, a row each below the head."""
+    show_bytes = any(rank["peak_in_flight_bytes"] for rank in ranks)
+    head = ["", "actions", "busy ms", "wait ms", "bubble"]
+    table = [[*head, *(f"{kind} ms" for kind in kinds), "peak in flight"]]
+    for rank in ranks:
+        cells = [rank["label"], str(rank["num_actions"]), f"{rank['busy_ms']:.2f}"]
+        cells += [f"{rank['wait_ms']:.2f}", f"{rank['bubble_fraction']:.1%}"]
+        for kind in kinds:
+            time = rank["times"].get(kind)
+            cells.append("-" if time is None else "{mean_ms:.2f} ± {stdev_ms:.2f}".format(**time))
+        held = f" ({rank['peak_in_flight_bytes'] / 2**20:.1f} MiB)" if show_bytes else ""
+        table.append([*cells, f"{rank['peak_microbatches']}{held}"])
+    return table
 
 
-def _drawn(selection: _Selection) -> tuple[int, list[int]]:
-    """Locates the drawn iteration and the ranks that recorded it in the figures."""
-    figures = selection.figures
-    row = int(np.searchsorted(figures.iterations, selection.step.iteration))
-    known = np.flatnonzero(figures.num_actions[row])
-    return row, sorted(known.tolist(), key=lambda rank: int(figures.pp_rank[rank]))
+def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Cells of the table of the parts of the step; parts that are nil on all ranks left out."""
+    parts = [rank["parts_ms"] for rank in ranks]
+    shown = [name for name in PARTS if name == "busy" or any(one[name] for one in parts)]
+    table = [["of the step, ms", *(PARTS[name] for name in shown)]]
+    for rank, one in zip(ranks, parts, strict=True):
+        whole = max(sum(one.values()), 1e-9)
+        cells = [f"{one[name]:.2f} ({one[name] / whole:.0%})" for name in shown]
+        table.append([rank["label"], *cells])
+    return table
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, its first column to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _over_iterations(selection: _Selection) -> str:

@@ -21,34 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.adaptive.checkpoint.folder import (
-    CheckpointFolder,
-    PipelineFolder,
-    read_pipeline_manifest,
-)
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
-
-__all__ = [
-    "EXIT_LEFT",
-    "JobSpec",
-    "Policy",
-    "Program",
-    "RunningRanks",
-    "ScriptProgram",
-    "TrainerProgram",
-    "assign",
-    "earliest",
-    "how_ended",
-    "is_trainer",
-    "is_well",
-    "model_file",
-    "rank_orders",
-]
 
 _TRAINER = "pretrain_gpt"
 _MODEL = "model.json"
@@ -68,13 +47,14 @@ class Program(ABC):
     def __init__(self, folder: CheckpointFolder | PipelineFolder) -> None:
         self.folder = folder
 
-    @abstractmethod
     def check(self) -> None:
         """Refuses a folder of checkpoints that ranks could not go on from.
 
         Raises:
             CheckpointError: it is damaged.
         """
+        if (latest := self.folder.latest()) is not None:
+            self.folder.open(latest)
 
     @abstractmethod
     def command(
@@ -115,11 +95,6 @@ class TrainerProgram(Program):
     def __init__(self, arguments: Sequence[str], checkpoints: Path) -> None:
         super().__init__(CheckpointFolder(checkpoints))
         self._arguments = arguments
-
-    def check(self) -> None:
-        """Implements :class:`Program`."""
-        if (latest := self.folder.latest()) is not None:
-            self.folder.open(latest)
 
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
@@ -164,11 +139,6 @@ class ScriptProgram(Program):
         self._arguments = arguments
         self._model = model_file(checkpoints)
         self._measured = 0
-
-    def check(self) -> None:
-        """Implements :class:`Program`."""
-        if (latest := self.folder.latest()) is not None:
-            read_pipeline_manifest(self.folder.find(latest))
 
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path

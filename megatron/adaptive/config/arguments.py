@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -23,64 +24,36 @@ from megatron.adaptive.config.refused import reason_for, refused_flags
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["FlagRow", "flag_table", "make_parser", "only_groups", "parse"]
+__all__ = ["FlagRow", "flag_table", "make_parser", "only_groups", "options_of", "parse"]
 
 _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
 _HELP_FLAGS = ("-h", "--help")
 _LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 _SECONDS_PER_MINUTE = 60
 
-# Flags that say the same thing twice or contradict each other whenever both are given.
-_EXCLUSIVE: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
-    (("fp16",), ("bf16",), "parameters have one type"),
-    (("train_iters",), ("train_samples",), "the length of the run is counted in one unit"),
-    (
-        ("train_iters",),
-        ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size"),
-        "a run counted in iterations takes no setting counted in samples",
-    ),
-    (
-        ("train_samples",),
-        ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
-        "a run counted in samples takes no setting counted in iterations",
-    ),
-    (
-        ("lr_warmup_fraction",),
-        ("lr_warmup_iters", "lr_warmup_samples"),
-        "the warm-up has one length",
-    ),
-    (
-        ("num_layers_per_virtual_pipeline_stage",),
-        ("num_virtual_stages_per_pipeline_rank",),
-        "both give the number of chunks",
-    ),
-    (
-        ("num_layers_per_virtual_pipeline_stage",),
-        ("partition",),
-        "a partition gives the layers of each stage; give the chunks with --model-chunks",
-    ),
-    (
-        ("mock_data",),
-        ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
-        "samples are made up or read",
-    ),
-    (("data_path",), ("data_args_path",), "both name the data"),
-    (
-        ("data_path", "data_args_path", "split"),
-        ("train_data_path", "valid_data_path", "test_data_path"),
-        "one dataset is divided by --split, or each split has its own",
-    ),
-    (
-        ("override_opt_param_scheduler",),
-        ("use_checkpoint_opt_param_scheduler",),
-        "one of them must win",
-    ),
-    (
-        ("checkpoint_activations",),
-        ("recompute_activations", "recompute_granularity", "recompute_method"),
-        "the first is the old name of the others",
-    ),
-)
+# Settings that say the same thing twice or contradict each other whenever one of the first and one
+# of the second are given, and the rule.
+_EXCLUSIVE = """\
+fp16 | bf16 | parameters have one type
+train_iters | train_samples | the length of the run is counted in one unit
+train_iters | lr_decay_samples lr_warmup_samples lr_wsd_decay_samples rampup_batch_size
+    | a run counted in iterations takes no setting counted in samples
+train_samples | lr_decay_iters lr_warmup_iters lr_wsd_decay_iters
+    | a run counted in samples takes no setting counted in iterations
+lr_warmup_fraction | lr_warmup_iters lr_warmup_samples | the warm-up has one length
+num_layers_per_virtual_pipeline_stage | num_virtual_stages_per_pipeline_rank
+    | both give the number of chunks
+num_layers_per_virtual_pipeline_stage | partition
+    | a partition gives the layers of each stage; give the chunks with --model-chunks
+mock_data | data_path data_args_path train_data_path valid_data_path test_data_path
+    | samples are made up or read
+data_path | data_args_path | both name the data
+data_path data_args_path split | train_data_path valid_data_path test_data_path
+    | one dataset is divided by --split, or each split has its own
+override_opt_param_scheduler | use_checkpoint_opt_param_scheduler | one of them must win
+checkpoint_activations | recompute_activations recompute_granularity recompute_method
+    | the first is the old name of the others
+"""
 
 
 class FlagRow(NamedTuple):
@@ -188,7 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     for kind in groups().values():
         group = parser.add_argument_group(_title(kind))
         for spec in _flagged(kind):
-            group.add_argument(*spec.names, **_options_of(spec))
+            group.add_argument(*spec.names, **options_of(spec))
     return parser
 
 
@@ -219,7 +192,7 @@ def _help_of(spec: FieldSpec) -> str:
 def _metavar(spec: FieldSpec) -> str:
     assert spec.flag is not None
     fallback = {int: "N", float: "X", str: "TEXT", bool: "True|False"}[spec.base]
-    return (spec.flag.unit or fallback) + (" ..." if _takes_any_number(spec) else "")
+    return (spec.unit or fallback) + (" ..." if _takes_any_number(spec) else "")
 
 
 def _takes_any_number(spec: FieldSpec) -> bool:
@@ -227,8 +200,8 @@ def _takes_any_number(spec: FieldSpec) -> bool:
     return spec.many and spec.length is None and spec.flag is not None and not spec.flag.convert
 
 
-def _options_of(spec: FieldSpec) -> dict[str, Any]:
-    """Keyword arguments of ``add_argument``."""
+def options_of(spec: FieldSpec) -> dict[str, Any]:
+    """Keyword arguments of ``add_argument``; a flag that is not given is absent from the result."""
     text = _help_of(spec).replace("%", "%%")
     if spec.is_switch:
         return {
@@ -302,16 +275,15 @@ def _read_values(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _require_exclusive(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    for left, right, rule in _EXCLUSIVE:
-        for one in left:
-            for other in right:
-                # A length of 0 says nothing: Megatron-LM's scripts give it freely.
-                if given.get(one) and given.get(other):
-                    raise ConfigError(
-                        f"{specs[one].text_of(given[one])} and "
-                        f"{specs[other].text_of(given[other])} exclude each other: {rule}; keep "
-                        "one of them"
-                    )
+    for line in _EXCLUSIVE.replace("\n    ", " ").splitlines():
+        left, right, rule = line.split(" | ")
+        for one, other in itertools.product(left.split(), right.split()):
+            # A length of 0 says nothing: Megatron-LM's scripts give it freely.
+            if given.get(one) and given.get(other):
+                raise ConfigError(
+                    f"{specs[one].text_of(given[one])} and {specs[other].text_of(given[other])} "
+                    f"exclude each other: {rule}; keep one of them"
+                )
 
 
 def _require_needed(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:

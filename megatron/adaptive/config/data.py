@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.adaptive.config.flags import assign, flag
+from megatron.adaptive.config.flags import (
+    Count,
+    File,
+    Folder,
+    Natural,
+    Samples,
+    assign,
+    flag,
+    required,
+    switch,
+)
 
-__all__ = [
-    "BatchConfig",
-    "DataConfig",
-]
+__all__ = ["BatchConfig", "DataConfig"]
 
 _DEFAULT_SPLIT = "969,30,1"
 _NO_PACKAGE = (
@@ -30,53 +37,42 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = flag(
         "Prefixes of .bin and .idx files, weighted or not, divided by --split.",
-        default=None,
         unit="[WEIGHT] PREFIX",
     )
-    data_args_path: str | None = flag(
-        "File that holds the value of --data-path.", default=None, unit="FILE"
-    )
+    data_args_path: File | None = flag("File that holds the value of --data-path.")
     split: str | None = flag(
         "Shares of training, validation and test.",
-        default=None,
         unit="SHARES",
         derived="969,30,1 with --data-path and --mock-data",
     )
     train_data_path: tuple[str, ...] | None = flag(
-        "Datasets for training only, in place of --data-path.",
-        default=None,
-        unit="[WEIGHT] PREFIX",
+        "Datasets for training only, in place of --data-path.", unit="[WEIGHT] PREFIX"
     )
     valid_data_path: tuple[str, ...] | None = flag(
-        "Datasets for validation only.", default=None, unit="[WEIGHT] PREFIX"
+        "Datasets for validation only.", unit="[WEIGHT] PREFIX"
     )
     test_data_path: tuple[str, ...] | None = flag(
-        "Datasets for the test only.", default=None, unit="[WEIGHT] PREFIX"
+        "Datasets for the test only.", unit="[WEIGHT] PREFIX"
     )
-    data_cache_path: str | None = flag(
-        "Folder for the index files made from the data.",
-        default=None,
-        unit="DIR",
-        derived="next to the data",
+    data_cache_path: Folder | None = flag(
+        "Folder for the index files made from the data.", derived="next to the data"
     )
-    mock_data: bool = flag("Made-up samples, no files.", default=False)
+    mock_data: bool = switch("Made-up samples, no files.")
     data_impl: str = flag(
         "No effect: indexed files are the only kind there is.",
-        default="mmap",
+        "mmap",
         choices=("mmap", "infer"),
         refused_choices={
             "lazy": "this old file format is gone from Megatron-LM; preprocess the data again",
             "cached": "this old file format is gone from Megatron-LM; preprocess the data again",
         },
     )
-    mmap_bin_files: bool = flag(
-        "Read .bin files instead of mapping them into memory.",
-        names=("--no-mmap-bin-files",),
-        default=True,
+    mmap_bin_files: bool = switch(
+        "Read .bin files instead of mapping them into memory.", off="--no-mmap-bin-files"
     )
     tokenizer_type: str = flag(
         "Tokenizer; NullTokenizer takes ids as they are and needs --vocab-size.",
-        default="GPT2BPETokenizer",
+        "GPT2BPETokenizer",
         choices=("GPT2BPETokenizer", "NullTokenizer"),
         refused_choices={
             "SentencePieceTokenizer": _NO_PACKAGE,
@@ -92,22 +88,15 @@ class DataConfig:
         },
         derived="GPT2BPETokenizer; NullTokenizer with --mock-data and --vocab-size alone",
     )
-    vocab_size: int | None = flag(
-        "Ids before padding, for NullTokenizer.", default=None, minimum=1, unit="IDS"
-    )
-    vocab_file: str | None = flag(
-        "Vocabulary of GPT2BPETokenizer (JSON).", default=None, unit="FILE"
-    )
-    merge_file: str | None = flag("Merges of GPT2BPETokenizer.", default=None, unit="FILE")
-    num_workers: int = flag(
-        "Processes that load data, of each rank that needs it.",
-        default=2,
-        minimum=0,
-        unit="PROCESSES",
+    vocab_size: Count | None = flag("Ids before padding, for NullTokenizer.", unit="IDS")
+    vocab_file: File | None = flag("Vocabulary of GPT2BPETokenizer (JSON).")
+    merge_file: File | None = flag("Merges of GPT2BPETokenizer.")
+    num_workers: Natural = flag(
+        "Processes that load data, of each rank that needs it.", 2, unit="PROCESSES"
     )
     dataloader_type: str = flag(
         "No effect: samples are taken in the order that the dataset shuffled them to.",
-        default="single",
+        "single",
         choices=("single",),
         refused_choices={
             "cyclic": "samples are in random order already and repeat when they are used up, and "
@@ -115,16 +104,15 @@ class DataConfig:
             "external": "this trainer takes no loader from outside; use single",
         },
     )
-    num_dataset_builder_threads: int = flag(
-        "Threads that build several datasets at once.", default=1, minimum=1, unit="THREADS"
+    num_dataset_builder_threads: Count = flag(
+        "Threads that build several datasets at once.", 1, unit="THREADS"
     )
-    reset_position_ids: bool = flag("Count positions anew after each document.", default=False)
-    reset_attention_mask: bool = flag("Let no token see a document before its own.", default=False)
-    eod_mask_loss: bool = flag("Leave the end of documents out of the loss.", default=False)
-    create_attention_mask_in_dataloader: bool = flag(
+    reset_position_ids: bool = switch("Count positions anew after each document.")
+    reset_attention_mask: bool = switch("Let no token see a document before its own.")
+    eod_mask_loss: bool = switch("Leave the end of documents out of the loss.")
+    create_attention_mask_in_dataloader: bool = switch(
         "No effect: the causal mask is left to attention unless --reset-attention-mask makes one.",
-        names=("--no-create-attention-mask-in-dataloader",),
-        default=True,
+        off="--no-create-attention-mask-in-dataloader",
     )
 
     def __post_init__(self) -> None:
@@ -144,18 +132,14 @@ class BatchConfig:
     ``rampup_batch_size`` is ``(start, increment, samples)`` or ``None``.
     """
 
-    micro_batch_size: int = flag("Samples of each microbatch.", minimum=1, unit="SAMPLES")
-    global_batch_size: int = flag(
+    micro_batch_size: Samples = required("Samples of each microbatch.")
+    global_batch_size: Samples = required(
         "Samples of each optimizer step over all ranks.",
-        minimum=1,
-        unit="SAMPLES",
         derived="micro batch size x data parallel size",
     )
-    rampup_batch_size: tuple[int, int, int] | None = flag(
+    rampup_batch_size: tuple[Count, Count, Count] | None = flag(
         "Grow the batch from START by INCREMENT up to --global-batch-size over SAMPLES; needs "
         "--train-samples.",
-        default=None,
-        minimum=1,
         unit="START INCREMENT SAMPLES",
     )
 

@@ -11,16 +11,11 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = [
-    "EXIT_MEASURED",
-    "Environment",
-    "Installed",
-    "JOB_VARIABLE",
-    "JobOrder",
-]
+__all__ = ["EXIT_MEASURED", "Environment", "Installed", "JOB_VARIABLE", "JobOrder"]
 
 _LAUNCHER = "start the program with torchrun or unset the variable"
 
@@ -82,35 +77,57 @@ class Environment:
             ConfigError: a variable is no number, out of range, or comes without its counterpart.
         """
         given = os.environ if variables is None else variables
-        rank = _number(given, "RANK", 0)
-        world_size = _number(given, "WORLD_SIZE", 1, minimum=1)
-        _require_pair(given, "RANK", "WORLD_SIZE")
-        _require_below("RANK", rank, "WORLD_SIZE", world_size)
+
+        def text(name: str) -> str | None:
+            return given.get(name, "").strip() or None
+
+        def number(
+            name: str, default: int | None, minimum: int = 0, maximum: int | None = None
+        ) -> Any:
+            word = text(name) or ""
+            if name == "OMP_NUM_THREADS":
+                # OpenMP allows a list for nested regions: the first number counts here.
+                word = word.split(",")[0]
+            return _number(name, word, minimum, maximum) if word else default
+
+        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1, 1)
+        for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+            if text(name) and not text(other):
+                raise ConfigError(
+                    f"environment variable {name} is set to {given[name]} but {other} is not: "
+                    f"both are needed; {_LAUNCHER}"
+                )
         # Other launchers give no local ids: then every process counts as on one node.
-        local_rank = _number(given, "LOCAL_RANK", rank)
-        local_world_size = _number(given, "LOCAL_WORLD_SIZE", world_size, minimum=1)
-        _require_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+        local_rank = number("LOCAL_RANK", rank)
+        local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1)
+        for name, value, limit in (
+            ("RANK", rank, world_size),
+            ("LOCAL_RANK", local_rank, local_world_size),
+        ):
+            if value >= limit:
+                raise ConfigError(
+                    f"environment variable {name} is {value}: it must be below "
+                    f"{name.replace('RANK', 'WORLD_SIZE')} = {limit}; {_LAUNCHER}"
+                )
         return cls(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
-            node_rank=_number(given, "GROUP_RANK", 0),
-            master_addr=given.get("MASTER_ADDR", "").strip() or cls.master_addr,
-            master_port=_optional_number(given, "MASTER_PORT", minimum=1, maximum=65535),
-            run_id=given.get("TORCHELASTIC_RUN_ID", "").strip() or cls.run_id,
-            restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
-            omp_num_threads=_omp_threads(given),
-            cuda_device_max_connections=_optional_number(
-                given, "CUDA_DEVICE_MAX_CONNECTIONS", minimum=1
-            ),
+            node_rank=number("GROUP_RANK", 0),
+            master_addr=text("MASTER_ADDR") or cls.master_addr,
+            master_port=number("MASTER_PORT", None, 1, 65535),
+            run_id=text("TORCHELASTIC_RUN_ID") or cls.run_id,
+            restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+            omp_num_threads=number("OMP_NUM_THREADS", None, 1),
+            cuda_device_max_connections=number("CUDA_DEVICE_MAX_CONNECTIONS", None, 1),
             is_launched="RANK" in given,
             # gloo takes a list for several rails; messages between stages have one.
-            socket_interface=given.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None,
+            socket_interface=(text("GLOO_SOCKET_IFNAME") or "").split(",")[0].strip() or None,
             has_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
-            copies=given.get("MEGATRON_ADAPTIVE_COPIES", "").strip() or None,
-            node=given.get("MEGATRON_ADAPTIVE_NODE", "").strip() or None,
-            job=given.get("MEGATRON_ADAPTIVE_JOB", "").strip() or None,
+            copies=text("MEGATRON_ADAPTIVE_COPIES"),
+            node=text("MEGATRON_ADAPTIVE_NODE"),
+            job=text("MEGATRON_ADAPTIVE_JOB"),
         )
 
 
@@ -130,17 +147,8 @@ class Installed:
         )
 
 
-def _number(variables: Mapping[str, str], name: str, default: int, *, minimum: int = 0) -> int:
-    value = _optional_number(variables, name, minimum=minimum)
-    return default if value is None else value
-
-
-def _optional_number(
-    variables: Mapping[str, str], name: str, *, minimum: int = 0, maximum: int | None = None
-) -> int | None:
-    text = variables.get(name, "").strip()
-    if not text:
-        return None
+def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
+    """Reads a variable's number; raises ConfigError if it is none or out of range."""
     try:
         value = int(text)
     except ValueError:
@@ -153,29 +161,6 @@ def _optional_number(
             f"environment variable {name} is {value}: it must be {limit}; {_LAUNCHER}"
         )
     return value
-
-
-def _omp_threads(variables: Mapping[str, str]) -> int | None:
-    # OpenMP allows a list for nested regions: the first number counts here.
-    first = variables.get("OMP_NUM_THREADS", "").split(",")[0]
-    return _optional_number({"OMP_NUM_THREADS": first}, "OMP_NUM_THREADS", minimum=1)
-
-
-def _require_pair(variables: Mapping[str, str], first: str, second: str) -> None:
-    for name, other in ((first, second), (second, first)):
-        if variables.get(name, "").strip() and not variables.get(other, "").strip():
-            raise ConfigError(
-                f"environment variable {name} is set to {variables[name]} but {other} is not: "
-                f"both are needed; {_LAUNCHER}"
-            )
-
-
-def _require_below(name: str, value: int, limit_name: str, limit: int) -> None:
-    if value >= limit:
-        raise ConfigError(
-            f"environment variable {name} is {value}: it must be below {limit_name} = {limit}; "
-            f"{_LAUNCHER}"
-        )
 
 
 JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"

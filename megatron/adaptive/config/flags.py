@@ -1,26 +1,77 @@
 """Makes command line flags of dataclass fields.
 
-Owns the metadata of a flag, the reading of types from annotations and the conversion of text to
-values. Deliberately knows no particular flag and no rule between two flags.
+Owns the metadata of a flag, the types with bounds that fields have, the reading of types from
+annotations and the conversion of text to values. Deliberately knows no particular flag and no rule
+between two flags.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["FieldSpec", "Flag", "assign", "fields_of", "flag"]
-
 _METADATA_KEY = "flag"
-_TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
-_FALSE_WORDS = frozenset({"false", "0", "no", "off"})
+_WORDS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+_BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
+    ("minimum", operator.lt, "small, give at least"),
+    ("above", operator.le, "small, give more than"),
+    ("below", operator.ge, "large, give less than"),
+    ("maximum", operator.gt, "large, give at most"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of a value, beside its type in ``Annotated``.
+
+    Attributes:
+        minimum: smallest allowed value.
+        above: the value must be larger than this.
+        below: the value must be smaller than this.
+        maximum: largest allowed value.
+        unit: the word shown in place of the value (``ITERATIONS``, ``LAYERS``, ``DIR``).
+    """
+
+    minimum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    maximum: float | None = None
+    unit: str = ""
+
+    def check(self, value: Any) -> None:
+        """Hold a value against the bounds.
+
+        Raises:
+            ValueError: it is beyond one.
+        """
+        for name, is_beyond, text in _BOUNDS:
+            bound = getattr(self, name)
+            if bound is not None and is_beyond(value, bound):
+                raise ValueError(f"{value} is too {text} {bound:g}")
+
+
+Count = Annotated[int, Limits(minimum=1)]
+Natural = Annotated[int, Limits(minimum=0)]
+Iterations = Annotated[int, Limits(minimum=1, unit="ITERATIONS")]
+Samples = Annotated[int, Limits(minimum=1, unit="SAMPLES")]
+Layers = Annotated[int, Limits(minimum=1, unit="LAYERS")]
+Ranks = Annotated[int, Limits(minimum=1, unit="RANKS")]
+Positive = Annotated[float, Limits(above=0)]
+NonNegative = Annotated[float, Limits(minimum=0)]
+Share = Annotated[float, Limits(minimum=0, below=1)]
+Folder = Annotated[str, Limits(unit="DIR")]
+File = Annotated[str, Limits(unit="FILE")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +83,7 @@ class Flag:
         names: every spelling, the first one being shown; made from the field's name when empty.
         choices: allowed values, if they are a fixed set.
         refused_choices: values that Megatron-LM takes and we do not, each with the reason.
-        unit: the word shown in place of the value (``iterations``, ``layers``, ``DIR``).
-        minimum: smallest allowed value.
-        above: the value must be larger than this.
-        below: the value must be smaller than this.
-        maximum: largest allowed value.
+        unit: the word shown in place of the value; that of the type's limits when empty.
         derived: how the value is found when the flag is absent, for fields that depend on others.
         takes_value: a truth value that is written out (``--profile-execution True``).
         convert: own conversion from one word; raises ``ValueError`` with the rule.
@@ -47,28 +94,42 @@ class Flag:
     choices: tuple[str | int, ...] = ()
     refused_choices: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unit: str = ""
-    minimum: float | None = None
-    above: float | None = None
-    below: float | None = None
-    maximum: float | None = None
     derived: str = ""
     takes_value: bool = False
     convert: Callable[[str], Any] | None = None
 
 
-def flag(help_text: str, *, default: Any = MISSING, **options: Any) -> Any:
+def flag(help_text: str, default: Any = None, **options: Any) -> Any:
     """Declares a field that is a command line flag.
 
     Args:
         help_text: one sentence for ``--help`` and the README.
-        default: the value when the flag is absent; a field without one is required unless
-            ``derived`` is given.
+        default: the value when the flag is absent.
         **options: the other attributes of :class:`Flag`.
     """
-    metadata = {_METADATA_KEY: Flag(help=help_text, **options)}
-    if default is MISSING:
-        return field(metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={_METADATA_KEY: Flag(help=help_text, **options)})
+
+
+def required(help_text: str, **options: Any) -> Any:
+    """Declares a field without default: the command line or, with ``derived``, the parser sets it.
+
+    Args:
+        help_text: one sentence for ``--help`` and the README.
+        **options: the other attributes of :class:`Flag`.
+    """
+    return field(metadata={_METADATA_KEY: Flag(help=help_text, **options)})
+
+
+def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str, ...] = ()) -> Any:
+    """Declares a truth value that its flag's presence turns around.
+
+    Args:
+        help_text: one sentence for ``--help`` and the README.
+        names: spellings of a flag that turns it on, where not made from the field's name.
+        off: spellings of a flag that turns it off; it is on by default then.
+    """
+    off = (off,) if isinstance(off, str) else off
+    return flag(help_text, bool(off), names=off or names)
 
 
 def assign(config: object, name: str, value: object) -> None:
@@ -83,6 +144,7 @@ class FieldSpec:
     Attributes:
         dest: the field's name, which is Megatron-LM's name for it.
         base: ``int``, ``float``, ``str`` or ``bool``.
+        limits: bounds of a value.
         many: the value is a tuple of ``base``.
         length: the tuple's length, ``None`` where it is free.
         optional: ``None`` is allowed.
@@ -92,6 +154,7 @@ class FieldSpec:
 
     dest: str
     base: type
+    limits: Limits
     many: bool
     length: int | None
     optional: bool
@@ -111,6 +174,11 @@ class FieldSpec:
         return self.names[0]
 
     @property
+    def unit(self) -> str:
+        """The word shown in place of the value, empty for none."""
+        return (self.flag.unit if self.flag is not None else "") or self.limits.unit
+
+    @property
     def is_switch(self) -> bool:
         """True if the flag takes no value: its presence turns the default around."""
         return self.flag is not None and self.base is bool and not self.flag.takes_value
@@ -125,12 +193,9 @@ class FieldSpec:
         """The default as shown in ``--help`` and the README."""
         if self.flag is not None and self.flag.derived:
             return self.flag.derived
-        if self.default is MISSING:
-            return "required"
-        if self.default is None:
-            return "none"
-        if isinstance(self.default, bool):
-            return "on" if self.default else "off"
+        for value, text in ((MISSING, "required"), (None, "none"), (True, "on"), (False, "off")):
+            if self.default is value:
+                return text
         if isinstance(self.default, tuple):
             return " ".join(str(item) for item in self.default)
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
@@ -158,8 +223,12 @@ class FieldSpec:
         if self.flag.convert is not None:
             return self.flag.convert(word)
         value = _convert_base(self.base, word)
-        _require_choice(self.flag, value)
-        _require_range(self.flag, value)
+        choices = self.flag.choices
+        if choices and value not in choices:
+            reason = self.flag.refused_choices.get(str(value))
+            wrong = f"refused: {reason}" if reason else f"not one of {', '.join(map(str, choices))}"
+            raise ValueError(f"{value!r} is {wrong}")
+        self.limits.check(value)
         return value
 
     def from_json(self, value: object) -> Any:
@@ -178,7 +247,7 @@ class FieldSpec:
         return tuple(self._scalar_from_json(item) for item in value)
 
     def _scalar_from_json(self, value: object) -> Any:
-        if self.base is float and isinstance(value, int) and not isinstance(value, bool):
+        if self.base is float and type(value) is int:
             return float(value)
         if type(value) is not self.base:
             raise ConfigError(
@@ -189,76 +258,53 @@ class FieldSpec:
 
 def fields_of(group: type) -> tuple[FieldSpec, ...]:
     """Every field of a group in the order of its definition."""
-    hints = typing.get_type_hints(group)
-    specs = []
-    for item in dataclasses.fields(group):
-        base, many, length, optional = _take_apart(hints[item.name])
-        specs.append(
-            FieldSpec(
-                dest=item.name,
-                base=base,
-                many=many,
-                length=length,
-                optional=optional,
-                default=item.default,
-                flag=item.metadata.get(_METADATA_KEY),
-            )
+    hints = typing.get_type_hints(group, include_extras=True)
+    return tuple(
+        FieldSpec(
+            dest=item.name,
+            default=item.default,
+            flag=item.metadata.get(_METADATA_KEY),
+            **_take_apart(hints[item.name]),
         )
-    return tuple(specs)
+        for item in dataclasses.fields(group)
+    )
 
 
-def _take_apart(hint: Any) -> tuple[type, bool, int | None, bool]:
-    """Split an annotation into base type, whether it is a tuple, its length, whether None fits."""
-    optional = isinstance(hint, types.UnionType)
+def _take_apart(hint: Any) -> dict[str, Any]:
+    """Split an annotation into the attributes of :class:`FieldSpec` that it gives."""
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
         (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
     many = typing.get_origin(hint) is tuple
     parts = typing.get_args(hint) if many else (hint,)
     length = len(parts) if many and Ellipsis not in parts else None
-    assert parts[0] in (int, float, str, bool), f"a flag cannot have the type {hint}"
-    return parts[0], many, length, optional
+    base, limits = parts[0], Limits()
+    if typing.get_origin(base) is Annotated:
+        base, limits = typing.get_args(base)
+    assert base in (int, float, str, bool), f"a flag cannot have the type {hint}"
+    return {
+        "base": base,
+        "limits": limits,
+        "many": many,
+        "length": length,
+        "optional": optional,
+    }
 
 
 def _convert_base(base: type, word: str) -> Any:
     if base is bool:
-        if word.lower() in _TRUE_WORDS:
-            return True
-        if word.lower() in _FALSE_WORDS:
-            return False
-        raise ValueError(f"{word!r} is not True or False")
-    if base is int:
-        try:
-            return int(word)
-        except ValueError:
-            raise ValueError(f"{word!r} is not a whole number") from None
-    if base is float:
-        try:
-            number = float(word)
-        except ValueError:
-            raise ValueError(f"{word!r} is not a number") from None
-        if not math.isfinite(number):
-            raise ValueError(f"{word!r} is not a finite number")
-        return number
-    if not word.strip():
-        raise ValueError("the value is empty; give one or leave the flag away")
-    return word
-
-
-def _require_choice(spec: Flag, value: object) -> None:
-    if not spec.choices or value in spec.choices:
-        return
-    reason = spec.refused_choices.get(str(value))
-    if reason:
-        raise ValueError(f"{value!r} is refused: {reason}")
-    raise ValueError(f"{value!r} is not one of {', '.join(map(str, spec.choices))}")
-
-
-def _require_range(spec: Flag, value: Any) -> None:
-    if spec.minimum is not None and value < spec.minimum:
-        raise ValueError(f"{value} is too small, give at least {spec.minimum:g}")
-    if spec.above is not None and value <= spec.above:
-        raise ValueError(f"{value} is too small, give more than {spec.above:g}")
-    if spec.below is not None and value >= spec.below:
-        raise ValueError(f"{value} is too large, give less than {spec.below:g}")
-    if spec.maximum is not None and value > spec.maximum:
-        raise ValueError(f"{value} is too large, give at most {spec.maximum:g}")
+        if word.lower() not in _WORDS:
+            raise ValueError(f"{word!r} is not True or False")
+        return _WORDS[word.lower()]
+    if base is str:
+        if not word.strip():
+            raise ValueError("the value is empty; give one or leave the flag away")
+        return word
+    try:
+        number = base(word)
+    except ValueError:
+        kind = "whole number" if base is int else "number"
+        raise ValueError(f"{word!r} is not a {kind}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{word!r} is not a finite number")
+    return number

@@ -7,19 +7,29 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from megatron.adaptive.config.flags import assign, flag
+from megatron.adaptive.config.flags import (
+    Count,
+    Layers,
+    Limits,
+    Positive,
+    Share,
+    assign,
+    flag,
+    required,
+    switch,
+)
 from megatron.adaptive.errors import ConfigError
 
-__all__ = [
-    "MODELS",
-    "ModelConfig",
-    "RecomputeConfig",
-    "model_flags",
-]
+__all__ = ["MODELS", "ModelConfig", "RecomputeConfig", "model_flags"]
 
 _SWIGLU_MULTIPLE = 64
-_FUSION_NOTE = "; it is only ever used where the machine supports it"
+
+
+def _fusion(what: str, off: str) -> Any:
+    """Declares a fused kernel that a flag turns off."""
+    return switch(f"No fused {what}; it is only ever used where the machine supports it.", off=off)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,34 +39,25 @@ class ModelConfig:
     ``ffn_hidden_size`` and ``kv_channels`` always hold a number once the object exists.
     """
 
-    num_layers: int = flag("Transformer layers in the whole model.", minimum=1, unit="LAYERS")
-    hidden_size: int = flag("Width of the hidden state.", minimum=1)
-    num_attention_heads: int = flag("Attention heads of each layer.", minimum=1)
-    ffn_hidden_size: int = flag(
+    num_layers: Layers = required("Transformer layers in the whole model.")
+    hidden_size: Count = required("Width of the hidden state.")
+    num_attention_heads: Count = required("Attention heads of each layer.")
+    ffn_hidden_size: Count = flag(
         "Inner width of the feed-forward block.",
-        default=None,
-        minimum=1,
         derived="4 x hidden size; with --swiglu 8/3 x hidden size, a multiple of 64",
     )
-    kv_channels: int = flag(
-        "Width of each attention head.",
-        default=None,
-        minimum=1,
-        derived="hidden size / attention heads",
+    kv_channels: Count = flag(
+        "Width of each attention head.", derived="hidden size / attention heads"
     )
-    group_query_attention: bool = flag(
-        "Let several query heads share one key and value head.", default=False
-    )
-    num_query_groups: int = flag(
-        "Key and value heads, used with --group-query-attention.", default=1, minimum=1
-    )
-    seq_length: int = flag("Tokens of each sample.", minimum=1, unit="TOKENS")
-    max_position_embeddings: int = flag(
-        "Longest sequence that the position embedding covers.", minimum=1, unit="TOKENS"
+    group_query_attention: bool = switch("Let several query heads share one key and value head.")
+    num_query_groups: Count = flag("Key and value heads, used with --group-query-attention.", 1)
+    seq_length: Count = required("Tokens of each sample.", unit="TOKENS")
+    max_position_embeddings: Count = required(
+        "Longest sequence that the position embedding covers.", unit="TOKENS"
     )
     position_embedding_type: str = flag(
         "How positions enter the model.",
-        default="learned_absolute",
+        "learned_absolute",
         choices=("learned_absolute", "rope", "none"),
         refused_choices={
             "mrope": "it belongs to multimodal models; use rope",
@@ -64,125 +65,85 @@ class ModelConfig:
             "yarn": "it belongs to latent attention; use rope",
         },
     )
-    use_rotary_position_embeddings: bool = flag(
-        "Old spelling of --position-embedding-type rope.", default=False
-    )
-    add_position_embedding: bool = flag(
+    use_rotary_position_embeddings: bool = switch("Old spelling of --position-embedding-type rope.")
+    add_position_embedding: bool = switch(
         "Old way to say that no position table is learned; needs a position embedding type "
         "that learns none.",
-        names=("--no-position-embedding",),
-        default=True,
+        off="--no-position-embedding",
     )
-    rotary_base: int = flag("Base of the rotary frequencies.", default=10000, minimum=1)
-    rotary_percent: float = flag(
-        "Share of each head's width that is rotated.", default=1.0, above=0, maximum=1
+    rotary_base: Count = flag("Base of the rotary frequencies.", 10000)
+    rotary_percent: Annotated[float, Limits(above=0, maximum=1)] = flag(
+        "Share of each head's width that is rotated.", 1.0
     )
-    rotary_interleaved: bool = flag("Rotate neighbouring channels in pairs.", default=False)
-    rotary_seq_len_interpolation_factor: int | None = flag(
-        "Squeeze rotary positions by this factor.", default=None, minimum=1
+    rotary_interleaved: bool = switch("Rotate neighbouring channels in pairs.")
+    rotary_seq_len_interpolation_factor: Count | None = flag(
+        "Squeeze rotary positions by this factor."
     )
-    use_rope_scaling: bool = flag("Scale rotary frequencies as Llama 3 does.", default=False)
-    rope_scaling_factor: float = flag("Factor of --use-rope-scaling.", default=8.0, above=0)
-    make_vocab_size_divisible_by: int = flag(
-        "Pad the vocabulary to a multiple of this times the tensor parallel size.",
-        default=128,
-        minimum=1,
+    use_rope_scaling: bool = switch("Scale rotary frequencies as Llama 3 does.")
+    rope_scaling_factor: Positive = flag("Factor of --use-rope-scaling.", 8.0)
+    make_vocab_size_divisible_by: Count = flag(
+        "Pad the vocabulary to a multiple of this times the tensor parallel size.", 128
     )
     normalization: str = flag(
-        "Kind of normalization.", default="LayerNorm", choices=("LayerNorm", "RMSNorm")
+        "Kind of normalization.", "LayerNorm", choices=("LayerNorm", "RMSNorm")
     )
-    norm_epsilon: float = flag(
-        "Number added to the variance when normalizing.", default=1e-5, above=0
+    norm_epsilon: Positive = flag("Number added to the variance when normalizing.", 1e-5)
+    apply_layernorm_1p: bool = switch("Store normalization weights around zero instead of one.")
+    apply_residual_connection_post_layernorm: bool = switch(
+        "Take the residual after the normalization."
     )
-    apply_layernorm_1p: bool = flag(
-        "Store normalization weights around zero instead of one.", default=False
+    qk_layernorm: bool = switch("Normalize queries and keys.")
+    swiglu: bool = switch("Gated feed-forward block with SiLU in place of GELU.")
+    squared_relu: bool = switch("Squared ReLU in place of GELU.")
+    add_bias_linear: bool = switch(
+        "Leave the bias out of linear layers.", off="--disable-bias-linear"
     )
-    apply_residual_connection_post_layernorm: bool = flag(
-        "Take the residual after the normalization.", default=False
+    add_qkv_bias: bool = switch(
+        "Bias in the query, key and value projection even without other biases."
     )
-    qk_layernorm: bool = flag("Normalize queries and keys.", default=False)
-    swiglu: bool = flag("Gated feed-forward block with SiLU in place of GELU.", default=False)
-    squared_relu: bool = flag("Squared ReLU in place of GELU.", default=False)
-    add_bias_linear: bool = flag(
-        "Leave the bias out of linear layers.", names=("--disable-bias-linear",), default=True
+    untie_embeddings_and_output_weights: bool = switch("Give the output layer weights of its own.")
+    init_method_std: Positive = flag("Standard deviation of the initial weights.", 0.02)
+    attention_dropout: Share = flag("Dropout of attention probabilities.", 0.1)
+    hidden_dropout: Share = flag("Dropout of the hidden state.", 0.1)
+    use_cpu_initialization: bool = switch(
+        "Draw the initial weights on the CPU, equal for every tensor parallel size."
     )
-    add_qkv_bias: bool = flag(
-        "Bias in the query, key and value projection even without other biases.", default=False
-    )
-    untie_embeddings_and_output_weights: bool = flag(
-        "Give the output layer weights of its own.", default=False
-    )
-    init_method_std: float = flag(
-        "Standard deviation of the initial weights.", default=0.02, above=0
-    )
-    attention_dropout: float = flag(
-        "Dropout of attention probabilities.", default=0.1, minimum=0, below=1
-    )
-    hidden_dropout: float = flag("Dropout of the hidden state.", default=0.1, minimum=0, below=1)
-    use_cpu_initialization: bool = flag(
-        "Draw the initial weights on the CPU, equal for every tensor parallel size.", default=False
-    )
-    perform_initialization: bool = flag(
-        "Skip drawing initial weights, for runs that load a checkpoint.",
-        names=("--no-initialization",),
-        default=True,
+    perform_initialization: bool = switch(
+        "Skip drawing initial weights, for runs that load a checkpoint.", off="--no-initialization"
     )
     transformer_impl: str = flag(
         "Layer implementation.",
-        default="local",
+        "local",
         choices=("local", "transformer_engine"),
         refused_choices={"inference_optimized": "it cannot train; use transformer_engine"},
         derived="transformer_engine where it is installed, else local",
     )
     attention_backend: str = flag(
         "Attention kernel; flash and fused need Transformer Engine.",
-        default="auto",
+        "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
-    use_flash_attn: bool = flag(
-        "Needs Transformer Engine, which picks flash attention by itself where it can.",
-        default=False,
+    use_flash_attn: bool = switch(
+        "Needs Transformer Engine, which picks flash attention by itself where it can."
     )
-    deprecated_use_mcore_models: bool = flag(
-        "No effect: the model always is megatron-core's.",
-        names=("--use-mcore-models",),
-        default=False,
+    deprecated_use_mcore_models: bool = switch(
+        "No effect: the model always is megatron-core's.", names=("--use-mcore-models",)
     )
-    masked_softmax_fusion: bool = flag(
-        "No fused scale, mask and softmax" + _FUSION_NOTE + ".",
-        names=("--no-masked-softmax-fusion",),
-        default=True,
+    masked_softmax_fusion: bool = _fusion("scale, mask and softmax", "--no-masked-softmax-fusion")
+    bias_gelu_fusion: bool = _fusion("bias and GELU", "--no-bias-gelu-fusion")
+    bias_swiglu_fusion: bool = _fusion("bias and SwiGLU", "--no-bias-swiglu-fusion")
+    bias_dropout_fusion: bool = _fusion("bias, dropout and addition", "--no-bias-dropout-fusion")
+    apply_rope_fusion: bool = _fusion("rotary embedding", "--no-rope-fusion")
+    no_persist_layer_norm: bool = switch("No persistent kernel for LayerNorm.")
+    gradient_accumulation_fusion: bool = switch(
+        "No weight gradient that adds straight into the main gradient; it is only ever used where "
+        "the machine supports it.",
+        off="--no-gradient-accumulation-fusion",
     )
-    bias_gelu_fusion: bool = flag(
-        "No fused bias and GELU" + _FUSION_NOTE + ".",
-        names=("--no-bias-gelu-fusion",),
-        default=True,
-    )
-    bias_swiglu_fusion: bool = flag(
-        "No fused bias and SwiGLU" + _FUSION_NOTE + ".",
-        names=("--no-bias-swiglu-fusion",),
-        default=True,
-    )
-    bias_dropout_fusion: bool = flag(
-        "No fused bias, dropout and addition" + _FUSION_NOTE + ".",
-        names=("--no-bias-dropout-fusion",),
-        default=True,
-    )
-    apply_rope_fusion: bool = flag(
-        "No fused rotary embedding" + _FUSION_NOTE + ".",
-        names=("--no-rope-fusion",),
-        default=True,
-    )
-    no_persist_layer_norm: bool = flag("No persistent kernel for LayerNorm.", default=False)
-    gradient_accumulation_fusion: bool = flag(
-        "No weight gradient that adds straight into the main gradient" + _FUSION_NOTE + ".",
-        names=("--no-gradient-accumulation-fusion",),
-        default=True,
-    )
-    cross_entropy_loss_fusion: bool = flag("Fused cross entropy.", default=False)
+    cross_entropy_loss_fusion: bool = switch("Fused cross entropy.")
     cross_entropy_fusion_impl: str = flag(
         "Implementation of the fused cross entropy; te needs Transformer Engine.",
-        default="native",
+        "native",
         choices=("native", "te"),
     )
 
@@ -224,34 +185,25 @@ class RecomputeConfig:
     of the two shorthands once the object exists.
     """
 
-    recompute_activations: bool = flag(
-        "Shorthand for --recompute-granularity selective.", default=False
-    )
-    checkpoint_activations: bool = flag(
+    recompute_activations: bool = switch("Shorthand for --recompute-granularity selective.")
+    checkpoint_activations: bool = switch(
         "Old shorthand for --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1.",
-        default=False,
+        "--recompute-num-layers 1."
     )
     recompute_granularity: str | None = flag(
         "Compute whole layers again, or only the modules of --recompute-modules.",
-        default=None,
         choices=("full", "selective"),
     )
     recompute_method: str | None = flag(
         "With full: uniform keeps the input of every group of layers, block those of the first "
         "layers of each stage.",
-        default=None,
         choices=("uniform", "block"),
     )
-    recompute_num_layers: int | None = flag(
-        "With full: layers of each group, or layers of each stage.",
-        default=None,
-        minimum=1,
-        unit="LAYERS",
+    recompute_num_layers: Layers | None = flag(
+        "With full: layers of each group, or layers of each stage."
     )
     recompute_modules: tuple[str, ...] | None = flag(
         "With selective: modules computed again.",
-        default=None,
         choices=("core_attn", "layernorm", "mlp"),
         refused_choices={
             "moe": _NO_EXPERTS,
@@ -261,8 +213,8 @@ class RecomputeConfig:
         },
         derived="core_attn",
     )
-    distribute_saved_activations: bool = flag(
-        "With full: split kept inputs over tensor parallel ranks.", default=False
+    distribute_saved_activations: bool = switch(
+        "With full: split kept inputs over tensor parallel ranks."
     )
 
     def __post_init__(self) -> None:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron.adaptive.config.flags import assign, flag
+from megatron.adaptive.config.flags import (
+    Count,
+    Iterations,
+    Limits,
+    Natural,
+    NonNegative,
+    Positive,
+    Samples,
+    Share,
+    assign,
+    flag,
+    required,
+    switch,
+)
 
-__all__ = [
-    "OptimizerConfig",
-    "PrecisionConfig",
-]
+__all__ = ["OptimizerConfig", "PrecisionConfig"]
 
 _NO_MUON = "it supports neither the distributed optimizer nor torch_dist checkpoints; use adam"
 
@@ -24,127 +35,88 @@ class OptimizerConfig:
 
     optimizer: str = flag(
         "Optimizer.",
-        default="adam",
+        "adam",
         choices=("adam", "sgd"),
         refused_choices={"muon": _NO_MUON, "dist_muon": _NO_MUON},
     )
-    lr: float = flag("Highest learning rate.", above=0)
-    min_lr: float = flag("Lowest learning rate after the warm-up.", default=0.0, minimum=0)
+    lr: Positive = required("Highest learning rate.")
+    min_lr: NonNegative = flag("Lowest learning rate after the warm-up.", 0.0)
     lr_decay_style: str = flag(
         "Curve of the decay.",
-        default="linear",
+        "linear",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = flag(
-        "Iterations until the lowest learning rate.",
-        default=None,
-        minimum=1,
-        unit="ITERATIONS",
-        derived="--train-iters",
+    lr_decay_iters: Iterations | None = flag(
+        "Iterations until the lowest learning rate.", derived="--train-iters"
     )
-    lr_decay_samples: int | None = flag(
-        "Samples until the lowest learning rate.",
-        default=None,
-        minimum=1,
-        unit="SAMPLES",
-        derived="--train-samples",
+    lr_decay_samples: Samples | None = flag(
+        "Samples until the lowest learning rate.", derived="--train-samples"
     )
     lr_wsd_decay_style: str = flag(
         "Curve of the last part of the WSD decay.",
-        default="exponential",
+        "exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = flag(
-        "Length of the last part of the WSD decay.", default=None, minimum=1, unit="ITERATIONS"
+    lr_wsd_decay_iters: Iterations | None = flag("Length of the last part of the WSD decay.")
+    lr_wsd_decay_samples: Samples | None = flag("Length of the last part of the WSD decay.")
+    lr_warmup_fraction: Share | None = flag("Share of the decay's length that is warm-up.")
+    lr_warmup_iters: Natural = flag("Iterations of linear warm-up.", 0, unit="ITERATIONS")
+    lr_warmup_samples: Natural = flag("Samples of linear warm-up.", 0, unit="SAMPLES")
+    lr_warmup_init: NonNegative = flag("Learning rate at the start of the warm-up.", 0.0)
+    decoupled_lr: Positive | None = flag("Highest learning rate of embedding and output layer.")
+    decoupled_min_lr: NonNegative | None = flag(
+        "Lowest learning rate of embedding and output layer."
     )
-    lr_wsd_decay_samples: int | None = flag(
-        "Length of the last part of the WSD decay.", default=None, minimum=1, unit="SAMPLES"
-    )
-    lr_warmup_fraction: float | None = flag(
-        "Share of the decay's length that is warm-up.", default=None, minimum=0, below=1
-    )
-    lr_warmup_iters: int = flag(
-        "Iterations of linear warm-up.", default=0, minimum=0, unit="ITERATIONS"
-    )
-    lr_warmup_samples: int = flag(
-        "Samples of linear warm-up.", default=0, minimum=0, unit="SAMPLES"
-    )
-    lr_warmup_init: float = flag(
-        "Learning rate at the start of the warm-up.", default=0.0, minimum=0
-    )
-    decoupled_lr: float | None = flag(
-        "Highest learning rate of embedding and output layer.", default=None, above=0
-    )
-    decoupled_min_lr: float | None = flag(
-        "Lowest learning rate of embedding and output layer.", default=None, minimum=0
-    )
-    override_opt_param_scheduler: bool = flag(
+    override_opt_param_scheduler: bool = switch(
         "Prefer these flags to the learning rate schedule of a loaded checkpoint.",
         names=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
-        default=False,
     )
-    use_checkpoint_opt_param_scheduler: bool = flag(
+    use_checkpoint_opt_param_scheduler: bool = switch(
         "Prefer the learning rate schedule of a loaded checkpoint to these flags.",
         names=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
-        default=False,
     )
-    weight_decay: float = flag("Weight decay.", default=0.01, minimum=0)
-    start_weight_decay: float | None = flag(
-        "First weight decay of a growing one.", default=None, minimum=0
-    )
-    end_weight_decay: float | None = flag(
-        "Last weight decay of a growing one.", default=None, minimum=0
-    )
+    weight_decay: NonNegative = flag("Weight decay.", 0.01)
+    start_weight_decay: NonNegative | None = flag("First weight decay of a growing one.")
+    end_weight_decay: NonNegative | None = flag("Last weight decay of a growing one.")
     weight_decay_incr_style: str = flag(
-        "How the weight decay grows.", default="constant", choices=("constant", "linear", "cosine")
+        "How the weight decay grows.", "constant", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(
-        "Largest norm of the whole gradient; 0 does not clip.", default=1.0, minimum=0
-    )
-    adam_beta1: float = flag("Adam's first average.", default=0.9, minimum=0, below=1)
-    adam_beta2: float = flag("Adam's second average.", default=0.999, minimum=0, below=1)
-    adam_eps: float = flag("Number added to Adam's denominator.", default=1e-8, above=0)
-    sgd_momentum: float = flag("Momentum of sgd.", default=0.9, minimum=0, below=1)
+    clip_grad: NonNegative = flag("Largest norm of the whole gradient; 0 does not clip.", 1.0)
+    adam_beta1: Share = flag("Adam's first average.", 0.9)
+    adam_beta2: Share = flag("Adam's second average.", 0.999)
+    adam_eps: Positive = flag("Number added to Adam's denominator.", 1e-8)
+    sgd_momentum: Share = flag("Momentum of sgd.", 0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Precision."""
 
-    fp16: bool = flag("Train in float16 with a loss scale.", default=False)
-    bf16: bool = flag("Train in bfloat16.", default=False)
-    loss_scale: float | None = flag(
-        "Fixed loss scale for float16.", default=None, above=0, derived="chosen while training"
+    fp16: bool = switch("Train in float16 with a loss scale.")
+    bf16: bool = switch("Train in bfloat16.")
+    loss_scale: Positive | None = flag(
+        "Fixed loss scale for float16.", derived="chosen while training"
     )
-    initial_loss_scale: float = flag(
-        "First value of the changing loss scale.", default=float(2**32), above=0
+    initial_loss_scale: Positive = flag("First value of the changing loss scale.", float(2**32))
+    min_loss_scale: Positive = flag("Smallest changing loss scale.", 1.0)
+    loss_scale_window: Annotated[float, Limits(minimum=1)] = flag(
+        "Steps without overflow after which the loss scale doubles.", 1000.0, unit="STEPS"
     )
-    min_loss_scale: float = flag("Smallest changing loss scale.", default=1.0, above=0)
-    loss_scale_window: float = flag(
-        "Steps without overflow after which the loss scale doubles.",
-        default=1000.0,
-        minimum=1,
-        unit="STEPS",
+    hysteresis: Count = flag("Overflows after which the loss scale is halved.", 2)
+    fp32_residual_connection: bool = switch("Keep residual connections in float32.")
+    apply_query_key_layer_scaling: bool = switch(
+        "Divide attention scores by the layer's number; turns on float32 softmax."
     )
-    hysteresis: int = flag("Overflows after which the loss scale is halved.", default=2, minimum=1)
-    fp32_residual_connection: bool = flag("Keep residual connections in float32.", default=False)
-    apply_query_key_layer_scaling: bool = flag(
-        "Divide attention scores by the layer's number; turns on float32 softmax.", default=False
-    )
-    attention_softmax_in_fp32: bool = flag("Softmax of attention in float32.", default=False)
-    accumulate_allreduce_grads_in_fp32: bool = flag(
+    attention_softmax_in_fp32: bool = switch("Softmax of attention in float32.")
+    accumulate_allreduce_grads_in_fp32: bool = switch(
         "Sum and reduce gradients in float32; always on with --bf16 unless "
-        "--grad-reduce-in-bf16 is given.",
-        default=False,
+        "--grad-reduce-in-bf16 is given."
     )
-    grad_reduce_in_bf16: bool = flag("Reduce gradients in bfloat16.", default=False)
-    fp16_lm_cross_entropy: bool = flag(
-        "Compute the cross entropy in float16; needs --fp16.", default=False
-    )
-    check_for_nan_in_loss_and_grad: bool = flag(
+    grad_reduce_in_bf16: bool = switch("Reduce gradients in bfloat16.")
+    fp16_lm_cross_entropy: bool = switch("Compute the cross entropy in float16; needs --fp16.")
+    check_for_nan_in_loss_and_grad: bool = switch(
         "Go on when a loss or gradient is not a number; always so with a changing loss scale.",
-        names=("--no-check-for-nan-in-loss-and-grad",),
-        default=True,
+        off="--no-check-for-nan-in-loss-and-grad",
     )
 
     def __post_init__(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from megatron.adaptive.config.flags import flag
+from megatron.adaptive.config.flags import Count, Layers, Limits, Natural, Ranks, flag, switch
 from megatron.adaptive.config.schedule import parse_widths
 
 __all__ = [
@@ -29,100 +30,70 @@ class ParallelConfig:
     """
 
     world_size: int
-    tensor_model_parallel_size: int = flag(
-        "Ranks that share each layer's matrices.", default=1, minimum=1, unit="RANKS"
-    )
-    pipeline_model_parallel_size: int = flag(
-        "Ranks that the layers are spread over.", default=1, minimum=1, unit="RANKS"
-    )
+    tensor_model_parallel_size: Ranks = flag("Ranks that share each layer's matrices.", 1)
+    pipeline_model_parallel_size: Ranks = flag("Ranks that the layers are spread over.", 1)
     stage_data_parallel_sizes: tuple[int, ...] | None = flag(
         "Ranks of each pipeline stage where they differ, joined by '-': its microbatches are dealt "
         "out to them in turn.",
-        default=None,
         convert=parse_widths,
-        derived="the same number for each stage",
         unit="2-1",
+        derived="the same number for each stage",
     )
-    context_parallel_size: int = flag(
-        "Ranks that share each sequence; needs Transformer Engine.",
-        default=1,
-        minimum=1,
-        unit="RANKS",
+    context_parallel_size: Ranks = flag(
+        "Ranks that share each sequence; needs Transformer Engine.", 1
     )
-    num_layers_per_virtual_pipeline_stage: int | None = flag(
-        "Layers of each chunk, another way to give the number of chunks.",
-        default=None,
-        minimum=1,
-        unit="LAYERS",
+    num_layers_per_virtual_pipeline_stage: Layers | None = flag(
+        "Layers of each chunk, another way to give the number of chunks."
     )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(
+    num_virtual_stages_per_pipeline_rank: Count | None = flag(
         "Model chunks of each pipeline rank.",
         names=("--num-virtual-stages-per-pipeline-rank", "--model-chunks"),
-        default=None,
-        minimum=1,
         unit="CHUNKS",
     )
-    microbatch_group_size_per_vp_stage: int | None = flag(
+    microbatch_group_size_per_vp_stage: Count | None = flag(
         "Microbatches that a chunk runs in a row, for the schedules megatron and interleaved.",
         names=("--microbatch-group-size-per-virtual-pipeline-stage",),
-        default=None,
-        minimum=1,
-        derived="the pipeline size",
         unit="MICROBATCHES",
+        derived="the pipeline size",
     )
-    overlap_p2p_comm: bool = flag(
+    overlap_p2p_comm: bool = switch(
         "Do not overlap messages between stages with work; only for --pipeline-schedule megatron.",
-        names=("--no-overlap-p2p-communication",),
-        default=True,
+        off="--no-overlap-p2p-communication",
     )
-    sequence_parallel: bool = flag(
-        "Split the sequence over tensor parallel ranks outside the matrices.", default=False
+    sequence_parallel: bool = switch(
+        "Split the sequence over tensor parallel ranks outside the matrices."
     )
-    async_tensor_model_parallel_allreduce: bool = flag(
-        "No effect, as in Megatron-LM.",
-        names=("--no-async-tensor-model-parallel-allreduce",),
-        default=True,
+    async_tensor_model_parallel_allreduce: bool = switch(
+        "No effect, as in Megatron-LM.", off="--no-async-tensor-model-parallel-allreduce"
     )
-    use_distributed_optimizer: bool = flag(
-        "Split optimizer state over data parallel ranks.", default=False
-    )
-    overlap_grad_reduce: bool = flag("Reduce gradients while backward still runs.", default=False)
-    overlap_param_gather: bool = flag(
+    use_distributed_optimizer: bool = switch("Split optimizer state over data parallel ranks.")
+    overlap_grad_reduce: bool = switch("Reduce gradients while backward still runs.")
+    overlap_param_gather: bool = switch(
         "Gather parameters while forward already runs; needs --use-distributed-optimizer and "
-        "--overlap-grad-reduce.",
-        default=False,
+        "--overlap-grad-reduce."
     )
-    align_grad_reduce: bool = flag(
-        "Let every stage start its gradient reduction on its own.",
-        names=("--no-align-grad-reduce",),
-        default=True,
+    align_grad_reduce: bool = switch(
+        "Let every stage start its gradient reduction on its own.", off="--no-align-grad-reduce"
     )
-    align_param_gather: bool = flag(
-        "Let every stage start its parameter gathering on its own.",
-        names=("--no-align-param-gather",),
-        default=True,
+    align_param_gather: bool = switch(
+        "Let every stage start its parameter gathering on its own.", off="--no-align-param-gather"
     )
-    ddp_bucket_size: int | None = flag(
-        "Parameters in each bucket of the gradient reduction.", default=None, minimum=1
-    )
-    ddp_average_in_collective: bool = flag(
-        "Average gradients inside the collective instead of before it.", default=False
+    ddp_bucket_size: Count | None = flag("Parameters in each bucket of the gradient reduction.")
+    ddp_average_in_collective: bool = switch(
+        "Average gradients inside the collective instead of before it."
     )
     cp_comm_type: str = flag(
         "How context parallel ranks exchange keys and values.",
-        default="p2p",
+        "p2p",
         choices=("p2p", "a2a", "allgather"),
         refused_choices={"a2a+p2p": "hierarchical context parallelism is not built; use p2p"},
     )
     distributed_backend: str | None = flag(
         "Library for collectives.",
-        default=None,
         choices=("nccl", "gloo"),
         derived="nccl where each rank has a GPU of its own, else gloo",
     )
-    distributed_timeout_minutes: int = flag(
-        "Time limit of a collective.", default=10, minimum=1, unit="MINUTES"
-    )
+    distributed_timeout_minutes: Count = flag("Time limit of a collective.", 10, unit="MINUTES")
 
     @property
     def model_parallel_size(self) -> int:
@@ -196,62 +167,53 @@ class TransportConfig:
     transport: str = flag(
         "What connects neighbouring ranks of the pipeline: chosen for each pair (auto), or one "
         "for all of them.",
-        default=AUTO,
+        AUTO,
         choices=(AUTO, *TRANSPORTS),
     )
-    transport_slot_bytes: int | None = flag(
+    transport_slot_bytes: (
+        Annotated[int, Limits(minimum=_LEAST_SLOT_BYTES, maximum=1 << 32)] | None
+    ) = flag(
         "Largest message that shm, rdma and tcp carry in one piece.",
-        default=None,
-        minimum=_LEAST_SLOT_BYTES,
-        maximum=1 << 32,
         unit="BYTES",
         derived="the size of the tensors between stages; 1 MiB where it varies",
     )
-    transport_slots: int | None = flag(
+    transport_slots: Annotated[int, Limits(minimum=2, maximum=MOST_SLOTS)] | None = flag(
         "Messages that a channel of shm, rdma or tcp holds at a time.",
-        default=None,
-        minimum=2,
-        maximum=MOST_SLOTS,
         unit="SLOTS",
         derived=f"microbatches in flight and four more, at most {MOST_SLOTS} and 256 MiB",
     )
-    transport_crc: bool = flag(
-        "Check every message of shm, rdma and tcp against a checksum; costs time.", default=False
+    transport_crc: bool = switch(
+        "Check every message of shm, rdma and tcp against a checksum; costs time."
     )
     transport_gpu: str = flag(
         "How shm carries tensors of GPUs: from memory to memory where both ends reach each other's "
         "(CUDA IPC), else through pinned memory of the host (auto), or always through that.",
-        default=AUTO,
+        AUTO,
         choices=(AUTO, PINNED),
     )
     transport_interface: str | None = flag(
         "Network interface that tcp and the exchange before rdma go over, such as eth0.",
-        default=None,
         unit="NAME",
         derived="GLOO_SOCKET_IFNAME, or the one that the job's store is reached by",
     )
     rdma_device: str | None = flag(
         "RDMA device, with or without its port (mlx5_0, mlx5_0:1).",
-        default=None,
         unit="NAME",
         derived="the first with an active port",
     )
-    rdma_gid_index: int | None = flag(
+    rdma_gid_index: Natural | None = flag(
         "Index of the GID that rdma uses.",
-        default=None,
-        minimum=0,
         unit="INDEX",
         derived="that of the port's IPv4 address over RoCE v2, if there is one",
     )
     rdma_mtu_bytes: int | None = flag(
         "Largest packet of rdma.",
-        default=None,
         choices=(256, 512, 1024, 2048, 4096),
         unit="BYTES",
         derived="what both ports allow",
     )
-    rdma_queue_pairs: int = flag(
-        "Queue pairs that a large message is spread over.", default=1, minimum=1, maximum=16
+    rdma_queue_pairs: Annotated[int, Limits(minimum=1, maximum=16)] = flag(
+        "Queue pairs that a large message is spread over.", 1
     )
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,37 @@ _KEYS = (
     *("schedule", "recompute", "distributed_optimizer", "overlap_grad_reduce"),
     *("sequence_parallel", "precision", "model", "prediction", "stages"),
 )
-_CHOICES = {"recompute": ("none", "selective", "full"), "precision": ("fp32", "fp16", "bf16")}
-_SWITCHES = ("distributed_optimizer", "overlap_grad_reduce", "sequence_parallel")
+
+
+def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: value in choices), f"one of {', '.join(choices)}"
+
+
+def _from(least: int) -> tuple[Callable[[Any], bool], str]:
+    rule = f"a whole number from {least} on"
+    return (lambda value: type(value) is int and value >= least), rule
+
+
+_COUNT = _from(1)
+_SWITCH: tuple[Callable[[Any], bool], str] = (
+    lambda value: isinstance(value, bool),
+    "true or false",
+)
+_TEXT: tuple[Callable[[Any], bool], str] = (
+    lambda value: isinstance(value, str),
+    "the name of a schedule",
+)
+_SIMPLE = {
+    "micro_batch_size": _COUNT,
+    "global_batch_size": _COUNT,
+    "schedule": _TEXT,
+    "recompute": _one_of("none", "selective", "full"),
+    "precision": _one_of("fp32", "fp16", "bf16"),
+    "distributed_optimizer": _SWITCH,
+    "overlap_grad_reduce": _SWITCH,
+    "sequence_parallel": _SWITCH,
+}
+"""Keys that are a variable of ``conf.sh`` in capitals: whether a value will do, and the rule."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -156,33 +185,20 @@ def plan_variables(content: Any, where: str, setting: str = _SETTING) -> dict[st
     degrees = _object(plan.get("degrees", {}), where, "degrees", tuple(_DEGREES))
     for key, name in _DEGREES.items():
         if key in degrees:
-            values[name] = str(_count(degrees[key], where, f"degrees.{key}"))
+            values[name] = str(_fitting(degrees[key], _COUNT, where, f"degrees.{key}"))
     if "stages" in plan:
         values |= _stages(plan["stages"], where)
         values.pop("DP_SIZE", None)
-    for key in ("micro_batch_size", "global_batch_size"):
+    for key, rule in _SIMPLE.items():
         if key in plan:
-            values[key.upper()] = str(_count(plan[key], where, key))
+            value = _fitting(plan[key], rule, where, key)
+            values[key.upper()] = str(value).lower() if isinstance(value, bool) else str(value)
     if "partition" in plan:
-        layers = plan["partition"]
-        if not isinstance(layers, list) or not layers:
-            raise _wrong(where, "partition", layers, "a list of the layers of each stage")
-        counts = [_count(one, where, f"partition[{i}]", least=0) for i, one in enumerate(layers)]
+        layers = _filled(
+            plan["partition"], where, "partition", "a list of the layers of each stage"
+        )
+        counts = [_fitting(n, _from(0), where, f"partition[{i}]") for i, n in enumerate(layers)]
         values["PARTITION"] = "-".join(map(str, counts))
-    if "schedule" in plan:
-        if not isinstance(plan["schedule"], str):
-            raise _wrong(where, "schedule", plan["schedule"], "the name of a schedule")
-        values["SCHEDULE"] = plan["schedule"]
-    for key, choices in _CHOICES.items():
-        if key in plan:
-            if plan[key] not in choices:
-                raise _wrong(where, key, plan[key], f"one of {', '.join(choices)}")
-            values[key.upper()] = plan[key]
-    for key in _SWITCHES:
-        if key in plan:
-            if not isinstance(plan[key], bool):
-                raise _wrong(where, key, plan[key], "true or false")
-            values[key.upper()] = str(plan[key]).lower()
     if "placement" in plan:
         values |= _placement(plan["placement"], where)
     return values
@@ -190,15 +206,12 @@ def plan_variables(content: Any, where: str, setting: str = _SETTING) -> dict[st
 
 def _stages(content: Any, where: str) -> dict[str, str]:
     """The ranks of each stage where they are unequal."""
-    if not isinstance(content, list) or not content:
-        raise _wrong(where, "stages", content, "a list of the stages")
     sizes, samples = [], set()
-    for index, one in enumerate(content):
+    for index, one in enumerate(_filled(content, where, "stages", "a list of the stages")):
         name = f"stages[{index}]"
         stage = _object(one, where, name, _STAGE_KEYS)
-        widths = stage.get("tensor")
-        if not isinstance(widths, list) or not widths:
-            raise _wrong(where, f"{name}.tensor", widths, "a list of the widths of its replicas")
+        rule = "a list of the widths of its replicas"
+        widths = _filled(stage.get("tensor"), where, f"{name}.tensor", rule)
         if any(width != 1 for width in widths):
             raise ConfigError(
                 f"{where}: {name}.tensor is {widths}: the trainer runs unequal stages without"
@@ -206,7 +219,8 @@ def _stages(content: Any, where: str) -> dict[str, str]:
             )
         sizes.append(len(widths))
         if "micro_batch_size" in stage:
-            samples.add(_count(stage["micro_batch_size"], where, f"{name}.micro_batch_size"))
+            given = stage["micro_batch_size"]
+            samples.add(_fitting(given, _COUNT, where, f"{name}.micro_batch_size"))
     if len(samples) > 1:
         raise ConfigError(
             f"{where}: its stages have microbatches of {', '.join(map(str, sorted(samples)))}"
@@ -216,14 +230,15 @@ def _stages(content: Any, where: str) -> dict[str, str]:
 
 
 def _placement(content: Any, where: str) -> dict[str, str]:
-    if not isinstance(content, list) or not content:
-        raise _wrong(where, "placement", content, "a list of groups of equal nodes")
     words = []
-    for index, one in enumerate(content):
+    rule = "a list of groups of equal nodes"
+    for index, one in enumerate(_filled(content, where, "placement", rule)):
         name = f"placement[{index}]"
         group = _object(one, where, name, _PLACE_KEYS)
-        nodes = _count(group.get("nodes"), where, f"{name}.nodes")
-        processes = _count(group.get("processes_per_node"), where, f"{name}.processes_per_node")
+        nodes, processes = (
+            _fitting(group.get(key), _COUNT, where, f"{name}.{key}")
+            for key in ("nodes", "processes_per_node")
+        )
         kind = group.get("type", "")
         if not isinstance(kind, str) or (not kind and len(content) > 1):
             raise _wrong(where, f"{name}.type", kind, "the name of a node type")
@@ -246,9 +261,15 @@ def _object(content: Any, where: str, name: str, keys: tuple[str, ...]) -> Mappi
     return content
 
 
-def _count(value: Any, where: str, name: str, *, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _wrong(where, name, value, f"a whole number from {least} on")
+def _fitting(value: Any, rule: tuple[Callable[[Any], bool], str], where: str, name: str) -> Any:
+    if not rule[0](value):
+        raise _wrong(where, name, value, rule[1])
+    return value
+
+
+def _filled(value: Any, where: str, name: str, rule: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise _wrong(where, name, value, rule)
     return value
 
 

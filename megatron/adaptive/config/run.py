@@ -4,89 +4,50 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.adaptive.config.flags import flag
+from megatron.adaptive.config.flags import Count, Folder, Iterations, Natural, Samples, flag, switch
 
-__all__ = [
-    "CheckpointConfig",
-    "LoggingConfig",
-    "RunConfig",
-]
+__all__ = ["CheckpointConfig", "LoggingConfig", "RunConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Run."""
 
-    train_iters: int | None = flag(
-        "Iterations of the whole training; this or --train-samples.",
-        default=None,
-        minimum=1,
-        unit="ITERATIONS",
+    train_iters: Iterations | None = flag(
+        "Iterations of the whole training; this or --train-samples."
     )
-    train_samples: int | None = flag(
-        "Samples of the whole training; this or --train-iters.",
-        default=None,
-        minimum=1,
-        unit="SAMPLES",
+    train_samples: Samples | None = flag("Samples of the whole training; this or --train-iters.")
+    eval_interval: Iterations = flag("Iterations between two validations.", 1000)
+    eval_iters: Natural = flag(
+        "Batches of each validation and of the test; 0 for none.", 100, unit="ITERATIONS"
     )
-    eval_interval: int = flag(
-        "Iterations between two validations.", default=1000, minimum=1, unit="ITERATIONS"
+    skip_train: bool = switch("Only validate and test.")
+    exit_interval: Iterations | None = flag("Save and end at the next iteration that this divides.")
+    exit_duration_in_mins: Count | None = flag("Save and end after this time.", unit="MINUTES")
+    exit_signal_handler: bool = switch("No effect: the run always saves and ends on SIGTERM.")
+    seed: Count = flag("Seed of all random numbers.", 1234)
+    manual_gc: bool = switch("Collect Python's garbage only when told to.")
+    manual_gc_interval: Natural = flag(
+        "Iterations between collections with --manual-gc; 0 for none.", 0, unit="ITERATIONS"
     )
-    eval_iters: int = flag(
-        "Batches of each validation and of the test; 0 for none.",
-        default=100,
-        minimum=0,
-        unit="ITERATIONS",
-    )
-    skip_train: bool = flag("Only validate and test.", default=False)
-    exit_interval: int | None = flag(
-        "Save and end at the next iteration that this divides.",
-        default=None,
-        minimum=1,
-        unit="ITERATIONS",
-    )
-    exit_duration_in_mins: int | None = flag(
-        "Save and end after this time.", default=None, minimum=1, unit="MINUTES"
-    )
-    exit_signal_handler: bool = flag(
-        "No effect: the run always saves and ends on SIGTERM.", default=False
-    )
-    seed: int = flag("Seed of all random numbers.", default=1234, minimum=1)
-    manual_gc: bool = flag("Collect Python's garbage only when told to.", default=False)
-    manual_gc_interval: int = flag(
-        "Iterations between collections with --manual-gc; 0 for none.",
-        default=0,
-        minimum=0,
-        unit="ITERATIONS",
-    )
-    manual_gc_eval: bool = flag(
+    manual_gc_eval: bool = switch(
         "No effect: with --manual-gc nothing is collected around validation.",
-        names=("--no-manual-gc-eval",),
-        default=True,
+        off="--no-manual-gc-eval",
     )
-    profile: bool = flag("Profile some iterations.", default=False)
-    use_pytorch_profiler: bool = flag(
-        "Profile with PyTorch's profiler into TensorBoard instead of marking the range for nsys.",
-        default=False,
+    profile: bool = switch("Profile some iterations.")
+    use_pytorch_profiler: bool = switch(
+        "Profile with PyTorch's profiler into TensorBoard instead of marking the range for nsys."
     )
-    profile_step_start: int = flag(
-        "First iteration that is profiled.", default=10, minimum=0, unit="ITERATION"
-    )
-    profile_step_end: int = flag(
-        "Iteration at which profiling stops.", default=12, minimum=0, unit="ITERATION"
-    )
-    profile_ranks: tuple[int, ...] = flag(
-        "Ranks that are profiled.", default=(0,), minimum=0, unit="RANK"
-    )
+    profile_step_start: Natural = flag("First iteration that is profiled.", 10, unit="ITERATION")
+    profile_step_end: Natural = flag("Iteration at which profiling stops.", 12, unit="ITERATION")
+    profile_ranks: tuple[Natural, ...] = flag("Ranks that are profiled.", (0,), unit="RANK")
     profile_execution: bool = flag(
         "Profile with PyTorch's profiler into TensorBoard.",
-        default=False,
+        False,
         takes_value=True,
         unit="True|False",
     )
-    profile_name: str = flag(
-        "Name of the profile of --profile-execution.", default="profile", unit="NAME"
-    )
+    profile_name: str = flag("Name of the profile of --profile-execution.", "profile", unit="NAME")
 
 
 _ONLY_DIST = "checkpoints are written and read in torch_dist, which loads into any shape"
@@ -96,52 +57,36 @@ _ONLY_DIST = "checkpoints are written and read in torch_dist, which loads into a
 class CheckpointConfig:
     """Checkpoints."""
 
-    save: str | None = flag("Folder for checkpoints.", default=None, unit="DIR")
-    save_interval: int | None = flag(
+    save: Folder | None = flag("Folder for checkpoints.")
+    save_interval: Iterations | None = flag(
         "Iterations between checkpoints; needed with --save.",
         names=("--save-interval", "--persistent-save-interval"),
-        default=None,
-        minimum=1,
-        unit="ITERATIONS",
     )
-    async_save: bool = flag(
-        "Write checkpoints while training goes on, which waits only for a copy in host memory.",
-        default=False,
+    async_save: bool = switch(
+        "Write checkpoints while training goes on, which waits only for a copy in host memory."
     )
-    save_local: str | None = flag(
+    save_local: Folder | None = flag(
         "Folder on each node's own disk: checkpoints are written there while training goes on, and "
-        "copied to --save behind it.",
-        default=None,
-        unit="DIR",
+        "copied to --save behind it."
     )
-    keep_checkpoints: int | None = flag(
-        "Complete checkpoints to keep, the last ones; all by default.",
-        default=None,
-        minimum=1,
-        unit="N",
+    keep_checkpoints: Count | None = flag(
+        "Complete checkpoints to keep, the last ones; all by default.", unit="N"
     )
-    no_save_optim: bool = flag("Leave the optimizer out of checkpoints.", default=False)
-    no_save_rng: bool = flag("Leave random states out of checkpoints.", default=False)
-    load: str | None = flag("Folder of checkpoints to go on from.", default=None, unit="DIR")
-    ckpt_step: int | None = flag(
-        "Iteration to load.",
-        default=None,
-        minimum=0,
-        unit="ITERATION",
-        derived="the latest complete one",
+    no_save_optim: bool = switch("Leave the optimizer out of checkpoints.")
+    no_save_rng: bool = switch("Leave random states out of checkpoints.")
+    load: Folder | None = flag("Folder of checkpoints to go on from.")
+    ckpt_step: Natural | None = flag(
+        "Iteration to load.", unit="ITERATION", derived="the latest complete one"
     )
-    no_load_optim: bool = flag("Do not load the optimizer.", default=False)
-    no_load_rng: bool = flag("Do not load random states.", default=False)
-    finetune: bool = flag(
-        "Load weights only and start from iteration 0 with fresh data.", default=False
-    )
-    exit_on_missing_checkpoint: bool = flag(
-        "End the run if --load names a folder without checkpoint, instead of starting anew.",
-        default=False,
+    no_load_optim: bool = switch("Do not load the optimizer.")
+    no_load_rng: bool = switch("Do not load random states.")
+    finetune: bool = switch("Load weights only and start from iteration 0 with fresh data.")
+    exit_on_missing_checkpoint: bool = switch(
+        "End the run if --load names a folder without checkpoint, instead of starting anew."
     )
     ckpt_format: str = flag(
         "Format of checkpoints.",
-        default="torch_dist",
+        "torch_dist",
         choices=("torch_dist",),
         refused_choices={
             "torch": _ONLY_DIST,
@@ -150,19 +95,15 @@ class CheckpointConfig:
             "fsdp_dtensor": _ONLY_DIST,
         },
     )
-    ckpt_fully_parallel_save: bool = flag(
-        "Do not share the writing among data parallel ranks.",
-        names=("--no-ckpt-fully-parallel-save",),
-        default=True,
+    ckpt_fully_parallel_save: bool = switch(
+        "Do not share the writing among data parallel ranks.", off="--no-ckpt-fully-parallel-save"
     )
-    ckpt_fully_parallel_load: bool = flag(
-        "Share the reading among data parallel ranks.", default=False
+    ckpt_fully_parallel_load: bool = switch("Share the reading among data parallel ranks.")
+    ckpt_fully_parallel_save_deprecated: bool = switch(
+        "No effect: it is the default.", names=("--ckpt-fully-parallel-save",)
     )
-    ckpt_fully_parallel_save_deprecated: bool = flag(
-        "No effect: it is the default.", names=("--ckpt-fully-parallel-save",), default=False
-    )
-    use_dist_ckpt_deprecated: bool = flag(
-        "No effect: it is the default.", names=("--use-dist-ckpt",), default=False
+    use_dist_ckpt_deprecated: bool = switch(
+        "No effect: it is the default.", names=("--use-dist-ckpt",)
     )
 
     @property
@@ -175,64 +116,43 @@ class CheckpointConfig:
 class LoggingConfig:
     """Logging."""
 
-    log_interval: int = flag(
-        "Iterations between two lines of the log.", default=100, minimum=1, unit="ITERATIONS"
-    )
-    log_throughput: bool = flag("Add throughput to the log.", default=False)
-    log_params_norm: bool = flag("Add the norm of all parameters to the log.", default=False)
-    log_num_zeros_in_grad: bool = flag(
-        "Add the number of zeros in the gradient to the log.", default=False
-    )
+    log_interval: Iterations = flag("Iterations between two lines of the log.", 100)
+    log_throughput: bool = switch("Add throughput to the log.")
+    log_params_norm: bool = switch("Add the norm of all parameters to the log.")
+    log_num_zeros_in_grad: bool = switch("Add the number of zeros in the gradient to the log.")
     timing_log_level: int = flag(
         "Detail of the timers: 0 iterations, 1 parts of an iteration, 2 parts of a microbatch.",
-        default=0,
+        0,
         choices=(0, 1, 2),
     )
     timing_log_option: str = flag(
-        "Ranks whose timers are reported.", default="minmax", choices=("max", "minmax", "all")
+        "Ranks whose timers are reported.", "minmax", choices=("max", "minmax", "all")
     )
-    barrier_with_L1_time: bool = flag(  # noqa: N815 - Megatron-LM's name
-        "No barrier before timers of level 1.",
-        names=("--no-barrier-with-level-1-timing",),
-        default=True,
+    barrier_with_L1_time: bool = switch(  # noqa: N815 - Megatron-LM's name
+        "No barrier before timers of level 1.", off="--no-barrier-with-level-1-timing"
     )
-    logging_level: int | None = flag(
-        "Level of Python's logging, 10 being the most.", default=None, minimum=0
+    logging_level: Natural | None = flag("Level of Python's logging, 10 being the most.")
+    progress_dir: Folder | None = flag(
+        "Folder for progress.jsonl, which says how far the run is.", derived="--trace-dir"
     )
-    progress_dir: str | None = flag(
-        "Folder for progress.jsonl, which says how far the run is.",
-        default=None,
-        unit="DIR",
-        derived="--trace-dir",
+    tensorboard_dir: Folder | None = flag("Folder for TensorBoard.")
+    tensorboard_log_interval: Iterations = flag(
+        "Iterations between two points of TensorBoard's curves.", 1
     )
-    tensorboard_dir: str | None = flag("Folder for TensorBoard.", default=None, unit="DIR")
-    tensorboard_log_interval: int = flag(
-        "Iterations between two points of TensorBoard's curves.",
-        default=1,
-        minimum=1,
-        unit="ITERATIONS",
+    tensorboard_queue_size: Count = flag(
+        "Points that wait before TensorBoard writes them.", 1000, unit="POINTS"
     )
-    tensorboard_queue_size: int = flag(
-        "Points that wait before TensorBoard writes them.", default=1000, minimum=1, unit="POINTS"
-    )
-    log_timers_to_tensorboard: bool = flag("Write timers to TensorBoard.", default=False)
-    log_batch_size_to_tensorboard: bool = flag(
-        "Write the batch size to TensorBoard.", default=False
-    )
-    log_learning_rate_to_tensorboard: bool = flag(
+    log_timers_to_tensorboard: bool = switch("Write timers to TensorBoard.")
+    log_batch_size_to_tensorboard: bool = switch("Write the batch size to TensorBoard.")
+    log_learning_rate_to_tensorboard: bool = switch(
         "Keep the learning rate out of TensorBoard.",
-        names=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
-        default=True,
+        off=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
     )
-    log_loss_scale_to_tensorboard: bool = flag(
-        "Keep the loss scale out of TensorBoard.",
-        names=("--no-log-loss-scale-to-tensorboard",),
-        default=True,
+    log_loss_scale_to_tensorboard: bool = switch(
+        "Keep the loss scale out of TensorBoard.", off="--no-log-loss-scale-to-tensorboard"
     )
-    log_validation_ppl_to_tensorboard: bool = flag(
-        "Write the perplexity of validation to TensorBoard.", default=False
+    log_validation_ppl_to_tensorboard: bool = switch(
+        "Write the perplexity of validation to TensorBoard."
     )
-    log_memory_to_tensorboard: bool = flag("Write memory use to TensorBoard.", default=False)
-    log_world_size_to_tensorboard: bool = flag(
-        "Write the world size to TensorBoard.", default=False
-    )
+    log_memory_to_tensorboard: bool = switch("Write memory use to TensorBoard.")
+    log_world_size_to_tensorboard: bool = switch("Write the world size to TensorBoard.")

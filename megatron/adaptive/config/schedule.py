@@ -5,9 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron.adaptive.config.flags import flag
+from megatron.adaptive.config.flags import (
+    Count,
+    File,
+    Folder,
+    Iterations,
+    Limits,
+    Natural,
+    Positive,
+    flag,
+)
 
 __all__ = [
     "KEEPING_ALL",
@@ -122,36 +131,25 @@ class ScheduleConfig:
         "Order of work: megatron-core's own code (megatron), a fixed order on our engine, or a "
         "choice made at run time from what has arrived (adaptive, hinted, dfc, bfc; auto takes "
         "the best after a few steps).",
-        default="adaptive",
+        "adaptive",
         choices=("megatron", *sorted(_FIXED), *RULES),
     )
-    schedule_file: str | None = flag(
-        "The order of --pipeline-schedule file: JSON, or the CSV of torch.distributed.pipelining.",
-        default=None,
-        unit="FILE",
+    schedule_file: File | None = flag(
+        "The order of --pipeline-schedule file: JSON, or the CSV of torch.distributed.pipelining."
     )
     split_backward: bool | None = flag(
         "Compute weight gradients as work of their own (True), which fills waits, or within the "
         "backward (False).",
-        default=None,
         takes_value=True,
         derived="True where the model's layers allow it and the schedule gains from it",
     )
-    weight_pieces: int = flag(
-        "Parts into which a run-time choice may cut each weight gradient.",
-        default=4,
-        minimum=1,
-        unit="PIECES",
+    weight_pieces: Count = flag(
+        "Parts into which a run-time choice may cut each weight gradient.", 4, unit="PIECES"
     )
-    record_schedule: str | None = flag(
-        "Write the order of every training step to this file.", default=None, unit="FILE"
-    )
-    replay_schedule: str | None = flag(
-        "Follow the orders that --record-schedule wrote.", default=None, unit="FILE"
-    )
+    record_schedule: File | None = flag("Write the order of every training step to this file.")
+    replay_schedule: File | None = flag("Follow the orders that --record-schedule wrote.")
     partition: tuple[int, ...] | None = flag(
         "Layers of each stage in pipeline order, joined by '-'; 0 is allowed.",
-        default=None,
         convert=parse_partition,
         unit="0-11-8-8",
         derived="the same number for each stage",
@@ -159,62 +157,44 @@ class ScheduleConfig:
     pipeline_placement: str | None = flag(
         "How stages lie over the ranks when each holds several: every round from the first rank "
         "to the last, or there and back.",
-        default=None,
         choices=("loop", "v"),
         derived="v for adaptive, auto and hinted with two chunks, zb-v and v-half; else loop",
     )
     repartition: str = flag(
         "Give layers of a slow rank to others between two steps, with their optimizer state, where "
         "measured times say that it pays.",
-        default="off",
+        "off",
         choices=("off", "auto"),
     )
-    repartition_interval: int = flag(
+    repartition_interval: Annotated[int, Limits(minimum=4)] = flag(
         "With --repartition auto: iterations between two looks, and so least between two moves.",
-        default=50,
-        minimum=4,
+        50,
         unit="ITERATIONS",
     )
-    repartition_gain: float = flag(
-        "With --repartition auto: least share of a step that a move must save.",
-        default=0.05,
-        above=0,
-        below=1,
-        unit="SHARE",
+    repartition_gain: Annotated[float, Limits(above=0, below=1)] = flag(
+        "With --repartition auto: least share of a step that a move must save.", 0.05, unit="SHARE"
     )
-    activation_cap: float | None = flag(
+    activation_cap: Annotated[float, Limits(minimum=1)] | None = flag(
         "Most activations that a rank keeps, counted in microbatches over all its chunks; only "
         "where the order is chosen at run time.",
-        default=None,
-        minimum=1,
         unit="MICROBATCHES",
         derived="chosen from the pipeline's shape",
     )
-    pipeline_timeout_s: float = flag(
+    pipeline_timeout_s: Positive = flag(
         "Time limit of every wait for a message of the pipeline.",
-        default=600.0,
-        above=0,
+        600.0,
         unit="SECONDS",
         derived="--distributed-timeout-minutes",
     )
-    trace_dir: str | None = flag(
-        "Folder for traces; none are written without it.", default=None, unit="DIR"
+    trace_dir: Folder | None = flag("Folder for traces; none are written without it.")
+    trace_interval: Iterations = flag("Trace one iteration in this many.", 1)
+    trace_iterations: Iterations | None = flag(
+        "Stop after this many traced iterations.", derived="no limit"
     )
-    trace_interval: int = flag(
-        "Trace one iteration in this many.", default=1, minimum=1, unit="ITERATIONS"
-    )
-    trace_iterations: int | None = flag(
-        "Stop after this many traced iterations.",
-        default=None,
-        minimum=1,
-        unit="ITERATIONS",
-        derived="no limit",
-    )
-    diagnose_interval: int = flag(
+    diagnose_interval: Natural = flag(
         "With --trace-dir: look every so many iterations for what slows the run, and report it "
         "once; 0 for never.",
-        default=100,
-        minimum=0,
+        100,
         unit="ITERATIONS",
     )
 

@@ -6,9 +6,6 @@ Pure functions of the consumed samples, so that a resumed run goes on where it s
 from __future__ import annotations
 
 from megatron.adaptive.config.data import BatchConfig
-from megatron.adaptive.errors import ConfigError
-
-__all__ = ["BatchSizes"]
 
 
 class BatchSizes:
@@ -28,31 +25,14 @@ class BatchSizes:
     state.
 
     Args:
-        config: the batch settings.
+        config: the batch settings, whose sizes all suit the job (``config.check``).
         data_parallel_size: copies of the model that share each batch.
-
-    Raises:
-        ConfigError: a size on the way is not a multiple of micro batch x data parallel size, or
-            the ramp-up does not end at the global batch size.
     """
 
     def __init__(self, config: BatchConfig, data_parallel_size: int) -> None:
         self._config = config
         self._samples_per_microbatch = config.micro_batch_size * data_parallel_size
         self._sizes = config.batch_sizes()
-        if not self._sizes or self._sizes[-1] != config.global_batch_size:
-            raise ConfigError(
-                f"--rampup-batch-size {_words(config)} never reaches --global-batch-size "
-                f"{config.global_batch_size}: start below it, a whole number of increments away"
-            )
-        for size in self._sizes:
-            if size % self._samples_per_microbatch != 0:
-                raise ConfigError(
-                    f"global batch size {size} is not a multiple of --micro-batch-size "
-                    f"{config.micro_batch_size} x data parallel size {data_parallel_size} = "
-                    f"{self._samples_per_microbatch}: change --global-batch-size or "
-                    "--rampup-batch-size"
-                )
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Return the samples of the step that follows ``consumed_samples`` samples."""
@@ -87,7 +67,3 @@ class BatchSizes:
             consumed += size
             iterations += 1
         return iterations + max(train_samples - consumed, 0) // self._config.global_batch_size
-
-
-def _words(config: BatchConfig) -> str:
-    return " ".join(map(str, config.rampup_batch_size or ()))

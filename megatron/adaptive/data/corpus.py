@@ -32,8 +32,6 @@ from megatron.adaptive.data.preprocess import PreprocessSpec, Progress, preproce
 from megatron.adaptive.data.tokenizer import END_OF_DOCUMENT
 from megatron.adaptive.errors import ConfigError, DataError
 
-__all__ = ["Corpus", "CorpusSpec", "make_corpus", "source_files"]
-
 _FORMAT = 1
 _MANIFEST = "corpus.json"
 _FILES = (
@@ -116,8 +114,18 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         if value < 1:
             raise ConfigError(f"{flag} is {value}, but must be at least 1")
     folder = spec.output_dir.absolute()
-    if _is_whole(folder, spec):
-        return _corpus_in(folder, reused=True)
+    reused = _is_whole(folder, spec) or _make(folder, spec, progress)
+    return Corpus(
+        jsonl=folder / "corpus.jsonl",
+        vocab_file=folder / "vocab.json",
+        merge_file=folder / "merges.txt",
+        data_prefix=folder / "corpus_text_document",
+        reused=reused,
+    )
+
+
+def _make(folder: Path, spec: CorpusSpec, progress: Progress | None) -> bool:
+    """Make a corpus; return whether another process was faster."""
     _refuse_foreign(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +137,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         ) from None
     try:
         _fill(work, spec, progress)
-        reused = _publish(work, folder, spec)
+        return _publish(work, folder, spec)
     except OSError as error:
         raise DataError(
             f"{folder}: cannot be written ({error.strerror}); free space or choose another "
@@ -137,7 +145,6 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return _corpus_in(folder, reused=reused)
 
 
 def source_files(source_dir: Path) -> list[Path]:
@@ -219,16 +226,6 @@ def _train_vocabulary(folder: Path, texts: list[str], vocab_size: int) -> None:
     )
     model.train_from_iterator(texts, trainer)
     model.model.save(str(folder))
-
-
-def _corpus_in(folder: Path, *, reused: bool) -> Corpus:
-    return Corpus(
-        jsonl=folder / "corpus.jsonl",
-        vocab_file=folder / "vocab.json",
-        merge_file=folder / "merges.txt",
-        data_prefix=folder / "corpus_text_document",
-        reused=reused,
-    )
 
 
 def _is_whole(folder: Path, spec: CorpusSpec) -> bool:

@@ -39,8 +39,6 @@ from megatron.adaptive.data.indexed import INDEX_CACHE, check_indexed, check_voc
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
-__all__ = ["Blend", "Samples", "build_datasets", "parse_blend"]
-
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
 
@@ -91,7 +89,7 @@ def build_datasets(
         hidden).
 
     Raises:
-        ConfigError: the settings contradict each other.
+        ConfigError: a blend cannot be read, or --split leaves nothing for training.
         DataError: a file is missing or broken, does not fit the vocabulary, or is too small.
     """
     counts = (train_samples, valid_samples, test_samples)
@@ -145,25 +143,12 @@ def build_datasets(
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:
     """Return the blend of each split, and how megatron-core's settings name them."""
-    separate = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    given = [
-        flag
-        for flag, is_given in (
-            ("--data-path", data.data_path),
-            ("--train-data-path (or --valid-, --test-data-path)", data.has_path_per_split),
-            ("--mock-data", data.mock_data),
-        )
-        if is_given
-    ]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} given; give one of them")
     if data.mock_data:
         return [], {}
     if data.data_path is not None:
         blend = parse_blend(data.data_path)
         return [blend], {"blend": blend, "split": data.split}
-    if data.split is not None:
-        raise ConfigError(f"--split {data.split} goes with --data-path, not --train-data-path")
+    separate = (data.train_data_path, data.valid_data_path, data.test_data_path)
     blends = [
         None if paths is None else parse_blend(paths, f"--{name}-data-path")
         for name, paths in zip(_SPLIT_NAMES, separate, strict=True)
@@ -190,9 +175,8 @@ def _check(
     """
     if not blends:
         return
-    if counts[0] and (blends[0] is None or (edges is not None and edges[0] is None)):
-        given = "no --train-data-path" if edges is None else f"--split {data.split}"
-        raise ConfigError(f"{given}: leaves no data for training; give it a share")
+    if counts[0] and edges is not None and edges[0] is None:
+        raise ConfigError(f"--split {data.split}: leaves no data for training; give it a share")
     infos = {}
     for prefix in dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0]):
         infos[prefix] = check_indexed(prefix)

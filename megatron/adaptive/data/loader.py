@@ -25,8 +25,6 @@ from torch.utils.data import DataLoader
 
 from megatron.adaptive.errors import DataError
 
-__all__ = ["Microbatch", "MicrobatchLoader", "OnRead", "StepMicrobatches"]
-
 Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
 OnRead = Callable[[int, int, int], None]

@@ -14,6 +14,7 @@ them, and work while the parent imports.
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -25,10 +26,10 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,7 @@ import numpy.typing as npt
 from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
-__all__ = ["PreprocessSpec", "PreprocessSummary", "expand_inputs", "preprocess"]
-
 _BATCH_BYTES = 1 << 20
-_BATCH_LINES = 1024
 _BATCHES_PER_WORKER = 3
 
 Progress = Callable[[int, int], None]
@@ -106,24 +104,17 @@ class PreprocessSummary:
     elapsed_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Raw lines of one file; blank ones keep their place so that line numbers hold."""
-
-    path: str
-    first_line: int
-    lines: list[bytes]
-    num_bytes: int
+_Batch = tuple[Path, int, list[bytes]]
+"""A file, the number of a line there, and raw lines from that on, blank ones too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """Tokens of one batch: per key one flat array and the length of each document in it."""
+    """Tokens of one batch: per key one flat array and the lengths of the documents in it."""
 
     ids: list[npt.NDArray[np.int32]]
     lengths: list[list[int]]
     num_documents: int
-    num_empty: int
     num_bytes: int
 
 
@@ -168,9 +159,9 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
     _check(spec)
     start_s = time.monotonic()
     tokenizer = spec.build_tokenizer()
-    num_documents = num_empty = num_tokens = input_bytes = 0
+    num_documents = input_bytes = 0
     with ExitStack() as stack:
-        results = stack.enter_context(_encoded_batches(spec))
+        results = stack.enter_context(closing(_encoded_batches(spec)))
         outputs = [
             stack.enter_context(_Output(spec.prefix_of(key), tokenizer.vocab_size))
             for key in spec.json_keys
@@ -179,8 +170,6 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
             for output, ids, lengths in zip(outputs, batch.ids, batch.lengths, strict=True):
                 output.add(ids, lengths)
             num_documents += batch.num_documents
-            num_empty += batch.num_empty
-            num_tokens += sum(len(ids) for ids in batch.ids)
             input_bytes += batch.num_bytes
             if progress is not None:
                 progress(num_documents, input_bytes)
@@ -197,8 +186,8 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
     return PreprocessSummary(
         prefixes=tuple(output.prefix for output in outputs),
         num_documents=num_documents,
-        num_empty=num_empty,
-        num_tokens=num_tokens,
+        num_empty=sum(num_documents - output.num_documents for output in outputs),
+        num_tokens=sum(output.num_tokens for output in outputs),
         input_bytes=input_bytes,
         elapsed_s=time.monotonic() - start_s,
     )
@@ -224,23 +213,12 @@ def _batches(inputs: Iterable[Path]) -> Iterator[_Batch]:
     for path in inputs:
         try:
             with path.open("rb") as stream:
-                yield from _batches_of(str(path), stream)
+                first_line = 1
+                while lines := stream.readlines(_BATCH_BYTES):
+                    yield path, first_line, lines
+                    first_line += len(lines)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _batches_of(path: str, stream: Iterable[bytes]) -> Iterator[_Batch]:
-    lines: list[bytes] = []
-    first_line, num_bytes = 1, 0
-    for line in stream:
-        lines.append(line)
-        num_bytes += len(line)
-        if num_bytes >= _BATCH_BYTES or len(lines) >= _BATCH_LINES:
-            yield _Batch(path, first_line, lines, num_bytes)
-            first_line += len(lines)
-            lines, num_bytes = [], 0
-    if lines:
-        yield _Batch(path, first_line, lines, num_bytes)
 
 
 # Tokenizing
@@ -257,21 +235,18 @@ class _Encoder:
         self._append_eod = spec.append_eod
 
     def __call__(self, batch: _Batch) -> _Encoded:
-        texts: list[list[str]] = [[] for _ in self._keys]
-        places: list[str] = []
-        for number, line in enumerate(batch.lines, start=batch.first_line):
-            if line.isspace():
-                continue
-            places.append(f"{batch.path}:{number}")
-            for column, value in zip(texts, self._parse(line, places[-1]), strict=True):
-                column.append(value)
-        ids, lengths, num_empty = [], [], 0
-        for column in texts:
-            flat, column_lengths = self._flatten(self._tokenize(column, places))
-            num_empty += len(column) - len(column_lengths)
-            ids.append(flat)
-            lengths.append(column_lengths)
-        return _Encoded(ids, lengths, len(places), num_empty, batch.num_bytes)
+        path, first_line, lines = batch
+        numbered = enumerate(lines, start=first_line)
+        documents = {f"{path}:{at}": line for at, line in numbered if not line.isspace()}
+        rows = [self._parse(line, where) for where, line in documents.items()]
+        ids, lengths = [], []
+        for column in zip(*rows, strict=True) if rows else [()] * len(self._keys):
+            tokens = [row for row in self._tokenize(column, list(documents)) if row]
+            if self._append_eod:
+                tokens = [[*row, self._tokenizer.eod] for row in tokens]
+            ids.append(np.fromiter(itertools.chain.from_iterable(tokens), dtype=np.int32))
+            lengths.append([len(row) for row in tokens])
+        return _Encoded(ids, lengths, len(rows), sum(map(len, lines)))
 
     def _parse(self, line: bytes, where: str) -> list[str]:
         try:
@@ -284,7 +259,6 @@ class _Encoder:
             raise DataError(
                 f"{where}: is a JSON {type(document).__name__}; each line must be one JSON object"
             )
-        values = []
         for key in self._keys:
             if key not in document:
                 raise DataError(
@@ -295,10 +269,9 @@ class _Encoder:
                 raise DataError(
                     f"{where}: the value of {key!r} is a {type(document[key]).__name__}, not text"
                 )
-            values.append(document[key])
-        return values
+        return [document[key] for key in self._keys]
 
-    def _tokenize(self, texts: list[str], places: list[str]) -> list[list[int]]:
+    def _tokenize(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
         try:
             return self._tokenizer.tokenize_batch(texts)
         except DataError:
@@ -309,18 +282,6 @@ class _Encoder:
                 except DataError as error:
                     raise DataError(f"{where}: {error}") from None
             raise
-
-    def _flatten(self, rows: list[list[int]]) -> tuple[npt.NDArray[np.int32], list[int]]:
-        flat: list[int] = []
-        lengths = []
-        for row in rows:
-            if not row:
-                continue
-            flat.extend(row)
-            if self._append_eod:
-                flat.append(self._tokenizer.eod)
-            lengths.append(len(row) + self._append_eod)
-        return np.array(flat, dtype=np.int32), lengths
 
 
 _worker_encoder: list[_Encoder] = []
@@ -345,11 +306,10 @@ def _encode_in_worker(batch: _Batch) -> _Encoded:
     return _worker_encoder[0](batch)
 
 
-@contextmanager
-def _encoded_batches(spec: PreprocessSpec) -> Iterator[Iterator[_Encoded]]:
-    """Yield an iterator over tokenized batches in input order; stop the workers at the end."""
+def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
+    """Yield tokenized batches in input order; stop the workers when closed."""
     if spec.workers == 1:
-        yield map(_Encoder(spec), _batches(spec.inputs))
+        yield from map(_Encoder(spec), _batches(spec.inputs))
         return
     pool = ProcessPoolExecutor(
         max_workers=spec.workers,
@@ -358,20 +318,11 @@ def _encoded_batches(spec: PreprocessSpec) -> Iterator[Iterator[_Encoded]]:
         initializer=_start_worker,
         initargs=(spec,),
     )
-    try:
-        yield _through_pool(pool, _batches(spec.inputs), _BATCHES_PER_WORKER * spec.workers)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _through_pool(
-    pool: ProcessPoolExecutor, batches: Iterable[_Batch], window: int
-) -> Iterator[_Encoded]:
     pending: deque[Future[_Encoded]] = deque()
     try:
-        for batch in batches:
+        for batch in _batches(spec.inputs):
             pending.append(pool.submit(_encode_in_worker, batch))
-            if len(pending) >= window:
+            if len(pending) >= _BATCHES_PER_WORKER * spec.workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -380,6 +331,8 @@ def _through_pool(
             "a worker process ended unexpectedly (killed, or out of memory); "
             "start again with fewer --workers"
         ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 # Writing
@@ -390,7 +343,7 @@ class _Output:
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
         self.prefix = prefix
-        self.num_documents = 0
+        self.num_documents = self.num_tokens = 0
         self._vocab_size = vocab_size
         path = Path(prefix)
         self._temporary = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
@@ -421,6 +374,7 @@ class _Output:
                 self._builder.add_document(ids[end : end + length], [length])
                 end += length
         self.num_documents += len(lengths)
+        self.num_tokens += len(ids)
 
     def finish(self) -> None:
         """Write the index and flush the tokens, still under temporary names."""

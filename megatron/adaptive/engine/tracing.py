@@ -19,19 +19,15 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import Variable
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
-from megatron.adaptive.trace.clock_sync import ClockSync
 from megatron.adaptive.trace.event import KINDS, Row
 from megatron.adaptive.trace.recorder import Recorder
-
-__all__ = ["OutsideTrace", "Tracing"]
-
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -57,7 +53,7 @@ class Tracing:
         self,
         recorder: Recorder | None = None,
         clock: CpuClock | CudaClock | None = None,
-        sync: ClockSync | None = None,
+        sync: ExitStack | None = None,
     ) -> None:
         self.recorder = recorder
         self._clock: Any = clock or CpuClock()

@@ -58,7 +58,6 @@ __all__ = [
     "PlacedLayout",
     "embedding_ranks",
     "finalize_gradients",
-    "finalize_unequal_gradients",
     "local_copies",
     "placement_of",
     "set_up_unequal_mesh",
@@ -188,12 +187,14 @@ def finalize_gradients(
     num_tokens: torch.Tensor | None = None,
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
+    *,
+    widths: Widths | None = None,
 ) -> None:
     """Do what megatron-core's ``finalize_model_grads`` does, for every placement.
 
-    The data-parallel reduction is over when the two gradients are added. With the distributed
-    optimizer a rank's share of them is valid, and is the same share in both: megatron-core puts
-    each copy in a bucket of its own.
+    The data-parallel reduction is over when the two gradients of a tied embedding are added. With
+    the distributed optimizer a rank's share of them is valid, and is the same share in both:
+    megatron-core puts each copy in a bucket of its own.
 
     Args:
         chunks: this rank's model chunks, wrapped for data parallelism.
@@ -201,16 +202,25 @@ def finalize_gradients(
             need not hold the last stage.
         pg_collection: process groups, by default megatron-core's global ones.
         force_all_reduce: as in megatron-core.
+        widths: of the stages where they are unequal.
     """
     assert num_tokens is None
     finalize_model_grads(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
     )
-    copies = local_copies(chunks)
-    if copies is not None:
-        embedding, output = (weight.main_grad for weight in copies)
-        embedding.add_(output)
-        output.copy_(embedding)
+    if widths is None:
+        copies = local_copies(chunks)
+        if copies is not None:
+            embedding, output = (weight.main_grad for weight in copies)
+            embedding.add_(output)
+            output.copy_(embedding)
+        return
+    weight = _tied_weight(chunks)
+    if weight is not None:
+        gradient: torch.Tensor = weight.main_grad
+        if widths.place_of(dist.get_rank())[1]:
+            gradient.zero_()
+        dist.all_reduce(gradient, group=_ends_group)
 
 
 _REPLICA_GROUPS = (
@@ -229,12 +239,7 @@ _ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
-    """Make megatron-core's process groups for stages of unequal widths. Collective over all ranks.
-
-    Args:
-        widths: of the stages.
-        timeout_minutes: limit of a collective.
-    """
+    """Make megatron-core's groups for stages of unequal widths. Collective over all ranks."""
     # One stage over all ranks, whose groups are then replaced.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()
@@ -295,26 +300,6 @@ def sum_gradients(chunks: Sequence[torch.nn.Module]) -> None:
             buffer.gradient_scaling_factor = 1.0
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = 1.0
-
-
-def finalize_unequal_gradients(
-    widths: Widths,
-    chunks: Sequence[torch.nn.Module],
-    num_tokens: torch.Tensor | None = None,
-    pg_collection: Any = None,
-    force_all_reduce: bool | None = False,
-) -> None:
-    """Do what :func:`finalize_gradients` does where stages, of the given widths, are unequal."""
-    assert num_tokens is None
-    finalize_model_grads(
-        list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
-    )
-    weight = _tied_weight(chunks)
-    if weight is not None:
-        gradient: torch.Tensor = weight.main_grad
-        if widths.place_of(dist.get_rank())[1]:
-            gradient.zero_()
-        dist.all_reduce(gradient, group=_ends_group)
 
 
 def _end_ranks(widths: Widths) -> list[int]:

@@ -38,7 +38,6 @@ from megatron.adaptive.gpt.model import (
 )
 from megatron.adaptive.gpt.placement import (
     finalize_gradients,
-    finalize_unequal_gradients,
     placement_of,
     widths_of,
 )
@@ -189,10 +188,9 @@ def build_run(job: TrainingJob) -> Run:
     connect_chunks(config, core, chunks, optimizer)
     tracing = open_run_trace(job, placement, rows)
     widths = widths_of(config)
-    finalize: Callable[..., None] = finalize_gradients
-    if widths is not None:
-        finalize = partial(finalize_unequal_gradients, widths)
-    core.finalize_model_grads_func = tracing.around("reduce", finalize)
+    core.finalize_model_grads_func = tracing.around(
+        "reduce", partial(finalize_gradients, widths=widths)
+    )
     replay = wiring = None
     forward_backward: Callable[..., list[Any]]
     if config.schedule.pipeline_schedule == "megatron":

@@ -15,7 +15,9 @@ makes it itself, of the inputs that it is given anyway.
 
 from __future__ import annotations
 
+import functools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -205,17 +207,14 @@ class _Slicer:
     def __init__(self, tape: Tape, partition: Sequence[int]) -> None:
         self._tape = tape
         ends = list(accumulate(partition))
-        self._stage_of = [
-            next(stage for stage, end in enumerate(ends) if segment < end)
-            for segment in range(tape.num_segments)
-        ]
+        self._stage_of = [bisect_right(ends, segment) for segment in range(tape.num_segments)]
         self._plans = [StagePlan() for _ in partition]
         self._calls = _needed(tape)
         self._changed = {
             tape.values[old].storage for number in self._calls
             for old, _ in tape.calls[number].changes
         }  # fmt: skip
-        self._closures: dict[int, frozenset[int] | None] = {}
+        self._closure = functools.cache(self._find_closure)
         self._last_use: dict[int, int] = {}
 
     def run(self) -> list[StagePlan]:
@@ -258,13 +257,8 @@ class _Slicer:
         self._last_use[number] = max(stage, self._last_use.get(number, 0))
         return set()
 
-    def _closure(self, number: int) -> frozenset[int] | None:
-        """Calls that make a value of inputs and buffers, ``None`` where it has to be sent."""
-        if number not in self._closures:
-            self._closures[number] = self._find_closure(number)
-        return self._closures[number]
-
     def _find_closure(self, number: int) -> frozenset[int] | None:
+        """Calls that make a value of inputs and buffers, ``None`` where it has to be sent."""
         value = self._tape.values[number]
         if value.requires_grad or value.source == "parameter" or value.storage in self._changed:
             return None
@@ -374,11 +368,6 @@ def keep_only(
 
     Parameters stay the same objects. What goes is replaced by a tensor on the ``meta`` device: its
     shape stays known, its memory is free.
-
-    Args:
-        model: the whole model.
-        names: first names of the parameters and buffers to keep.
-        device: the rank's.
 
     Returns:
         What was kept, by name.

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ _accelerator.quiet_libraries()
 
 from megatron.adaptive.engine.job import Job  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
-from megatron.adaptive.modules.batch import BatchShape, stretched  # noqa: E402
+from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched  # noqa: E402
 from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
 from megatron.adaptive.modules.mesh import join_job  # noqa: E402
 from megatron.adaptive.modules.recording import (  # noqa: E402
@@ -62,6 +62,7 @@ __all__ = ["DeviceSamples", "ModuleProfile", "Profiler"]
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Profiler:
     """Measures a model's pieces between cut points, links and all-reduces.
 
@@ -90,61 +91,52 @@ class Profiler:
         ConfigError: a setting, the batch or the model breaks a rule; named.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        sample_batch: Mapping[str, torch.Tensor],
-        *,
-        loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        shared_weights: Sequence[Sequence[str]] = (),
-        mixed_precision: Literal["bf16", "fp16"] | None = None,
-        slicing: Slicing = "auto",
-        micro_batch_sizes: Sequence[int] | None = None,
-        split_backward: bool = True,
-        optimizer: MakeOptimizer | None = None,
-        repeats: int = 3,
-        links: bool = True,
-        memory_limit_bytes: float | None = None,
-        time_limit_s: float = 60.0,
-        name: str | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self._most = BatchShape(sample_batch, 1).samples
-        check_groups(model, shared_weights)
-        gone = next((name for name, one in model.named_parameters() if one.is_meta), None)
+    model: torch.nn.Module
+    sample_batch: Mapping[str, torch.Tensor]
+    _: KW_ONLY
+    loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    arguments: Mapping[str, Any] | None = None
+    shared_weights: Sequence[Sequence[str]] = ()
+    mixed_precision: Literal["bf16", "fp16"] | None = None
+    slicing: Slicing = "auto"
+    micro_batch_sizes: Sequence[int] | None = None
+    split_backward: bool = True
+    optimizer: MakeOptimizer | None = None
+    repeats: int = 3
+    links: bool = True
+    memory_limit_bytes: float | None = None
+    time_limit_s: float = 60.0
+    name: str | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        BatchShape(self.sample_batch, 1)
+        check_groups(self.model, self.shared_weights)
+        gone = next((name for name, one in self.model.named_parameters() if one.is_meta), None)
         if gone is not None:
             raise ConfigError(
                 f"parameter {gone} is on the meta device, where a Pipeline puts those of other "
                 "stages: profile the model before, or build another"
             )
-        for size in micro_batch_sizes or ():
-            if type(size) is not int or size < 1:
-                raise ConfigError(
-                    f"micro_batch_sizes {list(micro_batch_sizes or ())}: give whole numbers of "
-                    "samples from 1 on"
-                )
-        if type(repeats) is not int or repeats < 1:
-            raise ConfigError(f"repeats {repeats!r}: give a whole number from 1 on")
-        limits = {"time_limit_s": time_limit_s, "memory_limit_bytes": memory_limit_bytes}
-        for limit, value in limits.items():
+        sizes = list(self.micro_batch_sizes or ())
+        if any(type(size) is not int or size < 1 for size in sizes):
+            raise ConfigError(f"micro_batch_sizes {sizes}: give whole numbers of samples from 1 on")
+        if type(self.repeats) is not int or self.repeats < 1:
+            raise ConfigError(f"repeats {self.repeats!r}: give a whole number from 1 on")
+        for limit in ("time_limit_s", "memory_limit_bytes"):
+            value = getattr(self, limit)
             if value is not None and not value > 0:
                 raise ConfigError(f"{limit} {value!r}: give a number above 0")
-        self._forward = Forward(
-            model=model, loss=loss, arguments=arguments, mixed_precision=mixed_precision
+        assert self._forward  # whose settings are checked before anything is measured
+
+    @cached_property
+    def _forward(self) -> Forward:
+        return Forward(
+            model=self.model,
+            loss=self.loss,
+            arguments=self.arguments,
+            mixed_precision=self.mixed_precision,
         )
-        self._sample = sample_batch
-        self._shared_weights = shared_weights
-        self._slicing = slicing
-        self._sizes = sorted(set(micro_batch_sizes or ()))
-        self._split = split_backward
-        self._optimizer = optimizer
-        self._repeats = repeats
-        self._links = links
-        self._memory_limit_bytes = memory_limit_bytes
-        self._time_limit_s = time_limit_s
-        self._name = type(model).__name__ if name is None else name
-        self._timeout_s = timeout_s
 
     def run(self) -> ModuleProfile:
         """Measures. Collective over all processes of the job; returns the same on all of them.
@@ -155,7 +147,7 @@ class Profiler:
             ConfigError: the model breaks a rule.
             DeviceMemoryError: no microbatch fits.
         """
-        job = join_job(self._timeout_s)
+        job = join_job(self.timeout_s)
         try:
             return self.measure(job)
         finally:
@@ -169,7 +161,9 @@ class Profiler:
             most: samples of the largest microbatch, where sizes are doubled; the sample's where
                 ``None``.
         """
-        begin_s, most = time.monotonic(), self._most if most is None else most
+        begin_s = time.monotonic()
+        if most is None:
+            most = samples_in(self.sample_batch, "sample_batch")
         nodes = job.gather(self._about(job))
         kinds = [one["facts"]["gpu"] for one in nodes]
         mine: Any = None
@@ -183,13 +177,13 @@ class Profiler:
         names = _node_names(nodes)
         links: list[dict[str, Any]] = []
         reductions: list[dict[str, Any]] = []
-        if self._links and dist.get_world_size() > 1:
+        if self.links and dist.get_world_size() > 1:
             rows = [row for part in parts for row in part.samples]
             links = measure_links(job, names, most_bytes=max(row.output_bytes for row in rows))
             numbers = sum(row.parameters for row in rows if row.micro_batch == rows[0].micro_batch)
             reductions = measure_reductions(job, names, _widths(nodes), most_bytes=4 * numbers)
         profile = ModuleProfile(
-            name=self._name,
+            name=type(self.model).__name__ if self.name is None else self.name,
             parts=tuple(parts),
             nodes=tuple(nodes),
             names=tuple(names),
@@ -198,14 +192,20 @@ class Profiler:
             seconds=time.monotonic() - begin_s,
         )
         if job.rank == 0:
-            print(f"profile: {profile.summary}", flush=True)
+            sizes = ", ".join(map(str, profile.micro_batch_sizes))
+            print(
+                f"profile: {len(profile.cut_points) + 1} segments of {profile.name} with "
+                f"microbatches of {sizes} sample{'' if sizes == '1' else 's'} measured in "
+                f"{profile.seconds:.1f} s",
+                flush=True,
+            )
         return profile
 
     def _about(self, job: Job) -> dict[str, Any]:
         """Returns what this process knows of itself and its node."""
         machine = job.places[job.rank]["machine"]
         processes = sum(place["machine"] == machine for place in job.places)
-        limit = self._memory_limit_bytes
+        limit = self.memory_limit_bytes
         if limit is None:
             limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
             if job.accelerator.is_cuda:  # its tensors are gone when the planned run starts
@@ -219,7 +219,7 @@ class Profiler:
 
     def _part(self, job: Job, limit_bytes: float, most: int) -> DeviceSamples | AdaptiveError:
         """Measures the pieces, on one rank of a kind of device; errors go to all ranks."""
-        device, model = job.accelerator.device, self._forward.model
+        device, model = job.accelerator.device, self.model
         samples: list[SegmentSample] = []
         tape: Tape | None = None
         try:
@@ -228,7 +228,7 @@ class Profiler:
                 samples += rows
             if tape is None:
                 return DeviceMemoryError(
-                    f"profile: no microbatch of {self._sizes[0] if self._sizes else 1} samples "
+                    f"profile: no microbatch of {min(self.micro_batch_sizes or (1,))} samples "
                     f"fits into {limit_bytes / 1e9:.3g} GB: mark more cut points, so that pieces "
                     "get smaller"
                 )
@@ -243,7 +243,7 @@ class Profiler:
                 tied_parameters=tied[0],
                 tied_segments=tied[1],
                 element_bytes=max(sizes, key=sizes.__getitem__, default=4),
-                optimizer_s=optimizer_seconds(model, device, self._optimizer),
+                optimizer_s=optimizer_seconds(model, device, self.optimizer),
                 is_random=tape.is_random,
             )
         except AdaptiveError as error:
@@ -265,21 +265,22 @@ class Profiler:
         host = forward.device.type == "cpu"
         needed = recorded = 0.0  # bytes for each sample
         doubled = [2**power for power in range(most.bit_length())]
-        for size in self._sizes or doubled:
-            if not self._sizes and time.monotonic() - begin_s > self._time_limit_s:
+        given = sorted(set(self.micro_batch_sizes or ()))
+        for size in given or doubled:
+            if not given and time.monotonic() - begin_s > self.time_limit_s:
                 return
             room = available_host_bytes() if host else limit_bytes
             if needed * size > limit_bytes or recorded * size > room:
                 return
             batch = {
                 name: one[:size].to(forward.device, copy=True)  # what is kept of it has its size
-                for name, one in stretched(self._sample, size).items()
+                for name, one in stretched(self.sample_batch, size).items()
             }
             try:
-                tape = Forwards.of(forward, batch, self._slicing).training
-                check_shared(tape, self._shared_weights)
+                tape = Forwards.of(forward, batch, self.slicing).training
+                check_shared(tape, self.shared_weights)
                 rows = measure_segments(
-                    forward, tape, batch, device, split=self._split, repeats=self._repeats
+                    forward, tape, batch, device, split=self.split_backward, repeats=self.repeats
                 )
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
@@ -351,15 +352,6 @@ class ModuleProfile:
         """Sizes that were measured on all kinds of devices, ascending."""
         sizes = [{one.micro_batch for one in part.samples} for part in self.parts]
         return tuple(sorted(set.intersection(*sizes)))
-
-    @property
-    def summary(self) -> str:
-        """Summarizes the profile in one line."""
-        sizes = ", ".join(map(str, self.micro_batch_sizes))
-        return (
-            f"{len(self.cut_points) + 1} segments of {self.name} with microbatches of {sizes} "
-            f"sample{'' if sizes == '1' else 's'} measured in {self.seconds:.1f} s"
-        )
 
     def weights(self, micro_batch: int) -> tuple[float, ...]:
         """Returns seconds of forward and backward of each piece on rank 0's device."""

@@ -21,12 +21,12 @@ from megatron.adaptive.gpt.setup import Run, payload_shape
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
 from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
-from megatron.adaptive.schedule.auto import ScheduleChoice, choose
+from megatron.adaptive.schedule.auto import choose
 from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
 
-__all__ = ["Decision", "Tuner", "decide", "memory_of", "use"]
+__all__ = ["Decision", "Tuner", "memory_of", "use"]
 
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
@@ -49,11 +49,7 @@ class Decision:
 
 
 class Tuner:
-    """Measures the first steps of a run and makes the choice; every rank has one.
-
-    Args:
-        run: the built run.
-    """
+    """Measures the first steps of a run and makes the choice; every rank has one."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -64,10 +60,6 @@ class Tuner:
         """Adds a training step; after the last measured one, decides. Collective then.
 
         What needs no move is in use when this returns.
-
-        Args:
-            times: of the step.
-            num_microbatches: of the step.
 
         Returns:
             The decision, on all ranks, after that step; ``None`` after others.
@@ -105,7 +97,10 @@ class Tuner:
             )
         except ScheduleError as error:
             return Decision(text=f"auto keeps adaptive: {error}")
-        return decide(choice, run.placement)
+        if choice.best.placement.kind == run.placement.kind:
+            return Decision(text=choice.reason, stay=choice.best)
+        stay = None if choice.stay is None else choice.stay.best
+        return Decision(text=choice.reason, stay=stay, move=choice.best)
 
     def _limits(self, samples: list[Sample]) -> dict[PlacementKind, float]:
         """Returns the activations that memory allows, by the ways in which stages may lie."""
@@ -163,19 +158,6 @@ def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         for chunk in run.chunks
     )
     return free, run.forward_backward.activation_bytes(), held
-
-
-def decide(choice: ScheduleChoice, present: Placement) -> Decision:
-    """Turns a choice into a decision.
-
-    Args:
-        choice: of ``schedule.auto``.
-        present: where stages live.
-    """
-    if choice.best.placement.kind == present.kind:
-        return Decision(text=choice.reason, stay=choice.best)
-    stay = None if choice.stay is None else choice.stay.best
-    return Decision(text=choice.reason, stay=stay, move=choice.best)
 
 
 def use(run: Run, candidate: Candidate) -> None:

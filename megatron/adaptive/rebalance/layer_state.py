@@ -287,17 +287,12 @@ def _pass(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Receives into ``arrived`` and sends ``leaving``, both by peer."""
-    calls = [
-        (call, peer, part)
+    operations = [
+        dist.P2POp(call, part, peer, group, _TAG)
         for call, messages in ((dist.irecv, arrived), (dist.isend, leaving))
         for peer in sorted(messages)
         for part in messages[peer].split(_MESSAGE_BYTES)
     ]
-    works: list[Any]
-    if group is not None:
-        works = [call(part, peer, group, _TAG) for call, peer, part in calls]
-    else:
-        operations = [dist.P2POp(call, part, peer) for call, peer, part in calls]
-        works = dist.batch_isend_irecv(operations) if operations else []
+    works = dist.batch_isend_irecv(operations) if operations else []
     for work in works:
         work.wait()

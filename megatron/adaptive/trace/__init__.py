@@ -17,8 +17,7 @@ Reading side:
 - ``messages``  each send with its receive
 - ``figures``   figures of a whole run, read by several processes
 - ``live``      a run in progress, read as it grows and drawn (``live_view``)
-- ``step``      one iteration of one pipeline as objects: what every chart draws
-- ``summary``   figures of a step: busy, wait, bubble, durations
+- ``step``      one iteration of one pipeline as objects, with its bubbles: what every chart draws
 - ``order``     the text form ``trace_pipeline_<p>_model_chunks_<c>.txt``, written and read
 - ``views``     what a trace looks like: Excel, HTML, Perfetto, PNG, TensorBoard
 - ``files``     writes a result whole or not at all

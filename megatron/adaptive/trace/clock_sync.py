@@ -17,19 +17,18 @@ whoever cannot be reached is missing in the samples, and the trace's reader says
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from megatron.adaptive.trace.event import ClockSamples
 
-__all__ = ["ClockServer", "ClockSync", "ClockSampler", "start_clock_sync"]
+__all__ = ["ClockSampler", "ClockServer", "start_clock_sync"]
 
 Clock = Callable[[], int]
 Gather = Callable[[Any], Sequence[Any]]
@@ -53,22 +52,6 @@ _TIMESPEC = struct.Struct("=qq")
 _STAMP_ROOM = 64
 
 
-class ClockSync:
-    """This rank's part: rank 0 answers, the first rank of each other machine asks.
-
-    Args:
-        parts: what runs, closed with this.
-    """
-
-    def __init__(self, parts: Sequence[ClockServer | ClockSampler]) -> None:
-        self._parts = parts
-
-    def close(self) -> None:
-        """Take a last burst and stop. Blocks for two seconds at most; idempotent."""
-        for part in self._parts:
-            part.close()
-
-
 def start_clock_sync(
     *,
     rank: int,
@@ -77,8 +60,10 @@ def start_clock_sync(
     gather: Gather,
     deliver: Callable[[ClockSamples], None],
     now: Clock = time.monotonic_ns,
-) -> ClockSync:
-    """Start comparing clocks. Collective over all ranks of the job.
+) -> ExitStack:
+    """Start comparing clocks: rank 0 answers, the first rank of each other machine asks.
+
+    Collective over all ranks of the job.
 
     Args:
         rank: global rank.
@@ -87,25 +72,28 @@ def start_clock_sync(
         gather: gives every rank what each rank gave, by rank.
         deliver: takes samples; called from another thread.
         now: this rank's clock.
+
+    Returns:
+        This rank's part; its ``close()`` takes a last burst and stops. That blocks for two seconds
+        at most and is idempotent.
     """
     ids = list(gather(clock_id))
     foreign = {name: at for at, name in reversed(list(enumerate(ids))) if name != ids[0]}
-    parts: list[ClockServer | ClockSampler] = []
-    place = None
+    parts, place = ExitStack(), None
     if foreign and rank == 0:
         with contextlib.suppress(OSError):
             server = ClockServer(now)
-            parts.append(server)
+            parts.callback(server.close)
             place = (address, server.port, server.token)
     if foreign:
         place = gather(place)[0]
     if place is not None and foreign.get(clock_id) == rank:
-        parts.append(ClockSampler(*place, deliver=deliver, now=now))
-    return ClockSync(parts)
+        parts.callback(ClockSampler(*place, deliver=deliver, now=now).close)
+    return parts
 
 
 class ClockServer:
-    """Sends the time to whoever knows the token.
+    """Sends the time to whoever knows the token, with a thread for each connection.
 
     Args:
         now: the clock.
@@ -123,59 +111,46 @@ class ClockServer:
         self._now = now
         self._listener = _listen()
         self.port: int = self._listener.getsockname()[1]
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pending: dict[socket.socket, bytes] = {}
-        self._thread = threading.Thread(target=self._serve, name="clock-server", daemon=True)
+        self._serving: dict[threading.Thread, socket.socket] = {}
+        self._thread = threading.Thread(target=self._accept, name="clock-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop, after a moment in which others take their last samples. Idempotent."""
         if not self._thread.is_alive():
             return
-        os.eventfd_write(self._wake, 1)
-        self._thread.join(2 * PATIENCE_S)
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._thread.join(PATIENCE_S)
+        end_s = time.monotonic() + PATIENCE_S
+        for thread, connection in self._serving.items():
+            thread.join(max(0.0, end_s - time.monotonic()))
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join(PATIENCE_S)
 
-    def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._wake, selectors.EVENT_READ)
-            end: float | None = None
-            while end is None or (self._pending and time.monotonic() < end):
-                rest = None if end is None else max(0.0, end - time.monotonic())
-                for key, _ in selector.select(rest):
-                    if key.fileobj is self._listener:
-                        self._welcome(selector)
-                    elif key.fileobj == self._wake:
-                        end = time.monotonic() + PATIENCE_S
-                        selector.unregister(self._wake)
-                    else:
-                        self._answer(selector, key.fileobj)
-        for open_socket in (*self._pending, self._listener):
-            open_socket.close()
-        os.close(self._wake)
+    def _accept(self) -> None:
+        with self._listener, contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                thread = threading.Thread(
+                    target=self._serve, args=(connection,), name="clock-connection", daemon=True
+                )
+                self._serving[thread] = connection
+                thread.start()
 
-    def _welcome(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
+    def _serve(self, connection: socket.socket) -> None:
+        request = b""
+        with connection, contextlib.suppress(OSError):
             _prepare(connection)
-            self._pending[connection] = b""
-            selector.register(connection, selectors.EVENT_READ)
-
-    def _answer(self, selector: selectors.BaseSelector, connection: Any) -> None:
-        try:
-            data, stamp_ns = _receive(connection, _REQUEST.size, self._now)
-            request = self._pending[connection] + data
-            if not data or not self.token.startswith(request[: len(self.token)]):
-                raise ConnectionError("closed, or not one of us")
-            if len(request) == _REQUEST.size:
-                number = _REQUEST.unpack(request)[1]
-                request = b""
-                connection.sendall(_ANSWER.pack(number, stamp_ns, self._now()))
-            self._pending[connection] = request
-        except OSError:
-            selector.unregister(connection)
-            del self._pending[connection]
-            connection.close()
+            while True:
+                data, stamp_ns = _receive(connection, _REQUEST.size - len(request), self._now)
+                request += data
+                if not data or not self.token.startswith(request[: len(self.token)]):
+                    return  # closed, or not one of us
+                if len(request) == _REQUEST.size:
+                    number = _REQUEST.unpack(request)[1]
+                    connection.sendall(_ANSWER.pack(number, stamp_ns, self._now()))
+                    request = b""
 
 
 class ClockSampler:

@@ -23,6 +23,8 @@ from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable
 
 __all__ = [
+    "NS_PER_MS",
+    "PARTS",
     "WAIT_CAUSES",
     "RankFigures",
     "RunFigures",
@@ -34,6 +36,17 @@ __all__ = [
 
 WAIT_CAUSES = ("unknown", *CAUSES)
 """The last axis of ``wait_ns``; the cause may be unknown to this program."""
+
+PARTS = {
+    "busy": "busy",
+    **{cause: f"wait {cause}" for cause in (*CAUSES, "unknown")},
+    "before": "before",
+    "after": "after",
+    "rest": "rest",
+}
+"""The last axis of ``parts_ms``, with the names that people read."""
+
+NS_PER_MS = 1e6
 
 SERIAL_BYTES = 48 << 20
 """Up to here one process reads all files: others take longer to start than to help."""
@@ -185,6 +198,25 @@ class RunFigures(RankFigures):
         rows, columns = np.nonzero(early)
         waits[rows, columns, self.first_cause[rows, columns]] -= early[rows, columns]
         return waits
+
+    @cached_property
+    def parts_ms(self) -> Floats:
+        """``[iterations, ranks, parts]``: the parts of each step on each rank, by :data:`PARTS`.
+
+        The sum over the parts is the step's time, but where clocks disagree. NaN where nothing was
+        recorded.
+        """
+        waits = self.wait_in_step_ns.copy()
+        first = np.minimum(self.first_wait_ns, self.before_ns)
+        rows, columns = np.nonzero(first)
+        waits[rows, columns, self.first_cause[rows, columns]] -= first[rows, columns]
+        ends = np.stack([self.before_ns, self.after_ns], axis=-1)
+        known = [self.busy_ns[..., None], waits[..., 1:], waits[..., :1], ends]
+        parts = np.concatenate(known, axis=-1).astype(np.float64)
+        rest = np.maximum(0, self.step_ns - parts.sum(axis=-1))
+        parts = np.concatenate([parts, rest[..., None]], axis=-1) / NS_PER_MS
+        parts[self.num_actions == 0] = np.nan
+        return parts
 
     def notes(self) -> list[str]:
         """Ranks whose clock was set back, a line each."""

@@ -9,7 +9,6 @@ somebody edited), the lines are read one by one.
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from megatron.adaptive.trace.event import (
 from megatron.adaptive.trace.lines import parse_line
 from megatron.adaptive.trace.table import KIND, OTHER, REASON, Ints, TraceTable
 
-__all__ = ["Block", "FileIndex", "ends_at", "index_file", "parse_spans", "read_blocks"]
+__all__ = ["Block", "FileIndex", "index_file", "parse_spans", "read_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,7 @@ class FileIndex:
         blocks: in the order of the file.
         samples: clock samples, each with the number of its header.
         truncated_lines: lines lost at the end, 0 or 1.
+        offset: where :meth:`read_on` goes on.
     """
 
     path: Path
@@ -71,6 +71,41 @@ class FileIndex:
     blocks: list[Block] = field(default_factory=list)
     samples: list[tuple[int, ClockSamples]] = field(default_factory=list)
     truncated_lines: int = 0
+    offset: int = 0
+
+    def read_on(self, size: int, *, is_growing: bool = False) -> None:
+        """Finds headers, blocks and clock samples behind those that it has.
+
+        Args:
+            size: of the file.
+            is_growing: what is not whole at the file's end is left for the next time.
+
+        Raises:
+            OSError: the file cannot be read.
+            TraceError: it is no trace file, is damaged or of another version.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while line := file.readline():
+                if not line.endswith(b"\n"):
+                    self.truncated_lines = 0 if is_growing else 1
+                    break
+                record = parse_line(line, self)
+                if isinstance(record, TraceHeader):
+                    self.headers.append(record)
+                elif not self.headers:
+                    raise TraceError(f"{self} stands before the header; this is no trace file")
+                elif isinstance(record, IterationStart):
+                    if is_growing and file.tell() + record.size_bytes > size:
+                        break
+                    self.blocks.append(_block(self, file, record, size))
+                elif isinstance(record, ClockSamples):
+                    self.samples.append((len(self.headers) - 1, record))
+                self.offset = file.tell()
+
+    def __str__(self) -> str:
+        """The place where it reads, as ``file:line``; lines are counted only for this."""
+        return f"{self.path}:{_line_number(self.path, self.offset)}"
 
 
 def index_file(path: Path) -> FileIndex:
@@ -79,32 +114,18 @@ def index_file(path: Path) -> FileIndex:
     Raises:
         TraceError: the file cannot be read, is no trace file, is damaged or of another version.
     """
-    index, place = FileIndex(path), _Place(path)
+    index = FileIndex(path)
     try:
-        with path.open("rb") as file:
-            while line := file.readline():
-                if not line.endswith(b"\n"):
-                    index.truncated_lines = 1
-                    break
-                record = parse_line(line, place)
-                if isinstance(record, TraceHeader):
-                    index.headers.append(record)
-                elif not index.headers:
-                    raise TraceError(f"{place} stands before the header; this is no trace file")
-                elif isinstance(record, IterationStart):
-                    index.blocks.append(_block(index, file, record))
-                elif isinstance(record, ClockSamples):
-                    index.samples.append((len(index.headers) - 1, record))
-                place.offset = file.tell()
+        index.read_on(path.stat().st_size)
     except OSError as error:
         raise _unreadable(path, error) from error
     return index
 
 
-def _block(index: FileIndex, file: BinaryIO, marker: IterationStart) -> Block:
+def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: int) -> Block:
     """Returns the block below a marker; the file goes from its beginning to behind it."""
     offset, size = file.tell(), marker.size_bytes
-    if ends_at(file, offset + size, os.fstat(file.fileno()).st_size):
+    if _ends_at(file, offset + size, file_size):
         file.seek(offset + size)
         return Block(marker, len(index.headers) - 1, offset, size)
     file.seek(offset)
@@ -163,17 +184,6 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
     return table
 
 
-class _Place:
-    """Names the position of the walk as ``file:line``; counts lines only when it is printed."""
-
-    def __init__(self, path: Path) -> None:
-        self.offset = 0
-        self._path = path
-
-    def __str__(self) -> str:
-        return f"{self._path}:{_line_number(self._path, self.offset)}"
-
-
 def _line_number(path: Path, offset: int) -> int:
     """Returns the number of the line that begins at ``offset``, from 1."""
     with path.open("rb") as file:
@@ -184,7 +194,7 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
     return TraceError(f"cannot read {path}: {error.strerror or error}")
 
 
-def ends_at(file: BinaryIO, end: int, size: int) -> bool:
+def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
     """Says whether a file of ``size`` bytes has whole lines before ``end`` and no span after."""
     if end > size:
         return False

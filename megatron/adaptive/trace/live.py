@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import IterationStart, TraceHeader
+from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.figures import (
     WAIT_CAUSES,
     Floats,
@@ -31,7 +31,7 @@ from megatron.adaptive.trace.figures import (
     rank_figures,
     stack_figures,
 )
-from megatron.adaptive.trace.index import Block, FileIndex, ends_at, read_blocks
+from megatron.adaptive.trace.index import Block, FileIndex, read_blocks
 from megatron.adaptive.trace.lines import parse_line
 from megatron.adaptive.trace.live_state import ENDED, Now, read_now
 from megatron.adaptive.trace.locate import TRACES, latest_run
@@ -161,18 +161,17 @@ class Snapshot:
         return float(passed_s / done * left) if done > 0 else None
 
 
-def find_live(given: Path | None, *, base: Path | None = None) -> Path:
+def find_live(given: Path | None) -> Path:
     """The folder of a run that the user means; its traces need not be there yet.
 
     Args:
         given: the run's folder or that of its traces; ``None`` for ``runs/latest``.
-        base: where to look instead of the current directory.
 
     Raises:
         TraceError: there is no such folder.
     """
     if given is None:
-        latest = latest_run(Path() if base is None else base)
+        latest = latest_run()
         if latest is None:
             raise TraceError("there is no runs/latest here; give the folder of a run or its traces")
         return latest.resolve()  # a later run does not take its place
@@ -253,7 +252,6 @@ class RankTail:
         kept: iterations that are kept, the latest.
 
     Attributes:
-        header: its last one, ``None`` before one was seen.
         figures: of the latest iterations that have actions, ``None`` before there are any.
         written_s: time of day of its last change.
         problem: why it is not read further, empty if it is.
@@ -265,12 +263,17 @@ class RankTail:
         self._reset()
 
     def _reset(self) -> None:
-        self.header: TraceHeader | None = None
         self.figures: RankFigures | None = None
         self.written_s = 0.0
         self.problem = ""
         self._identity: tuple[int, int] | None = None
-        self._offset = self._size = 0
+        self._size = 0
+        self._index = FileIndex(self.path)
+
+    @property
+    def header(self) -> TraceHeader | None:
+        """The last header, ``None`` before one was seen."""
+        return self._index.headers[-1] if self._index.headers else None
 
     def refresh(self) -> bool:
         """Read what is new; returns whether there was anything."""
@@ -286,45 +289,29 @@ class RankTail:
             return False
         self._size, self.written_s = status.st_size, status.st_mtime
         try:
-            with self.path.open("rb") as file:
-                blocks = self._walk(file)
-            self._take([block for block in blocks if not block.marker.is_late])
+            if self._index.headers or self._begin():
+                self._index.read_on(self._size, is_growing=True)
+            blocks = [b for b in self._index.blocks if b.is_whole and not b.marker.is_late]
+            self._index.blocks.clear()
+            self._take(blocks)
         except (OSError, TraceError) as error:
             self.problem = str(error)
         return True
 
-    def _walk(self, file: BinaryIO) -> list[Block]:
-        """Go on to the end of what is whole; returns the blocks on the way."""
-        if self.header is None:
+    def _begin(self) -> bool:
+        """Read the first header and go to the file's end; returns whether it is there."""
+        with self.path.open("rb") as file:
             line = file.readline()
             if not line.endswith(b"\n"):
-                return []
+                return False
             record = parse_line(line, f"{self.path}:1")
             if not isinstance(record, TraceHeader):
                 raise TraceError(f"{self.path} does not begin with a header; it is no trace file")
-            self.header, self._offset = record, file.tell()
-            if self._size - self._offset > TAIL_BYTES:
-                self._offset = self._near_end(file)
-        blocks: list[Block] = []
-        while True:
-            file.seek(self._offset)
-            line = file.readline()
-            if not line.endswith(b"\n"):
-                return blocks
-            begin, self._offset = self._offset, file.tell()
-            if not line.startswith(b"{"):
-                continue  # the rest of a block whose writer was killed
-            record = parse_line(line, self.path)
-            if isinstance(record, TraceHeader):
-                self.header = record
-            elif isinstance(record, IterationStart):
-                end = self._offset + record.size_bytes
-                if end > self._size:
-                    self._offset = begin
-                    return blocks
-                if ends_at(file, end, self._size):
-                    blocks.append(Block(record, 0, self._offset, record.size_bytes))
-                    self._offset = end
+            self._index.headers.append(record)
+            self._index.offset = file.tell()
+            if self._size - file.tell() > TAIL_BYTES:
+                self._index.offset = self._near_end(file)
+        return True
 
     def _near_end(self, file: BinaryIO) -> int:
         """The offset of a marker in the file's last part."""
@@ -335,12 +322,12 @@ class RankTail:
             if at >= 0:
                 return self._size - wanted + at + 1
             wanted *= 4
-        return self._offset
+        return self._index.offset
 
     def _take(self, blocks: list[Block]) -> None:
         if self.header is None or not blocks:
             return
-        table = read_blocks(FileIndex(self.path, [self.header]), blocks[-self._kept :])
+        table = read_blocks(self._index, blocks[-self._kept :])
         new = rank_figures(table, self.header.num_chunks)
         new = _rows(new, np.flatnonzero(new.num_actions))
         if self.figures is not None:

@@ -70,8 +70,6 @@ def write_legacy(
     run: RunTrace,
     path: str | os.PathLike[str],
     iteration: int | None = None,
-    *,
-    dp_rank: int = 0,
 ) -> None:
     """Write iterations of a pipeline in the text form, replacing the file.
 
@@ -80,25 +78,18 @@ def write_legacy(
         path: where; :func:`legacy_name` gives the usual name.
         iteration: only this one; by default the last 20 complete ones (the last one, where none
             is complete).
-        dp_rank: which data-parallel replica.
 
     Raises:
         TraceError: there is no such iteration, or the file cannot be written.
     """
-    if iteration is not None:
-        chosen: tuple[int, ...] = (iteration,)
-    else:
-        chosen = run.complete_iterations(dp_rank)[-KEPT_ITERATIONS:] or run.iterations[-1:]
-    steps = [pipeline_step(run, number, dp_rank=dp_rank) for number in chosen]
+    chosen = run.complete_iterations()[-KEPT_ITERATIONS:] or run.iterations[-1:]
+    chosen = chosen if iteration is None else (iteration,)
+    steps = [pipeline_step(run, number) for number in chosen]
     if not steps:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
     with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for name, value in (
-            ("run", run.run),
-            ("schedule", steps[0].schedule),
-            ("placement", steps[0].placement),
-        ):
-            file.write(f"# {name} {value}\n")
+        file.write(f"# run {run.run}\n# schedule {steps[0].schedule}\n")
+        file.write(f"# placement {steps[0].placement}\n")
         start_ns = 0
         for step in steps:
             file.writelines(line + "\n" for line in _step_lines(step, start_ns))
@@ -132,14 +123,54 @@ def read_legacy(
                 "or give --pipeline_parallel and --model_chunks"
             )
         num_ranks, num_chunks = num_ranks or named[0], num_chunks or named[1]
-    reader = _Reader(num_ranks, num_chunks)
+    ranks: dict[int, _RankLines] = {}
+    notes = {"run": "text", "schedule": "unknown", "placement": "loop"}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                reader.line(line)
+                if note := _NOTE.match(line):
+                    notes[note[1]] = note[2]
+                    continue
+                for match in _MARKER.finditer(line):
+                    ranks.setdefault(int(match[1]), _RankLines()).take_marker(match)
+                for match in _ACTION_LINE.finditer(line):  # several records may stand on it
+                    rank = ranks.setdefault(int(match[1]), _RankLines())
+                    rank.take_action(match, num_ranks, num_chunks)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-    return reader.result(path)
+    if not any(rank.spans for rank in ranks.values()):
+        raise TraceError(
+            f"{path} holds no action; expected lines such as '0, 3, forward start, 12.500000%'"
+        )
+    world_size = max(max(ranks) + 1, num_ranks)
+    replicas, rest = divmod(world_size, num_ranks)
+    if rest:
+        raise TraceError(
+            f"{path} names ranks 0..{world_size - 1}, not a multiple of "
+            f"{num_ranks} pipeline ranks; give another --pipeline_parallel"
+        )
+    traces = {}
+    for number, rank in sorted(ranks.items()):
+        counts = {i: 1 + max(span.microbatch for span in s) for i, s in rank.spans.items()}
+        header = TraceHeader(
+            run=notes["run"],
+            placement=notes["placement"],
+            schedule=notes["schedule"],
+            rank=number,
+            world_size=world_size,
+            pp_rank=number // replicas,
+            dp_rank=number % replicas,
+            num_ranks=num_ranks,
+            num_chunks=num_chunks,
+            num_microbatches=max(counts.values(), default=0),
+            host="",
+            pid=0,
+            monotonic_ns=0,
+            unix_ns=0,
+            clock="",
+        )
+        traces[number] = RankTrace.of_spans(path, header, rank.spans, counts, len(rank.begun))
+    return RunTrace(path, notes["run"], world_size, num_ranks, num_chunks, traces)
 
 
 def _step_lines(step: PipelineStep, start_ns: int) -> Iterator[str]:
@@ -149,10 +180,7 @@ def _step_lines(step: PipelineStep, start_ns: int) -> Iterator[str]:
         suffix = f"% iteration {step.iteration}"
         yield f"rank {rank} iteration starts at timestamp {_ms(start_ns + row[0].start_ns)}{suffix}"
         for span in row:
-            packed = _pack(
-                span.action, span.chunk, span.microbatch, step.num_ranks, step.num_chunks
-            )
-            prefix = f"{rank}, {packed}, {_WORDS[span.action]}"
+            prefix = f"{rank}, {_pack(span, step)}, {_WORDS[span.action]}"
             yield f"{prefix} start, {_ms(start_ns + span.start_ns)}%"
             yield f"{prefix} finished, {_ms(start_ns + span.end_ns)}%"
         end_ns = max(span.end_ns for span in row)
@@ -168,10 +196,10 @@ def _ns(milliseconds: str) -> int:
     return int(whole) * NS_PER_MS + int(part[:6].ljust(6, "0"))
 
 
-def _pack(action: str, chunk: int, microbatch: int, num_ranks: int, num_chunks: int) -> int:
-    turn = chunk if action == "F" else num_chunks - 1 - chunk
-    group, place = divmod(microbatch, num_ranks)
-    return group * num_ranks * num_chunks + turn * num_ranks + place
+def _pack(span: Span, step: PipelineStep) -> int:
+    turn = span.chunk if span.action == "F" else step.num_chunks - 1 - span.chunk
+    group, place = divmod(span.microbatch, step.num_ranks)
+    return (group * step.num_chunks + turn) * step.num_ranks + place
 
 
 def _unpack(action: str, packed: int, num_ranks: int, num_chunks: int) -> tuple[int, int]:
@@ -182,100 +210,33 @@ def _unpack(action: str, packed: int, num_ranks: int, num_chunks: int) -> tuple[
 
 
 @dataclass
-class _RankState:
-    """Tracks the reader's position in one rank's lines."""
+class _RankLines:
+    """One rank's lines so far. Without markers, an action seen again starts an iteration."""
 
     iteration: int = 0
-    marked: bool = False
+    is_marked: bool = False
     begun: dict[tuple[str, int], int] = field(default_factory=dict)
     done: set[tuple[str, int]] = field(default_factory=set)
     spans: dict[int, list[Span]] = field(default_factory=dict)
 
+    def take_marker(self, match: re.Match[str]) -> None:
+        if match[2] == "starts":
+            self.is_marked = True
+            self._begin(int(match[4]) if match[4] else self.iteration + 1)
 
-class _Reader:
-    """Turns lines into rank traces. Without markers, an action seen again starts an iteration."""
-
-    def __init__(self, num_ranks: int, num_chunks: int) -> None:
-        self._num_ranks = num_ranks
-        self._num_chunks = num_chunks
-        self._ranks: dict[int, _RankState] = {}
-        self._notes = {"run": "text", "schedule": "unknown", "placement": "loop"}
-
-    def line(self, line: str) -> None:
-        """Take one line; several records may stand on it."""
-        if note := _NOTE.match(line):
-            self._notes[note[1]] = note[2]
-            return
-        for match in _MARKER.finditer(line):
-            if match[2] == "starts":
-                state = self._ranks.setdefault(int(match[1]), _RankState())
-                state.marked = True
-                self._next_iteration(state, int(match[4]) if match[4] else state.iteration + 1)
-        for match in _ACTION_LINE.finditer(line):
-            self._action(match)
-
-    def _action(self, match: re.Match[str]) -> None:
-        state = self._ranks.setdefault(int(match[1]), _RankState())
-        key = (_ACTIONS[match[3]], int(match[2]))
+    def take_action(self, match: re.Match[str], num_ranks: int, num_chunks: int) -> None:
+        action, packed = key = (_ACTIONS[match[3]], int(match[2]))
         if match[4] == "start":
-            if state.iteration == 0 or (not state.marked and key in state.done):
-                self._next_iteration(state, state.iteration + 1)
-            state.begun[key] = _ns(match[5])
-            return
-        start = state.begun.pop(key, None)
-        if start is None:
-            return
-        state.done.add(key)
-        action, packed = key
-        chunk, microbatch = _unpack(action, packed, self._num_ranks, self._num_chunks)
-        span = Span(action, chunk, microbatch, start, _ns(match[5]), state.iteration)
-        state.spans.setdefault(state.iteration, []).append(span)
+            if self.iteration == 0 or (not self.is_marked and key in self.done):
+                self._begin(self.iteration + 1)
+            self.begun[key] = _ns(match[5])
+        elif key in self.begun:
+            self.done.add(key)
+            chunk, microbatch = _unpack(action, packed, num_ranks, num_chunks)
+            start_ns, end_ns = self.begun.pop(key), _ns(match[5])
+            span = Span(action, chunk, microbatch, start_ns, end_ns, self.iteration)
+            self.spans.setdefault(self.iteration, []).append(span)
 
-    @staticmethod
-    def _next_iteration(state: _RankState, iteration: int) -> None:
-        state.iteration = iteration
-        state.done.clear()
-
-    def result(self, path: Path) -> RunTrace:
-        """Returns the run that the lines describe."""
-        if not any(state.spans for state in self._ranks.values()):
-            raise TraceError(
-                f"{path} holds no action; expected lines such as '0, 3, forward start, 12.500000%'"
-            )
-        world_size = max(max(self._ranks) + 1, self._num_ranks)
-        replicas = world_size // self._num_ranks
-        if world_size % self._num_ranks:
-            raise TraceError(
-                f"{path} names ranks 0..{world_size - 1}, not a multiple of "
-                f"{self._num_ranks} pipeline ranks; give another --pipeline_parallel"
-            )
-        traces = {
-            rank: self._rank_trace(path, rank, world_size, replicas, state)
-            for rank, state in sorted(self._ranks.items())
-        }
-        return RunTrace(
-            path, self._notes["run"], world_size, self._num_ranks, self._num_chunks, traces
-        )
-
-    def _rank_trace(
-        self, path: Path, rank: int, world_size: int, replicas: int, state: _RankState
-    ) -> RankTrace:
-        counts = {i: 1 + max(span.microbatch for span in s) for i, s in state.spans.items()}
-        header = TraceHeader(
-            run=self._notes["run"],
-            rank=rank,
-            world_size=world_size,
-            pp_rank=rank // replicas,
-            dp_rank=rank % replicas,
-            num_ranks=self._num_ranks,
-            num_chunks=self._num_chunks,
-            num_microbatches=max(counts.values(), default=0),
-            placement=self._notes["placement"],
-            schedule=self._notes["schedule"],
-            host="",
-            pid=0,
-            monotonic_ns=0,
-            unix_ns=0,
-            clock="",
-        )
-        return RankTrace.of_spans(path, header, state.spans, counts, len(state.begun))
+    def _begin(self, iteration: int) -> None:
+        self.iteration = iteration
+        self.done.clear()

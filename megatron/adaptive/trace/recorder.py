@@ -4,8 +4,8 @@ The step only appends tuples to a list. At the end of an iteration the list goes
 bounded queue to a writer thread, which formats it and appends it to the rank's file with one
 write::
 
-    extend() record() record() | end_iteration() --queue--> writer: format, write
-            a list, no lock    |   (64 iterations at most)
+    extend() extend() | end_iteration() --queue--> writer: format, write
+      a list, no lock |   (64 iterations at most)
 
 Given a function that reads the rank's state, the thread also keeps ``now_rank_*.json`` up to date
 (``live_state``). A killed run leaves a file of whole lines that lacks at most the iterations still
@@ -20,20 +20,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import (
-    KINDS,
-    REASONS,
-    ClockSamples,
-    Row,
-    TraceHeader,
-    trace_file_name,
-)
+from megatron.adaptive.trace.event import ClockSamples, Row, TraceHeader, trace_file_name
 from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
 from megatron.adaptive.trace.live_state import NowFile, ReadState
 
@@ -41,9 +34,6 @@ __all__ = ["Recorder"]
 
 QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 30.0
-
-_KIND = {word: number for number, word in enumerate(KINDS)}
-_REASON = {word: number for number, word in enumerate(REASONS)}
 
 
 class _Batch(NamedTuple):
@@ -56,44 +46,31 @@ class _Batch(NamedTuple):
     is_late: bool
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Appends the spans of one rank to its trace file.
 
-    Use :meth:`begin_iteration`, any number of :meth:`record`, :meth:`end_iteration`, and
+    Use :meth:`begin_iteration`, any number of :meth:`extend`, :meth:`end_iteration`, and
     :meth:`close` at the end (also a context manager; the interpreter's exit closes it too).
 
     An error of the writer, such as a full disk, is raised at the next :meth:`begin_iteration`,
     :meth:`end_iteration` or :meth:`close`, so never in the middle of a step. It is raised once;
     from then on the recorder does nothing, so that a trainer may report it and go on.
 
-    Thread safety: :meth:`record`, :meth:`extend`, :meth:`add_late` and :meth:`add_clock_samples`
-    may be called from any thread. The other methods belong to one thread.
+    Thread safety: :meth:`extend`, :meth:`add_late` and :meth:`add_clock_samples` may be called from
+    any thread. The other methods belong to one thread.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        header: TraceHeader,
-        *,
-        interval: int = 1,
-        iterations: Container[int] | None = None,
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], header: TraceHeader) -> None:
         """Open the rank's file in a folder, which is made if it is missing.
 
         Args:
             folder: one folder per run.
             header: written as the first line; written again if the same run goes on.
-            interval: record only the iterations that this divides.
-            iterations: record only iterations that this contains; ``None`` for all.
 
         Raises:
             TraceError: the file belongs to another run or to another shape of this run, is no
                 trace file, or cannot be written.
         """
-        if interval < 1:
-            raise TraceError(f"trace interval is {interval}, expected at least 1")
-        self._interval = interval
-        self._iterations = iterations
         self._path = Path(folder) / trace_file_name(header.rank)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,46 +124,13 @@ class Recorder:
             TraceError: the writer failed earlier.
         """
         self.end_iteration()
-        if self._open and self._wanted(iteration):
+        if self._open:
             start_ns = time.monotonic_ns() if start_ns is None else start_ns
             self._begun = (iteration, num_microbatches, start_ns)
             self._rows = []
 
-    def record(
-        self,
-        action: str,
-        chunk: int,
-        microbatch: int,
-        start_ns: int,
-        end_ns: int,
-        *,
-        piece: int = 0,
-        bytes: int = 0,
-        in_flight_bytes: int = 0,
-        queue_depth: int = 0,
-        peer: int = -1,
-        of: str = "",
-        reason: str = "",
-    ) -> None:
-        """Add a span to the iteration; does nothing in an iteration that is not recorded.
-
-        Args: see :class:`~megatron.adaptive.trace.event.Span`. Costs below a microsecond and never
-        blocks. Who has many spans gathers rows and gives them to :meth:`extend`.
-
-        Raises:
-            KeyError: ``action``, ``of`` or ``reason`` is no word of the format.
-        """
-        rows = self._rows
-        if rows is not None:
-            rows.append(
-                (
-                    *(_KIND[action], chunk, microbatch, piece, start_ns, end_ns, bytes),
-                    *(in_flight_bytes, queue_depth, peer, _KIND[of] if of else -1, _REASON[reason]),
-                )
-            )
-
     def extend(self, rows: Iterable[Row]) -> None:
-        """Add spans to the iteration; does nothing in an iteration that is not recorded."""
+        """Add spans to the iteration; does nothing between two iterations. Never blocks."""
         if self._rows is not None:
             self._rows.extend(rows)
 
@@ -251,23 +195,9 @@ class Recorder:
         finally:
             self._stop()
 
-    def __enter__(self) -> Recorder:
-        """The recorder itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the recorder."""
         self.close()
-
-    def _wanted(self, iteration: int) -> bool:
-        if iteration % self._interval:
-            return False
-        return self._iterations is None or iteration in self._iterations
 
     def _offer(self, batch: _Batch | ClockSamples) -> None:
         try:
@@ -347,13 +277,7 @@ class Recorder:
 def _text(batch: _Batch | ClockSamples) -> str:
     if isinstance(batch, ClockSamples):
         return samples_line(batch) if batch.samples else ""
-    return block_text(
-        batch.iteration,
-        batch.num_microbatches,
-        batch.start_ns,
-        batch.rows,
-        is_late=batch.is_late,
-    )
+    return block_text(*batch)
 
 
 def _continue_at(path: Path, header: TraceHeader) -> int:

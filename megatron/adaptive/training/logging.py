@@ -30,8 +30,6 @@ from megatron.adaptive.gpt.step import StepResult
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["IterationReport", "TrainingLog", "startup_line"]
-
 _MAIN_LOSS = "lm loss"
 _SIZES = (  # of the run, see ``startup_line``
     "world_size",
@@ -216,7 +214,7 @@ class TrainingLog:
         if self._curves is not None and report.iteration % settings.tensorboard_log_interval == 0:
             for figure in figures:
                 self._curves.add(figure, report.iteration, report.consumed_samples)
-        entry = dict(figure.entry for figure in figures if figure.entry is not None)
+        entry = {figure.entry: figure.value for figure in figures if figure.entry}
         self._progress.iteration(report.iteration, entry, is_logged=is_logged)
         if is_logged:
             date = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
@@ -245,7 +243,8 @@ class TrainingLog:
             if self._settings.log_validation_ppl_to_tensorboard:
                 points |= {f"{n} {split} ppl": _perplexity(one) for n, one in losses.items()}
             for tag, value in points.items():
-                self._curves.add(_Figure(tag=tag, value=value), iteration, self._consumed_samples)
+                figure = _Figure(curve=tag, value=value)
+                self._curves.add(figure, iteration, self._consumed_samples)
 
     def ends(self, reason: str) -> None:
         """Prints why the training ended, and reports it to ``progress.jsonl``."""
@@ -307,88 +306,51 @@ class TrainingLog:
         """
         reports, mean = self._reports, self._throughput(self._reports)
         mean_ms = statistics.fmean(one.elapsed_s for one in reports) * 1000.0
-        tokens_per_s = round(now.tokens_per_s * self._cfg.world_size, 1)
         bubbles = [one.bubble_fraction for one in reports if one.bubble_fraction is not None]
-        losses = [_Figure(tag=name, value=loss) for name, loss in report.losses.items()]
+        bubble = statistics.fmean(bubbles) if bubbles else None
         kept = [one.losses for one in reports if one.updated]
+        means = {}
         for name in dict.fromkeys(name for each in kept for name in each):
             values = [each[name] for each in kept if name in each]
-            losses.append(_Figure(f"{name}: {sum(values) / len(values):.6E}"))
+            means[name] = sum(values) / len(values)
+        nans, skipped = sum(one.is_nan for one in reports), sum(not one.updated for one in reports)
+        tokens_per_s = round(now.tokens_per_s * self._cfg.world_size, 1)
         return [
+            _Figure("consumed samples: {:12d}", report.consumed_samples, entry="consumed_samples"),
+            _Figure("elapsed time per iteration (ms): {:.1f}", mean_ms),
+            _Figure(curve="iteration-time", value=report.elapsed_s),
+            _Figure(entry="step_ms", value=round(report.elapsed_s * 1e3, 3)),
+            _Figure("throughput per GPU (TFLOP/s/GPU): {:.1f}", mean.teraflops),
+            _Figure(curve="throughput", value=now.teraflops),
             _Figure(
-                f"consumed samples: {report.consumed_samples:12d}",
-                entry=("consumed_samples", report.consumed_samples),
+                "learning rate: {:.6E}", report.learning_rate, "learning-rate", "learning_rate"
             ),
             _Figure(
-                f"elapsed time per iteration (ms): {mean_ms:.1f}",
-                "iteration-time",
-                report.elapsed_s,
-                entry=("step_ms", round(report.elapsed_s * 1e3, 3)),
-            ),
-            _Figure(
-                _text("throughput per GPU (TFLOP/s/GPU): {:.1f}", mean.teraflops),
-                "throughput",
-                now.teraflops,
-            ),
-            _Figure(
-                f"learning rate: {report.learning_rate:.6E}",
-                "learning-rate",
-                report.learning_rate,
-                entry=("learning_rate", report.learning_rate),
-            ),
-            _Figure(
-                f"global batch size: {report.global_batch_size:5d}",
-                "batch-size",
+                "global batch size: {:5d}",
                 report.global_batch_size,
-                entry=("global_batch_size", report.global_batch_size),
+                "batch-size",
+                "global_batch_size",
             ),
-            *losses,
-            _Figure(entry=("loss", report.losses.get(_MAIN_LOSS))),
-            _Figure(f"loss scale: {report.loss_scale:.1f}", "loss-scale", report.loss_scale),
-            _Figure(
-                _text("grad norm: {:.3f}", report.grad_norm),
-                "grad-norm",
-                report.grad_norm,
-                entry=("grad_norm", report.grad_norm),
-            ),
-            _Figure(_text("num zeros: {}", report.num_zeros), "num-zeros", report.num_zeros),
-            _Figure(
-                _text("params norm: {:.3f}", report.params_norm),
-                "params-norm",
-                report.params_norm,
-            ),
-            _Figure(f"number of skipped iterations: {sum(not one.updated for one in reports):3d}"),
-            _Figure(f"number of nan iterations: {sum(one.is_nan for one in reports):3d}"),
-            _Figure(
-                f"tokens/s/rank: {mean.tokens_per_s:.1f}",
-                "tokens-per-s-per-rank",
-                now.tokens_per_s,
-                entry=("tokens_per_s", tokens_per_s),
-            ),
-            _Figure(
-                _text("MFU: {:.1%}", mean.utilization),
-                "model-flops-utilization",
-                now.utilization,
-            ),
-            _Figure(
-                _text("bubble: {:.1%}", statistics.fmean(bubbles) if bubbles else None),
-                "bubble-fraction",
-                report.bubble_fraction,
-            ),
-            _Figure(tag="world-size", value=self._cfg.world_size),
-            _Figure(
-                "",
-                "mem-allocated-bytes",
-                report.memory_bytes,
-                entry=("memory_bytes", report.memory_bytes),
-            ),
-            _Figure(tag="mem-max-allocated-bytes", value=report.peak_memory_bytes),
-            _Figure(
-                "",
-                "peak-memory-bytes",
-                report.peak_memory_bytes,
-                entry=("peak_memory_bytes", report.peak_memory_bytes),
-            ),
+            *(_Figure(curve=name, value=loss) for name, loss in report.losses.items()),
+            *(_Figure(f"{name}: {{:.6E}}", loss) for name, loss in means.items()),
+            _Figure(entry="loss", value=report.losses.get(_MAIN_LOSS)),
+            _Figure("loss scale: {:.1f}", report.loss_scale, "loss-scale"),
+            _Figure("grad norm: {:.3f}", report.grad_norm, "grad-norm", "grad_norm"),
+            _Figure("num zeros: {}", report.num_zeros, "num-zeros"),
+            _Figure("params norm: {:.3f}", report.params_norm, "params-norm"),
+            _Figure("number of skipped iterations: {:3d}", skipped),
+            _Figure("number of nan iterations: {:3d}", nans),
+            _Figure("tokens/s/rank: {:.1f}", mean.tokens_per_s),
+            _Figure(curve="tokens-per-s-per-rank", value=now.tokens_per_s),
+            _Figure(entry="tokens_per_s", value=tokens_per_s),
+            _Figure("MFU: {:.1%}", mean.utilization),
+            _Figure(curve="model-flops-utilization", value=now.utilization),
+            _Figure("bubble: {:.1%}", bubble),
+            _Figure(curve="bubble-fraction", value=report.bubble_fraction),
+            _Figure(curve="world-size", value=self._cfg.world_size),
+            _Figure("", report.memory_bytes, "mem-allocated-bytes", "memory_bytes"),
+            _Figure(curve="mem-max-allocated-bytes", value=report.peak_memory_bytes),
+            _Figure("", report.peak_memory_bytes, "peak-memory-bytes", "peak_memory_bytes"),
         ]
 
 
@@ -407,23 +369,24 @@ class _Throughput(NamedTuple):
 
 
 class _Figure(NamedTuple):
-    """Holds one figure of an iteration, as each place shows it.
+    """Holds one figure of an iteration, and the places that show it.
 
     Attributes:
-        text: in the log's line, over the interval since the last line; empty to leave it out.
-        tag: of TensorBoard's curve, empty for none; flags may leave it out.
-        value: of the curve at this iteration, ``None`` where it is unknown.
-        entry: name and value in ``progress.jsonl``, ``None`` to leave it out.
+        form: of its text in the log's line, empty to leave it out.
+        value: of it, ``None`` where it is unknown.
+        curve: tag of its curve in TensorBoard, empty for none; flags may leave it out.
+        entry: its name in ``progress.jsonl``, empty to leave it out.
     """
 
-    text: str = ""
-    tag: str = ""
+    form: str = ""
     value: float | None = None
-    entry: tuple[str, float | None] | None = None
+    curve: str = ""
+    entry: str = ""
 
-
-def _text(form: str, value: float | None) -> str:
-    return "" if value is None else form.format(value)
+    @property
+    def text(self) -> str:
+        """The figure in the log's line."""
+        return "" if self.value is None else self.form.format(self.value)
 
 
 def _perplexity(loss: float) -> float:
@@ -472,11 +435,11 @@ class _Curves:
             iteration: where the point lies.
             samples: where it lies in the second curve, over samples; ``None`` for no such curve.
         """
-        if not figure.tag or figure.value is None or figure.tag in self._left_out:
+        if not figure.curve or figure.value is None or figure.curve in self._left_out:
             return
-        self.writer.add_scalar(figure.tag, figure.value, iteration)
-        if samples is not None and figure.tag not in _OVER_ITERATIONS_ALONE:
-            self.writer.add_scalar(f"{figure.tag} vs samples", figure.value, samples)
+        self.writer.add_scalar(figure.curve, figure.value, iteration)
+        if samples is not None and figure.curve not in _OVER_ITERATIONS_ALONE:
+            self.writer.add_scalar(f"{figure.curve} vs samples", figure.value, samples)
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:

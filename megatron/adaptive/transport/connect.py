@@ -195,7 +195,16 @@ def connect_ranks(
             payloads.nbytes, payloads.in_flight, options.transport_slot_bytes,
             options.transport_slots,
         )  # fmt: skip
-        opener = _Opener(own, ends, gathered[0]["seed"], options, size, device, describe, timeout_s)
+        opener = _Opener(
+            own=own,
+            ends=ends,
+            seed=bytes.fromhex(gathered[0]["seed"]),
+            options=options,
+            size=size,
+            device=device,
+            describe=describe,
+            limit_s=min(timeout_s, _OPEN_S),
+        )
         native, failure, ways = opener.open(choices, gather)
         if failure is not None:
             if options.forced is not None:
@@ -238,28 +247,29 @@ def _assemble(
     return CompositeTransport(parts, completions)
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Opener:
-    """Opens the native channels of this rank."""
+    """Opens the native channels of this rank.
 
-    def __init__(
-        self,
-        own: Endpoint,
-        ends: Sequence[Endpoint],
-        seed: str,
-        options: TransportConfig,
-        size: ChannelSize,
-        device: torch.device,
-        describe: Callable[[int], str],
-        timeout_s: float,
-    ) -> None:
-        self._own = own
-        self._ends = ends
-        self._seed = bytes.fromhex(seed)
-        self._options = options
-        self._size = size
-        self._device = device
-        self._describe = describe
-        self._open_s = min(timeout_s, _OPEN_S)
+    Attributes:
+        own: this rank.
+        ends: all ranks.
+        seed: 24 bytes that the job's ranks share: the token of links, and the job's number.
+        options: the user's settings.
+        size: of each channel.
+        device: where received tensors go.
+        describe: text for a rank in error messages.
+        limit_s: for the opening of one channel.
+    """
+
+    own: Endpoint
+    ends: Sequence[Endpoint]
+    seed: bytes
+    options: TransportConfig
+    size: ChannelSize
+    device: torch.device
+    describe: Callable[[int], str]
+    limit_s: float
 
     def open(
         self, choices: Mapping[tuple[int, int], Choice], gather: Gather
@@ -270,7 +280,7 @@ class _Opener:
             The transport, if this rank has such channels, why they failed somewhere, and by pair
             how tensors of GPUs go.
         """
-        rank = self._own.rank
+        rank = self.own.rank
         kinds = {
             sum(pair) - rank: choice.kind
             for pair, choice in choices.items()
@@ -285,7 +295,7 @@ class _Opener:
                 addresses = self._listen(node, set(kinds.values()))
         except AdaptiveError as error:
             failure = self._failed(error)
-        others = gather(replace(self._own, addresses=addresses).encode())
+        others = gather(replace(self.own, addresses=addresses).encode())
         failures = gather(failure)
         ways: dict[tuple[int, int], str] = {}
         if not any(failures):
@@ -293,7 +303,7 @@ class _Opener:
             for peer, kind in sorted(kinds.items()):
                 address = Endpoint.decode(others[peer]).addresses[_link_of(kind)]
                 try:
-                    node.open(kind, peer, address, self._open_s, **self._channel_options(kind))
+                    node.open(kind, peer, address, self.limit_s, **self._channel_options(kind))
                 except (AdaptiveError, ValueError) as error:
                     failure = failure or self._failed(error)
             gathered = gather([failure, [] if failure else _gpu_ways(node, kinds)])
@@ -310,52 +320,52 @@ class _Opener:
         made = NativeTransport(
             node,
             kinds,
-            device=self._device,
-            describe=self._describe,
-            least_free=self._size.least_free,
+            device=self.device,
+            describe=self.describe,
+            least_free=self.size.least_free,
         )
         return made, None, ways
 
     def _make_node(self) -> Any:
         module = extension.require("this transport")
         # Ranks that are bound to processors of their own do not stand in each other's way.
-        here = sum(end.shares_cpus(self._own) for end in self._ends)
-        job = int.from_bytes(self._seed[16:], "little")
-        return module.Node(self._own.rank, self._seed[:16], job, here, self._describe)
+        here = sum(end.shares_cpus(self.own) for end in self.ends)
+        job = int.from_bytes(self.seed[16:], "little")
+        return module.Node(self.own.rank, self.seed[:16], job, here, self.describe)
 
     def _listen(self, node: Any, kinds: set[str]) -> dict[str, str]:
         addresses = {}
         if "shm" in kinds:
             addresses["unix"] = node.listen("unix")
         if kinds - {"shm"}:
-            addresses["tcp"] = node.listen("tcp", self._own.addresses["tcp"])
+            addresses["tcp"] = node.listen("tcp", self.own.addresses["tcp"])
         return addresses
 
     def _channel_options(self, kind: str) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "slot_bytes": self._size.slot_bytes,
-            "slots": self._size.slots,
-            "crc": self._options.transport_crc,
-            "reservable": self._size.reservable,
+            "slot_bytes": self.size.slot_bytes,
+            "slots": self.size.slots,
+            "crc": self.options.transport_crc,
+            "reservable": self.size.reservable,
         }
         if kind == "rdma":
             options |= self._rdma_options()
-        if kind == "shm" and self._device.type == "cuda":
-            index = self._device.index
+        if kind == "shm" and self.device.type == "cuda":
+            index = self.device.index
             options["cuda_device"] = torch.cuda.current_device() if index is None else index
-            if self._options.transport_gpu == PINNED:
+            if self.options.transport_gpu == PINNED:
                 options["cuda_refusal"] = f"--transport-gpu {PINNED}"
         return options
 
     def _rdma_options(self) -> dict[str, Any]:
-        wanted = self._options
+        wanted = self.options
         options: dict[str, Any] = {"num_qps": wanted.rdma_queue_pairs}
         if wanted.rdma_device is not None:
             # Else the extension finds the one that carries the link's address.
-            device, _, port = self._own.ports[0].partition(":")
+            device, _, port = self.own.ports[0].partition(":")
             options |= {"device": device, "port": int(port)}
-        elif self._device.type == "cuda":
-            options["near_pci"] = _pci_address(self._device)
+        elif self.device.type == "cuda":
+            options["near_pci"] = _pci_address(self.device)
         if wanted.rdma_gid_index is not None:
             options["gid_index"] = wanted.rdma_gid_index
         if wanted.rdma_mtu_bytes is not None:
@@ -363,7 +373,7 @@ class _Opener:
         return options
 
     def _failed(self, error: Exception) -> str:
-        return f"rank {self._own.rank} on {self._own.host}: {error}"
+        return f"rank {self.own.rank} on {self.own.host}: {error}"
 
 
 def _gpu_ways(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:

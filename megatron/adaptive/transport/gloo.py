@@ -8,10 +8,10 @@ is known beforehand and it is small, else two, header and payload:
 
 ::
 
-    tag 2i     packet                         i counts messages modulo ``_DEPTH``
+    tag 2i     packet: header and payload     i counts messages modulo ``_DEPTH``
 
-    tag 2i     header   [16] int64
-    tag 2i+1   payload  as the header says
+    tag 2i     packet: header, [16] int64
+    tag 2i+1   payload, as the header says
 
 With ``payload_shape`` known beforehand everything is posted ``_DEPTH`` messages ahead; otherwise a
 payload's receive is posted when its header is there. A ``Work`` of gloo must be waited for before
@@ -62,10 +62,10 @@ _OF_GLOO = frozenset(
 
 @dataclass(slots=True)
 class _Posted:
-    """A receive that gloo has been asked for; a packet has its payload with the header."""
+    """A receive that gloo has been asked for; ``payload`` is in the packet, or comes by itself."""
 
-    header: torch.Tensor | Packet
-    header_work: Any
+    packet: Packet
+    work: Any
     payload: torch.Tensor | None = None
     payload_work: Any = None
 
@@ -108,7 +108,7 @@ class GlooTransport:
         self._send_limit = datetime.timedelta(seconds=timeout_s)
         self._index = {peer: dist.get_group_rank(group, peer) for peer in peers}
         self._sent = dict.fromkeys(peers, 0)
-        self._pending: deque[tuple[int, Any, Any, Any]] = deque()
+        self._pending: deque[tuple[int, Packet | None, torch.Tensor, tuple[Any, ...]]] = deque()
         self._closing = False
         self._ahead = 1 if payload_shape is None else _DEPTH
         size = 0 if payload_shape is None else torch.Size(payload_shape).numel() * dtype.itemsize
@@ -187,43 +187,37 @@ class GlooTransport:
         return self._shape is None or (shape == self._shape and dtype == self._dtype)
 
     def _send(self, peer: int, label: Label | None, payload: torch.Tensor) -> None:
-        if self._packs:
-            self._send_packet(peer, label, payload)
-            return
-        slot, index = self._send_header(peer, label, payload, ())
-        if payload.numel():
-            try:
-                work = self._group.send([raw(payload)], index, 2 * slot + 1)
-            except RuntimeError as error:
-                raise self._lost(peer, error) from error
+        slot = self._announce(peer, label, payload, ())
+        if payload.numel() and not self._packs:
+            work = self._start(peer, raw(payload), 2 * slot + 1)
             self._pending.append((peer, None, payload, (work,)))
 
-    def _send_packet(self, peer: int, label: Label | None, payload: torch.Tensor) -> None:
-        sequence = self._sent[peer]
-        packet = self._free.pop() if self._free else Packet(tuple(payload.shape), payload.dtype)
-        packet.fill(Header(label, tuple(payload.shape), payload.dtype, sequence), payload)
-        self._sent[peer] = sequence + 1
-        try:
-            work = self._group.send([packet.raw], self._index[peer], 2 * (sequence % _DEPTH))
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
-        self._pending.append((peer, packet, None, (work,)))
-
-    def _send_header(
+    def _announce(
         self, peer: int, label: Label | None, payload: torch.Tensor, works: tuple[Any, ...]
-    ) -> tuple[int, int]:
-        """Announce ``payload``, whose own sends are ``works``; returns the slot and group rank."""
+    ) -> int:
+        """Send the packet of a message, whose payload's own sends are ``works``.
+
+        Returns:
+            The message's slot.
+        """
         sequence = self._sent[peer]
-        words = Header(label, tuple(payload.shape), payload.dtype, sequence).words()
-        header = torch.tensor(words, dtype=torch.int64)
+        header = Header(label, tuple(payload.shape), payload.dtype, sequence)
+        packet = self._free.pop() if self._free else self._packet()
+        packet.fill(header, payload if self._packs else None)
         self._sent[peer] = sequence + 1
-        slot, index = sequence % _DEPTH, self._index[peer]
+        slot = sequence % _DEPTH
+        work = self._start(peer, packet.raw, 2 * slot)
+        self._pending.append((peer, packet, payload, (work, *works)))
+        return slot
+
+    def _packet(self) -> Packet:
+        return Packet(self._shape if self._packs else None, self._dtype)
+
+    def _start(self, peer: int, tensor: torch.Tensor, tag: int) -> Any:
         try:
-            work = self._group.send([header], index, 2 * slot)
+            return self._group.send([tensor], self._index[peer], tag)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
-        self._pending.append((peer, header, payload, (work, *works)))
-        return slot, index
 
     def _reap(self, timeout: datetime.timedelta) -> None:
         """Wait for the oldest send and drop its tensors."""
@@ -233,7 +227,7 @@ class GlooTransport:
                 work.wait(timeout)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
-        if isinstance(sent, Packet):
+        if sent is not None:
             self._free.append(sent)
 
     def _receive(self, peer: int) -> None:
@@ -259,26 +253,20 @@ class GlooTransport:
 
     def _post(self, peer: int, sequence: int) -> _Posted:
         slot, index = sequence % _DEPTH, self._index[peer]
+        packet = self._packet()
+        posted = _Posted(packet, self._group.recv([packet.raw], index, 2 * slot))
         if self._packs:
-            assert self._shape is not None
-            packet = Packet(self._shape, self._dtype)
-            return _Posted(packet, self._group.recv([packet.raw], index, 2 * slot), packet.payload)
-        header = torch.empty(HEADER_WORDS, dtype=torch.int64)
-        header_work = self._group.recv([header], index, 2 * slot)
-        if self._shape is None:
-            return _Posted(header, header_work)
-        payload = torch.empty(self._shape, dtype=self._dtype)
-        payload_work = None
-        if payload.numel():
-            payload_work = self._group.recv([raw(payload)], index, 2 * slot + 1)
-        return _Posted(header, header_work, payload, payload_work)
+            posted.payload = packet.payload
+        elif self._shape is not None:
+            posted.payload = torch.empty(self._shape, dtype=self._dtype)
+            if posted.payload.numel():
+                into = [raw(posted.payload)]
+                posted.payload_work = self._group.recv(into, index, 2 * slot + 1)
+        return posted
 
     def _complete(self, peer: int, posted: _Posted, sequence: int) -> tuple[Header, torch.Tensor]:
-        posted.header_work.wait(_POSTED_FOR)
-        if isinstance(posted.header, Packet):
-            header = posted.header.header(peer=peer)
-        else:
-            header = Header.decode(posted.header.tolist(), peer=peer)
+        posted.work.wait(_POSTED_FOR)
+        header = posted.packet.header(peer=peer)
         if header.sequence != sequence:
             raise TransportError(
                 f"message {header.sequence} from {self._describe(peer)} came where {sequence} was "
@@ -348,7 +336,7 @@ class NcclTransport(GlooTransport):
         Header(label, tuple(payload.shape), payload.dtype, 0).words()
         group = self._outgoing[peer]
         work = group.send([raw(payload)], dist.get_group_rank(group, peer), 0)
-        self._send_header(peer, label, payload, (work,))
+        self._announce(peer, label, payload, (work,))
 
     def _receive_payload(self, peer: int, sequence: int, payload: torch.Tensor) -> None:
         """Nothing comes over gloo: the executor's thread posts the receive in :meth:`_arrival`."""
@@ -375,10 +363,10 @@ _HEADER_BYTES = 8 * HEADER_WORDS
 
 
 class Packet:
-    """Memory for one message of a fixed shape.
+    """Memory for the header of one message, and for its payload where the shape is known.
 
     Args:
-        shape: shape of the payload.
+        shape: shape of the payload, ``None`` where it goes by itself.
         dtype: its element type.
 
     Attributes:
@@ -388,20 +376,22 @@ class Packet:
 
     __slots__ = ("_words", "payload", "raw")
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        count = torch.Size(shape).numel()
+    def __init__(self, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+        count = 0 if shape is None else torch.Size(shape).numel()
         self.raw = torch.empty(_HEADER_BYTES + count * dtype.itemsize, dtype=torch.uint8)
         storage = self.raw.untyped_storage()
         self._words = self.raw[:_HEADER_BYTES].view(torch.int64).numpy()
         # Not a view of `raw` in autograd's sense: the receiver makes it a leaf of its own graph.
         offset = _HEADER_BYTES // dtype.itemsize
         self.payload = torch.empty(0, dtype=dtype)
-        self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
+        if shape is not None:
+            self.payload.set_(storage, offset, shape)  # type: ignore[call-overload]
 
-    def fill(self, header: Header, payload: torch.Tensor) -> None:
-        """Write header and payload, which is copied."""
+    def fill(self, header: Header, payload: torch.Tensor | None) -> None:
+        """Write the header, and the payload, which is copied, where there is room for one."""
         self._words[:] = header.words()
-        self.payload.copy_(payload)
+        if payload is not None:
+            self.payload.copy_(payload)
 
     def header(self, *, peer: int) -> Header:
         """Read the header that came from ``peer``.
@@ -426,10 +416,11 @@ def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
     return mine
 
 
+@dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
     """Implements :class:`~megatron.adaptive.transport.connect.TorchGroups`.
 
-    Args:
+    Attributes:
         members: this rank's pipeline, whose ranks exchange messages with each other alone.
         gather: exchanges values between all ranks of the job.
         accelerator: this rank's device.
@@ -438,51 +429,41 @@ class ProcessGroups:
         timeout_s: limit of a send that waits because the peer takes no messages.
     """
 
-    def __init__(
-        self,
-        *,
-        members: list[int],
-        gather: Gather,
-        accelerator: Accelerator,
-        payloads: Payloads,
-        describe: Callable[[int], str],
-        timeout_s: float,
-    ) -> None:
-        self._members = members
-        self._gather = gather
-        self._accelerator = accelerator
-        self._payloads = payloads
-        self._describe = describe
-        self._timeout_s = timeout_s
+    members: list[int]
+    gather: Gather
+    accelerator: Accelerator
+    payloads: Payloads
+    describe: Callable[[int], str]
+    timeout_s: float
 
     def make(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
         """Implements :class:`~megatron.adaptive.transport.connect.TorchGroups`."""
-        group = gloo_group(self._members, self._gather)
+        group = gloo_group(self.members, self.gather)
         common: dict[str, Any] = {
             "peers": peers,
-            "device": self._accelerator.device,
-            "describe": self._describe,
-            "timeout_s": self._timeout_s,
+            "device": self.accelerator.device,
+            "describe": self.describe,
+            "timeout_s": self.timeout_s,
             "completions": completions,
         }
         if kind == "nccl":
             outgoing, incoming = self._nccl_channels(peers)
             common |= {"outgoing": outgoing, "incoming": incoming}
             return NcclTransport(group, **common) if peers else None
-        common |= {"payload_shape": self._payloads.shape, "dtype": self._payloads.dtype}
+        common |= {"payload_shape": self.payloads.shape, "dtype": self.payloads.dtype}
         return GlooTransport(group, **common) if peers else None
 
     def _nccl_channels(
         self, peers: Sequence[int]
     ) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
         """Make a communicator per directed channel, all ranks in one order, and connect each."""
-        device = self._accelerator.device
+        device = self.accelerator.device
         outgoing: dict[int, dist.ProcessGroup] = {}
         incoming: dict[int, dist.ProcessGroup] = {}
         me = dist.get_rank()
-        for sender, receivers in enumerate(self._gather(list(peers))):
+        for sender, receivers in enumerate(self.gather(list(peers))):
             for receiver in receivers:
                 pair = sorted((sender, receiver))
                 group = dist.new_group(pair, backend="nccl", device_id=device)
@@ -492,5 +473,5 @@ class ProcessGroups:
                 elif me == receiver:
                     incoming[sender] = group
                     dist.recv(torch.zeros(1, device=device), sender, group=group)
-        self._accelerator.synchronize()
+        self.accelerator.synchronize()
         return outgoing, incoming

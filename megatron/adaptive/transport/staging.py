@@ -171,7 +171,11 @@ class Staging:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(done)
         tensor.record_stream(current)
-        self._releasing.do(_Release(done, host))
+
+        def release(host: torch.Tensor = host) -> None:  # holds the slot until it ends
+            done.synchronize()
+
+        self._releasing.do(release)
         return tensor
 
     def flush(self, timeout_s: float) -> bool:
@@ -199,18 +203,6 @@ class Staging:
 
     def _failed(self, error: Exception) -> None:
         self._node.put(error)
-
-
-class _Release:
-    """Holds a view of a slot until the device has read it."""
-
-    def __init__(self, done: Any, host: torch.Tensor) -> None:
-        self._done = done
-        self._host: torch.Tensor | None = host
-
-    def __call__(self) -> None:
-        self._done.synchronize()
-        self._host = None
 
 
 class _Worker:

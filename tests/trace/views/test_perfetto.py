@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.views import perfetto
 from megatron.adaptive.trace.views.perfetto import perfetto_events, write_perfetto
+from tests.trace.conftest import make_header, write_spans
 from tests.trace.views import event_rules as rules
 
 
@@ -124,9 +124,7 @@ def test_names_and_order_of_processes(run: RunTrace) -> None:
     assert order == list(range(6))
 
 
-def test_spans_that_overlap_lie_on_threads_of_their_own(
-    write_spans: Callable[..., Path], make_header: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_spans_that_overlap_lie_on_threads_of_their_own(tmp_path: Path) -> None:
     spans = [
         Span("F", 0, 0, 1_000, 5_000, 1),
         Span("F", 0, 1, 3_000, 8_000, 1),  # as two streams of a device may do it

@@ -7,10 +7,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.figures import PARTS, run_figures
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.summary import PARTS, parts_ms
-from megatron.adaptive.trace.views.scalars import FILE_NAME, time_of_day_lead_ns, write_scalars
+from megatron.adaptive.trace.views.scalars import FILE_NAME, write_scalars
 
 
 def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -23,7 +22,9 @@ def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_a_point_per_iteration_and_rank(write_run: Callable[..., Path], tmp_path: Path) -> None:
     run = read_run(write_run(2, 1, 4))
     figures = run_figures(run)
-    tags = write_scalars(figures, tmp_path / "curves")
+    for _ in range(2):  # the second one replaces the first
+        tags = write_scalars(run, figures, tmp_path / "curves")
+    assert [path.name for path in (tmp_path / "curves" / "mean").iterdir()] == [FILE_NAME]
     assert len(tags) == 2 + len(PARTS)
     assert {"pipeline/bubble fraction", "pipeline/step time ms"} < set(tags)
     assert sorted(path.name for path in (tmp_path / "curves").iterdir()) == [
@@ -31,7 +32,7 @@ def test_a_point_per_iteration_and_rank(write_run: Callable[..., Path], tmp_path
         "rank 00000",
         "rank 00001",
     ]
-    parts = parts_ms(figures)
+    parts, names = figures.parts_ms, list(PARTS)
     for rank in range(2):
         place = tmp_path / "curves" / f"rank {rank:05d}"
         bubbles = curve(place, "pipeline/bubble fraction")
@@ -39,7 +40,7 @@ def test_a_point_per_iteration_and_rank(write_run: Callable[..., Path], tmp_path
         expected = figures.bubble_fraction[:, rank].tolist()
         assert [value for _, value in bubbles] == pytest.approx(expected)
         waits = curve(place, "pipeline parts/wait input ms")
-        expected = parts[:, rank, PARTS.index("input")].tolist()
+        expected = parts[:, rank, names.index("input")].tolist()
         assert [value for _, value in waits] == pytest.approx(expected)
     means = curve(tmp_path / "curves" / "mean", "pipeline/step time ms")
     assert [value for _, value in means] == pytest.approx(figures.step_ns[:, 0] / 1e6)
@@ -47,7 +48,7 @@ def test_a_point_per_iteration_and_rank(write_run: Callable[..., Path], tmp_path
 
 def test_points_lie_at_the_time_of_day(write_run: Callable[..., Path], tmp_path: Path) -> None:
     run = read_run(write_run(1, 1, 1))
-    write_scalars(run_figures(run), tmp_path, lead_ns=time_of_day_lead_ns(run))
+    write_scalars(run, run_figures(run), tmp_path)
     reader = EventAccumulator(str(tmp_path / "mean"))
     reader.Reload()
     header = run.ranks[0].header
@@ -57,14 +58,6 @@ def test_points_lie_at_the_time_of_day(write_run: Callable[..., Path], tmp_path:
     assert points[1].wall_time - points[0].wall_time == pytest.approx(10, abs=1e-3)
 
 
-def test_writing_again_replaces(write_run: Callable[..., Path], tmp_path: Path) -> None:
-    figures = run_figures(read_run(write_run(2, 1, 4)))
-    for _ in range(2):
-        write_scalars(figures, tmp_path / "curves")
-    assert len(curve(tmp_path / "curves" / "mean", "pipeline/step time ms")) == 3
-    assert [p.name for p in (tmp_path / "curves" / "mean").iterdir()] == [FILE_NAME]
-
-
 def test_what_a_rank_did_not_record_is_no_point(
     write_run: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -72,7 +65,8 @@ def test_what_a_rank_did_not_record_is_no_point(
     path = folder / "trace_rank_00001.jsonl"
     text = path.read_text()
     path.write_text(text[: text.index('{"begin_iteration": 3')])
-    write_scalars(run_figures(read_run(folder)), tmp_path / "curves")
+    run = read_run(folder)
+    write_scalars(run, run_figures(run), tmp_path / "curves")
     tag = "pipeline/bubble fraction"
     assert [step for step, _ in curve(tmp_path / "curves" / "rank 00000", tag)] == [1, 2, 3]
     assert [step for step, _ in curve(tmp_path / "curves" / "rank 00001", tag)] == [1, 2]
@@ -81,5 +75,6 @@ def test_what_a_rank_did_not_record_is_no_point(
 
 def test_a_folder_that_cannot_be_written(write_run: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "curves").write_text("")
+    run = read_run(write_run(1, 1, 1))
     with pytest.raises(TraceError, match="cannot write"):
-        write_scalars(run_figures(read_run(write_run(1, 1, 1))), tmp_path / "curves")
+        write_scalars(run, run_figures(run), tmp_path / "curves")

@@ -11,12 +11,11 @@ from openpyxl import Workbook, load_workbook
 from openpyxl.utils import range_boundaries
 from openpyxl.worksheet.worksheet import Worksheet
 
-from megatron.adaptive.trace.event import Span, TraceHeader, trace_file_name
-from megatron.adaptive.trace.figures import WAIT_CAUSES, RunFigures, run_figures
+from megatron.adaptive.trace.event import Span, trace_file_name
+from megatron.adaptive.trace.figures import PARTS, RunFigures, run_figures
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
-from megatron.adaptive.trace.summary import PARTS, parts_ms
-from megatron.adaptive.trace.views import workbook, workbook_tables
+from megatron.adaptive.trace.views import workbook
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
 from megatron.adaptive.trace.views.workbook import (
     MAX_BINS,
@@ -27,6 +26,7 @@ from megatron.adaptive.trace.views.workbook import (
     lay_out,
     write_workbook,
 )
+from tests.trace.conftest import make_header, write_spans
 
 
 @pytest.fixture
@@ -57,15 +57,15 @@ def save_order(step: PipelineStep, path: Path) -> None:
 
 
 def chart_row(sheet: Worksheet, row: int) -> list[tuple[str | None, str, int, int]]:
-    """Text, colour, first and last column of each coloured cell of a row."""
+    """Text, colour, first and last column of each coloured cell of a row, merged ones once."""
     widths = {
         area.min_col: area.max_col for area in sheet.merged_cells.ranges if area.min_row == row
     }
-    found = []
+    found, covered = [], 0
     for cell in sheet[row][1:]:
-        if cell.fill.fill_type == "solid":
-            last = widths.get(cell.column, cell.column)
-            found.append((cell.value, cell.fill.start_color.rgb[-6:], cell.column, last))
+        if cell.fill.fill_type == "solid" and cell.column > covered:
+            covered = widths.get(cell.column, cell.column)
+            found.append((cell.value, cell.fill.start_color.rgb[-6:], cell.column, covered))
     return found
 
 
@@ -162,8 +162,7 @@ def test_sixteen_stages_four_chunks_sixty_four_microbatches(
 
 
 def step_of(*rows: tuple[Span, ...]) -> PipelineStep:
-    end = max(span.end_ns for row in rows for span in row)
-    return PipelineStep(1, "x", "loop", len(rows), 1, 1, rows, (), 0, end)
+    return PipelineStep(1, "x", "loop", 1, 1, rows)
 
 
 def test_a_long_step_with_short_actions_gets_coarser_columns(tmp_path: Path) -> None:
@@ -176,12 +175,12 @@ def test_a_long_step_with_short_actions_gets_coarser_columns(tmp_path: Path) -> 
     check_file(tmp_path / "chart.xlsx")
 
 
-def test_crowded_short_actions_keep_their_order() -> None:
+def test_crowded_and_empty_actions_keep_their_order() -> None:
     crowd = [Span("F", 0, i, i, i + 1, 1) for i in range(50)]
-    row = (*crowd, Span("B", 0, 0, 50, 50_000_000, 1))
-    grid = lay_out(step_of(row))
-    assert [cell.span for cell in grid.rows[0]] == list(row)
-    assert all(cell.end > cell.start for cell in grid.rows[0])
+    for row in ((*crowd, Span("B", 0, 0, 50, 50_000_000, 1)), (Span("F", 0, 0, 0, 0, 1),) * 2):
+        cells = lay_out(step_of(row)).rows[0]
+        assert [cell.span for cell in cells] == list(row)
+        assert all(cell.end > cell.start for cell in cells)
 
 
 def test_more_actions_than_columns_go_on_in_further_sheets(
@@ -196,11 +195,6 @@ def test_more_actions_than_columns_go_on_in_further_sheets(
     assert texts == [f"0-{i}" for i in range(100)]
 
 
-def test_zero_length_actions_are_still_drawn() -> None:
-    grid = lay_out(step_of((Span("F", 0, 0, 0, 0, 1), Span("B", 0, 0, 0, 0, 1))))
-    assert [(cell.start, cell.end) for cell in grid.rows[0]] == [(0, 1), (1, 2)]
-
-
 def test_bins_of_time_show_what_covers_most_of_them() -> None:
     ms = 1_000_000
     row = (
@@ -213,7 +207,7 @@ def test_bins_of_time_show_what_covers_most_of_them() -> None:
         Span("wait", 0, 0, 30 * ms + 300_000, 30 * ms + 800_000, 1, reason="order"),
         Span("wait", 0, 1, 40 * ms, 46 * ms, 1, reason="memory"),
     )
-    step = PipelineStep(1, "x", "loop", 1, 1, 2, (row,), (), 0, 60 * ms, waits=(waits,))
+    step = PipelineStep(1, "x", "loop", 1, 2, (row,), (waits,))
     bins = fill_bins(step)
     # 0.1 ms is the finest of 1, 2, 5, 10, ... that needs no more than 600 columns.
     assert (bins.unit_ns, bins.num_columns) == (100_000, 600)
@@ -238,7 +232,7 @@ def test_a_bin_is_idle_where_actions_cover_less_than_half() -> None:
         Span("B", 0, 1, 599_500, 600_000, 1),
     )
     waits = (Span("wait", 0, 0, 1000, 1550, 1),)
-    step = PipelineStep(1, "x", "loop", 1, 1, 2, (row,), (), 0, 600_000, waits=(waits,))
+    step = PipelineStep(1, "x", "loop", 1, 2, (row,), (waits,))
     bins = fill_bins(step)
     assert bins.unit_ns == unit
     assert bins.rows[0] == (
@@ -249,17 +243,8 @@ def test_a_bin_is_idle_where_actions_cover_less_than_half() -> None:
     )
 
 
-def test_the_sheet_time_is_the_bins(tmp_path: Path, write_spans: Callable[..., Path]) -> None:
-    header = TraceHeader(
-        run="r",
-        rank=0,
-        world_size=1,
-        pp_rank=0,
-        num_ranks=1,
-        num_chunks=1,
-        num_microbatches=1,
-        schedule="adaptive",
-    )
+def test_the_sheet_time_is_the_bins(tmp_path: Path) -> None:
+    header = make_header(0, 1, num_microbatches=1)
     ms = 1_000_000
     spans = (
         Span("F", 0, 0, 0, 4 * ms, 1),
@@ -291,12 +276,12 @@ def test_summary_and_iterations_are_the_figures(
         for row in book["summary"].iter_rows(min_row=3, max_row=4)
     }
     assert list(table) == ["rank 0 (stages 0, 2)", "rank 1 (stages 1, 3)"]
-    parts = parts_ms(figures)
+    parts = figures.parts_ms
     for rank, line in enumerate(table.values()):
         assert line["global rank"] == rank
         assert line["actions"] == 16
         assert line["step ms"] == pytest.approx(step.step_ns / 1e6)
-        names = [f"wait {part} ms" if part in WAIT_CAUSES else f"{part} ms" for part in PARTS]
+        names = [f"{part} ms" for part in PARTS.values()]
         # The run's waits overlap its actions by some nanoseconds.
         assert sum(line[name] for name in names) == pytest.approx(line["step ms"], abs=1e-3)
         assert line["busy ms"] == pytest.approx(parts[2, rank, 0])
@@ -334,8 +319,8 @@ def test_charts_are_native_and_refer_to_the_tables(
 def test_long_runs_are_thinned_out(
     write_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workbook_tables, "MAX_ITERATIONS", 3)
-    monkeypatch.setattr(workbook_tables, "MAX_RANK_COLUMNS", 1)
+    monkeypatch.setattr(workbook, "MAX_ITERATIONS", 3)
+    monkeypatch.setattr(workbook, "MAX_RANK_COLUMNS", 1)
     write(write_run(2, 1, 1, iterations=7), tmp_path / "chart.xlsx")
     sheet = load_workbook(tmp_path / "chart.xlsx")["iterations"]
     assert [row[0] for row in sheet.iter_rows(min_row=3, values_only=True)] == [1, 4, 7]

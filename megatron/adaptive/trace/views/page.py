@@ -43,20 +43,7 @@ from megatron.adaptive.trace.views.page_spans import (
 )
 from megatron.adaptive.trace.views.palette import IDLE
 
-__all__ = [
-    "PageSelection",
-    "MAX_ACTIONS",
-    "MAX_ITERATIONS",
-    "choose",
-    "encode",
-    "message_columns",
-    "plotly_js",
-    "replay",
-    "simulated_columns",
-    "span_columns",
-    "write_html",
-    "write_page",
-]
+__all__ = ["choose", "encode", "write_html", "write_page"]
 
 
 MAX_SPANS = 300_000
@@ -76,6 +63,7 @@ class _Group:
     name: str
     labels: list[str]
     traces: Sequence[RankTrace | None]
+    is_mean: bool = False
 
 
 def write_page(
@@ -83,9 +71,6 @@ def write_page(
     target: str | os.PathLike[str],
     iterations: Sequence[int],
     dp_rank: int | None = None,
-    simulated: Mapping[int, SimResult] | None = None,
-    *,
-    figures: RunFigures | None = None,
 ) -> list[str]:
     """Write the page, replacing the file.
 
@@ -95,9 +80,6 @@ def write_page(
         iterations: those that the page may show; of many it shows some.
         dp_rank: only this data-parallel replica; ``None`` for some of them and, where there are
             several, the mean over all.
-        simulated: simulated steps by iteration, to lie beside the measured ones of every replica;
-            ``None`` simulates each anew (see ``page_replay``), an empty mapping none.
-        figures: of the run, where they are known; they choose iterations and replicas.
 
     Returns:
         What was merged or left out, a line each.
@@ -110,17 +92,16 @@ def write_page(
     for iteration in iterations:
         run.require_iteration(iteration)
     plotly_js()  # refuses before the run is read
-    if figures is None:
-        ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
-        figures = run_figures(run, iterations, ranks=ranks)
+    ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
+    figures = run_figures(run, iterations, ranks=ranks)
     choice = choose(run, figures, iterations, dp_rank)
     groups = _groups(run, choice)
     colors = categories(run.num_chunks)
-    head = _head(run, figures, choice, groups, colors)
     notes = [*choice.notes]
 
     def blocks() -> Iterator[tuple[str, Any]]:
-        yield from _blocks(run, choice, groups, colors, simulated, notes)
+        yield from _blocks(run, choice, groups, len(colors), notes)
+        head = _head(run, figures, choice, groups, colors)
         yield "page", {**head, "notes": [*run.notes(), *figures.notes(), *notes]}
 
     write_html(target, f"Trace of {run.run}", __package__, "page", blocks(), SCRIPTS)
@@ -192,7 +173,7 @@ def _groups(run: RunTrace, choice: PageSelection) -> list[_Group]:
         every = [t for d in choice.mean_of for t in run.replica(d, choice.tp_rank)]
         some = next(trace for trace in every if trace)
         labels = [_stages(run, pp_rank, some) for pp_rank in range(run.num_ranks)]
-        groups.append(_Group(f"mean of {len(choice.mean_of)} replicas", labels, every))
+        groups.append(_Group(f"mean of {len(choice.mean_of)} replicas", labels, every, True))
     return groups
 
 
@@ -249,8 +230,7 @@ def _blocks(
     run: RunTrace,
     choice: PageSelection,
     groups: Sequence[_Group],
-    colors: Sequence[Category],
-    simulated: Mapping[int, SimResult] | None,
+    num_categories: int,
     notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and content of the blocks of all groups and iterations; adds to the notes."""
@@ -258,11 +238,8 @@ def _blocks(
     shortest, unsent, unsimulated = 0, 0, 0
     for place, iteration in enumerate(choice.iterations):
         for number, group in enumerate(groups):
-            tables = [trace.table([iteration]) if trace else _nothing() for trace in group.traces]
-            if number >= len(choice.replicas):
-                block = _mean_block(run, tables, colors)
-            else:
-                block = _block(run, iteration, group, tables, share, simulated)
+            block = _block(run, iteration, group, num_categories, share)
+            if not group.is_mean:
                 shortest = max(shortest, block["merged_below_ns"])
                 unsent += block["messages_left_out"]
                 unsimulated += not block["simulated_ms"]
@@ -271,81 +248,83 @@ def _blocks(
         notes.append(f"spans shorter than up to {shortest / 1e6:.3g} ms are merged")
     if unsent:
         notes.append(f"{unsent} messages of large steps have no arrows")
-    if unsimulated and simulated is None:
+    if unsimulated:
         notes.append(f"{unsimulated} steps, incomplete or very large, are not simulated")
 
 
 def _block(
-    run: RunTrace,
-    iteration: int,
-    group: _Group,
-    tables: list[TraceTable],
-    share: int,
-    simulated: Mapping[int, SimResult] | None,
+    run: RunTrace, iteration: int, group: _Group, num_categories: int, share: int
 ) -> dict[str, Any]:
-    """One iteration of one replica."""
+    """One iteration of one group.
+
+    Args:
+        run: the run.
+        iteration: its number.
+        group: the replica, or all for their mean.
+        num_categories: how many colours there are.
+        share: blocks that the limits of the page are divided among.
+    """
+    nothing = TraceTable.concat([])
+    tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
+    rows = rows_of(tables, run.num_chunks)
+    start_ns, end_ns, step_ns = _extent(tables, rows)
+    # What the page shows at first is the step and the update after it.
+    updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
+    updated_ns = [int(end.max()) - start_ns for end in updates if len(end)]
+    busy = sum(int(table.of_kind(*DRAWN_ACTIONS).duration_ns.sum()) for table in tables)
+    ranks = sum(len(table) > 0 for table in tables)
+    head = {
+        "step_ms": step_ns / 1e6,
+        "extent_ms": (end_ns - start_ns) / 1e6,
+        "shown_ms": max([step_ns, *updated_ns]) / 1e6,
+        "bubble": 1 - busy / (step_ns * ranks) if step_ns and ranks else 0.0,
+    }
+    if group.is_mean:
+        bins = min(480, max(60, MAX_SHARES // (run.num_ranks * num_categories)))
+        columns = _mean_columns(rows, tables, run.num_ranks, num_categories, start_ns, end_ns, bins)
+        return encode(columns, kind="mean", bins=bins, simulated_ms=0, messages=0, **head)
     present = {trace.header.rank: row for row, trace in enumerate(group.traces) if trace}
     messages = match_messages({rank: tables[row] for rank, row in present.items()})
-    rows = rows_of(tables, run.num_chunks)
+    header = next(trace for trace in group.traces if trace).header
+    microbatches = max(t.num_microbatches.get(iteration, 0) for t in group.traces if t)
+    simulated = replay(tables, messages, header.placement, run.num_chunks, microbatches)
     small = merged(rows, MAX_SPANS // share)
-    start_ns, end_ns, step_ns = _extent(tables, rows)
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
-    if simulated is None:
-        header = next(trace for trace in group.traces if trace).header
-        counts = [t.num_microbatches.get(iteration, 0) for t in group.traces if t]
-        result = replay(tables, messages, header.placement, run.num_chunks, max(counts))
-    else:
-        result = simulated.get(iteration)
     limit = MAX_MESSAGES // share
     columns = {
         **span_columns(small, len(tables), start_ns, unit_ns),
         **message_columns(messages, present, start_ns, unit_ns, limit),
-        **simulated_columns(result, run.num_chunks, unit_ns),
+        **simulated_columns(simulated, run.num_chunks, unit_ns),
     }
     return encode(
         columns,
         kind="spans",
         unit_ms=unit_ns / 1e6,
-        step_ms=step_ns / 1e6,
-        extent_ms=(end_ns - start_ns) / 1e6,
-        shown_ms=_shown_ms(tables, start_ns, step_ns),
-        simulated_ms=result.makespan_s * 1e3 if result else 0,
+        simulated_ms=simulated.makespan_s * 1e3 if simulated else 0,
         merged_below_ns=small.merged_below_ns,
+        messages=len(messages),
         messages_left_out=len(messages) if len(messages) > limit else 0,
-        **_figures(tables, messages, step_ns),
+        **head,
     )
 
 
-def _figures(tables: list[TraceTable], messages: Messages, step_ns: int) -> dict[str, Any]:
-    busy = sum(int(table.of_kind(*DRAWN_ACTIONS).duration_ns.sum()) for table in tables)
-    ranks = sum(len(table) > 0 for table in tables)
-    bubble = 1 - busy / (step_ns * ranks) if step_ns and ranks else 0.0
-    return {"bubble": bubble, "messages": len(messages)}
-
-
-def _mean_block(
-    run: RunTrace, tables: list[TraceTable], colors: Sequence[Category]
-) -> dict[str, Any]:
-    """One iteration, the mean over replicas: how much of each bin of time each stage spent how."""
-    rows = rows_of(tables, run.num_chunks)
-    start_ns, end_ns, step_ns = _extent(tables, rows)
-    number = run.num_ranks
-    bins = min(480, max(60, MAX_SHARES // (number * len(colors))))
-    columns = {**rows.columns, "row": rows.columns["row"] % number}
-    shares = stage_shares(Rows(columns, rows.within), number, len(colors), start_ns, end_ns, bins)
-    ranks = np.bincount(np.arange(len(tables)) % number, [len(t) > 0 for t in tables], number)
+def _mean_columns(
+    rows: Rows,
+    tables: list[TraceTable],
+    num_ranks: int,
+    num_categories: int,
+    start_ns: int,
+    end_ns: int,
+    bins: int,
+) -> dict[str, Ints]:
+    """Shares of each bin of time that each stage spent on each category, mean over replicas."""
+    of_stage = Rows({**rows.columns, "row": rows.columns["row"] % num_ranks}, rows.within)
+    shares = stage_shares(of_stage, num_ranks, num_categories, start_ns, end_ns, bins)
+    known = [len(table) > 0 for table in tables]
+    ranks = np.bincount(np.arange(len(tables)) % num_ranks, known, num_ranks)
     shares = np.clip(np.rint(shares * 255 / np.maximum(ranks, 1)[:, None, None]), 0, 255)
     used: Ints = np.flatnonzero(shares.any(axis=(0, 2)))
-    return encode(
-        {"share": shares[:, used].reshape(-1).astype(np.int64), "used": used},
-        kind="mean",
-        bins=bins,
-        step_ms=step_ns / 1e6,
-        extent_ms=(end_ns - start_ns) / 1e6,
-        shown_ms=_shown_ms(tables, start_ns, step_ns),
-        simulated_ms=0,
-        **_figures(tables, match_messages({}), step_ns),
-    )
+    return {"share": shares[:, used].reshape(-1).astype(np.int64), "used": used}
 
 
 def _extent(tables: list[TraceTable], rows: Rows) -> tuple[int, int, int]:
@@ -360,17 +339,6 @@ def _extent(tables: list[TraceTable], rows: Rows) -> tuple[int, int, int]:
         return start, start + int(rows.columns["length"].max()), 0
     last = int((rows.columns["start"] + rows.columns["length"]).max())
     return min(starts), max(last, min(starts) + 1), max(ends) - min(starts)
-
-
-def _shown_ms(tables: list[TraceTable], start_ns: int, step_ns: int) -> float:
-    """Returns the time that a page shows at first: the step and the update after it."""
-    updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
-    ends = [int(end.max()) - start_ns for end in updates if len(end)]
-    return max([step_ns, *ends]) / 1e6
-
-
-def _nothing() -> TraceTable:
-    return TraceTable.concat([])
 
 
 MAX_ITERATIONS = 20
@@ -480,16 +448,11 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
         columns: whole numbers below 2^53.
         head: other data of the page, as JSON.
     """
-    found, parts = [], []
-    for name, column in columns.items():
-        narrow = column.astype(_type_of(column))
-        found.append((name, narrow))
+    found = {name: column.astype(_type_of(column)) for name, column in columns.items()}
     # Wide ones first, so that each begins at a multiple of its width.
-    found.sort(key=lambda pair: -pair[1].itemsize)
-    for _, column in found:
-        parts.append(column.tobytes())
-    listed = [[name, column.dtype.name, len(column)] for name, column in found]
-    packed = gzip.compress(b"".join(parts), 6, mtime=0)
+    ordered = sorted(found.items(), key=lambda pair: -pair[1].itemsize)
+    listed = [[name, column.dtype.name, len(column)] for name, column in ordered]
+    packed = gzip.compress(b"".join(column.tobytes() for _, column in ordered), 6, mtime=0)
     return {**head, "columns": listed, "data": base64.b64encode(packed).decode("ascii")}
 
 
@@ -541,25 +504,18 @@ def simulated_columns(result: SimResult | None, num_chunks: int, unit_ns: int) -
     """Columns of a simulated step, from its start; empty ones for none."""
     spans = () if result is None else result.spans
     kinds = {kind: number for number, kind in enumerate(DRAWN_ACTIONS)}
-    flat = [
-        (
-            kinds[span.action.kind.value] * num_chunks + span.action.chunk,
-            span.action.microbatch,
-        )
-        for row in spans
-        for span in row
-    ]
-    labels = np.array(flat, dtype=np.int64).reshape(-1, 2)
-    starts = () if result is None else result.starts_ps
-    ends = () if result is None else result.ends_ps
+    actions = [span.action for row in spans for span in row]
+    categories = [kinds[action.kind.value] * num_chunks + action.chunk for action in actions]
     none = np.zeros(0, dtype=np.int64)
-    start = np.concatenate([none, *starts]) // (PS_PER_NS * unit_ns)
-    end = np.concatenate([none, *ends]) // (PS_PER_NS * unit_ns)
+    starts = [none, *(() if result is None else result.starts_ps)]
+    ends = [none, *(() if result is None else result.ends_ps)]
+    start = np.concatenate(starts) // (PS_PER_NS * unit_ns)
+    end = np.concatenate(ends) // (PS_PER_NS * unit_ns)
     return {
         "s_start": start,
         "s_length": end - start,
-        "s_category": labels[:, 0],
-        "s_microbatch": labels[:, 1],
+        "s_category": np.array(categories, dtype=np.int64),
+        "s_microbatch": np.array([action.microbatch for action in actions], dtype=np.int64),
         "s_offset": np.cumsum([0, *(len(row) for row in spans)]),
     }
 

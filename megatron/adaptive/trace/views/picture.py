@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.event import Span
+from megatron.adaptive.trace.figures import NS_PER_MS
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.summary import NS_PER_MS, StepSummary, summarize
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,
@@ -59,9 +58,34 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     Raises:
         TraceError: the file cannot be written.
     """
-    figure = _draw(step, summarize(step))
+    labels = _labels(step)
+    frame = _frame(step, labels)
+    figure = _figure(frame.width, frame.height, DPI)
+    axes = figure.add_axes(
+        (
+            frame.left / frame.width,
+            BOTTOM_IN / frame.height,
+            1 - (frame.left + RIGHT_IN) / frame.width,
+            1 - (TOP_IN + BOTTOM_IN) / frame.height,
+        )
+    )
+    _set_axes(axes, step, frame, labels)
+    _draw_rows(axes, step, frame)
+    _write_texts(axes, step, frame)
+    page = figure.add_axes((0, 0, 1, 1))
+    page.set_axis_off()
+    page.set_xlim(0, frame.width)
+    page.set_ylim(0, frame.height)
+    _write_title(page, step, frame)
+    _draw_legend(page, step, frame)
     with replaced(path) as temporary:
         figure.savefig(temporary, facecolor="white")
+
+
+def _figure(width_in: float, height_in: float, dpi: int) -> Figure:
+    figure = Figure(figsize=(width_in, height_in), dpi=dpi)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 @dataclass(frozen=True)
@@ -75,33 +99,14 @@ class _Frame:
     step_ms: float
 
     @property
-    def inches_per_ms(self) -> float:
-        return (self.width - self.left - RIGHT_IN) / self.step_ms
+    def points_per_ns(self) -> float:
+        inches_per_ms = (self.width - self.left - RIGHT_IN) / self.step_ms
+        return inches_per_ms * POINTS_PER_IN / NS_PER_MS
 
-
-def _draw(step: PipelineStep, summary: StepSummary) -> Figure:
-    labels = _labels(step)
-    frame = _frame(step, labels)
-    figure = Figure(figsize=(frame.width, frame.height), dpi=DPI)
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes(
-        (
-            frame.left / frame.width,
-            BOTTOM_IN / frame.height,
-            1 - (frame.left + RIGHT_IN) / frame.width,
-            1 - (TOP_IN + BOTTOM_IN) / frame.height,
-        )
-    )
-    _set_axes(axes, step, frame, labels)
-    _draw_rows(axes, step, summary, frame)
-    _write_texts(axes, step, frame)
-    page = figure.add_axes((0, 0, 1, 1))
-    page.set_axis_off()
-    page.set_xlim(0, frame.width)
-    page.set_ylim(0, frame.height)
-    _write_title(page, step, summary, frame)
-    _draw_legend(page, step, frame)
-    return figure
+    @property
+    def label_pt(self) -> float:
+        """The size of the text beside a row."""
+        return min(9.0, self.row * POINTS_PER_IN * 0.8)
 
 
 def _labels(step: PipelineStep) -> list[str]:
@@ -130,7 +135,7 @@ def _frame(step: PipelineStep, labels: Sequence[str]) -> _Frame:
 def _set_axes(axes: Axes, step: PipelineStep, frame: _Frame, labels: Sequence[str]) -> None:
     axes.set_xlim(0, frame.step_ms)
     axes.set_ylim(step.num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(step.num_ranks), labels, fontsize=_label_pt(frame), color=INK)
+    axes.set_yticks(range(step.num_ranks), labels, fontsize=frame.label_pt, color=INK)
     axes.tick_params(axis="y", length=0, pad=6)
     axes.tick_params(axis="x", length=3, color=FAINT, labelcolor=FAINT, labelsize=8.5)
     axes.set_xlabel("time in the step (ms)", fontsize=9, color=FAINT, labelpad=3)
@@ -138,46 +143,28 @@ def _set_axes(axes: Axes, step: PipelineStep, frame: _Frame, labels: Sequence[st
         side.set_visible(False)
 
 
-def _label_pt(frame: _Frame) -> float:
-    return min(9.0, frame.row * POINTS_PER_IN * 0.8)
-
-
-def _draw_rows(axes: Axes, step: PipelineStep, summary: StepSummary, frame: _Frame) -> None:
-    idle_rows = [
-        Rectangle((0, rank.pp_rank - BAR / 2), frame.step_ms, BAR) for rank in summary.ranks
-    ]
-    axes.add_collection(PatchCollection(idle_rows, facecolor=f"#{IDLE}", edgecolor="none"))
-    for cause, color in WAIT_COLORS.items():
-        waits = [
-            _bar(pp_rank, wait)
-            for pp_rank, row in enumerate(step.waits)
-            for wait in row
-            if _cause(wait) == cause
-        ]
-        axes.add_collection(PatchCollection(waits, facecolor=f"#{color}", edgecolor="none"))
+def _draw_rows(axes: Axes, step: PipelineStep, frame: _Frame) -> None:
     durations = sorted(span.duration_ns for row in step.rows for span in row)
-    typical_pt = durations[len(durations) // 2] / NS_PER_MS * frame.inches_per_ms * POINTS_PER_IN
+    typical_pt = durations[len(durations) // 2] * frame.points_per_ns
     edge_pt = min(0.5, 0.05 * typical_pt)  # A wider edge would hide the bars of a dense chart.
-    for action in step.actions:
-        for chunk in range(step.num_chunks):
-            bars = [
-                _bar(pp_rank, span)
-                for pp_rank, row in enumerate(step.rows)
-                for span in row
-                if (span.action, span.chunk) == (action, chunk)
-            ]
-            color = f"#{chunk_color(action, chunk, step.num_chunks)}"
-            axes.add_collection(
-                PatchCollection(bars, facecolor=color, edgecolor="white", linewidth=edge_pt)
-            )
-    for rank in summary.ranks:
+    for pp_rank, bubble in step.bubble_fractions.items():
+        waits = [
+            (*_extent_ms(wait), WAIT_COLORS[_cause(wait)])
+            for wait in (step.waits[pp_rank] if step.waits else ())
+        ]
+        _draw_bars(axes, pp_rank, BAR, [(0.0, frame.step_ms, IDLE), *waits])
+        actions = [
+            (*_extent_ms(span), chunk_color(span.action, span.chunk, step.num_chunks))
+            for span in step.rows[pp_rank]
+        ]
+        _draw_bars(axes, pp_rank, BAR, actions, edge_pt)
         axes.annotate(
-            f"{1 - rank.bubble_fraction:.0%} busy",
-            (frame.step_ms, rank.pp_rank),
+            f"{1 - bubble:.0%} busy",
+            (frame.step_ms, pp_rank),
             (6, 0),
             textcoords="offset points",
             va="center",
-            fontsize=_label_pt(frame),
+            fontsize=frame.label_pt,
             color=FAINT,
             annotation_clip=False,
         )
@@ -185,14 +172,30 @@ def _draw_rows(axes: Axes, step: PipelineStep, summary: StepSummary, frame: _Fra
         axes.text(0, pp_rank, "no trace of this rank", va="center", color=FAINT, style="italic")
 
 
+def _extent_ms(span: Span) -> tuple[float, float]:
+    """Start and length of a span."""
+    return span.start_ns / NS_PER_MS, span.duration_ns / NS_PER_MS
+
+
+def _draw_bars(
+    axes: Axes,
+    row: int,
+    height: float,
+    bars: Sequence[tuple[float, float, str]],
+    edge_pt: float = 0,
+) -> None:
+    """Draw bars in a row: start, length and colour ``RRGGBB`` of each, white edges around them."""
+    axes.broken_barh(
+        [(start, length) for start, length, _ in bars],
+        (row - height / 2, height),
+        facecolors=[f"#{color}" for _, _, color in bars],
+        edgecolors="white" if edge_pt else "none",
+        linewidth=edge_pt,
+    )
+
+
 def _cause(wait: Span) -> str:
     return wait.reason if wait.reason in WAIT_COLORS else ""
-
-
-def _bar(pp_rank: int, span: Span) -> Rectangle:
-    return Rectangle(
-        (span.start_ns / NS_PER_MS, pp_rank - BAR / 2), span.duration_ns / NS_PER_MS, BAR
-    )
 
 
 def _write_texts(axes: Axes, step: PipelineStep, frame: _Frame) -> None:
@@ -201,7 +204,7 @@ def _write_texts(axes: Axes, step: PipelineStep, frame: _Frame) -> None:
     All bars of a kind of action get one size and one direction: upright where the text would be
     too small along the bar.
     """
-    largest = min(9.0 if frame.row == ROW_IN_FEW else 7.5, _label_pt(frame))
+    largest = min(9.0 if frame.row == ROW_IN_FEW else 7.5, frame.label_pt)
     for action in step.actions:
         bars = [
             (pp_rank, span)
@@ -233,7 +236,7 @@ def _write_texts(axes: Axes, step: PipelineStep, frame: _Frame) -> None:
 
 def _fitting_pt(span: Span, frame: _Frame, upright: bool = False) -> float:
     """The largest font size at which a span's text fits its bar, in points."""
-    width_pt = span.duration_ns / NS_PER_MS * frame.inches_per_ms * POINTS_PER_IN
+    width_pt = span.duration_ns * frame.points_per_ns
     letters_em = DIGIT_EM * len(f"{span.chunk}-{span.microbatch}")
     if not upright:
         return 0.88 * width_pt / letters_em
@@ -246,18 +249,15 @@ def _tenth(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 10]
 
 
-def _write_title(page: Axes, step: PipelineStep, summary: StepSummary, frame: _Frame) -> None:
-    title = f"Pipeline schedule: {step.schedule}"
-    page.text(
-        frame.left, frame.height - 0.32, title, size=14, weight="bold", color=INK, va="center"
-    )
+def _write_title(page: Axes, step: PipelineStep, frame: _Frame) -> None:
+    title, top = f"Pipeline schedule: {step.schedule}", frame.height - 0.32
+    page.text(frame.left, top, title, size=14, weight="bold", color=INK, va="center")
     chunks = "chunk" if step.num_chunks == 1 else "chunks"
     ranks = "rank" if step.num_ranks == 1 else "ranks"
-    replica = f", replica {step.dp_rank} of {step.num_replicas}" if step.num_replicas > 1 else ""
     subtitle = (
         f"{step.num_ranks} pipeline {ranks} × {step.num_chunks} {chunks}, "  # noqa: RUF001
-        f"{step.num_microbatches} microbatches  ·  iteration {step.iteration}{replica}  ·  "
-        f"step {summary.step_ms:.4g} ms  ·  bubble {summary.bubble_fraction:.1%}"
+        f"{step.num_microbatches} microbatches  ·  iteration {step.iteration}{step.replica}  ·  "
+        f"step {step.step_ns / NS_PER_MS:.4g} ms  ·  bubble {step.bubble_fraction:.1%}"
     )
     page.text(frame.left, frame.height - 0.60, subtitle, size=10, color=FAINT, va="center")
 
@@ -267,16 +267,11 @@ def _draw_legend(page: Axes, step: PipelineStep, frame: _Frame) -> None:
     count = min(step.num_chunks, LEGEND_CHUNKS)
     shown = [round(i * (step.num_chunks - 1) / max(1, count - 1)) for i in range(count)]
     word = ", chunk" if step.num_chunks > 1 else ""
-    groups = [
-        (
-            ACTION_NAMES[action] + word,
-            [
-                (str(chunk) if word else "", chunk_color(action, chunk, step.num_chunks))
-                for chunk in shown
-            ],
-        )
-        for action in step.actions
-    ]
+    groups = []
+    for action in step.actions:
+        colors = [(chunk, chunk_color(action, chunk, step.num_chunks)) for chunk in shown]
+        swatches = [(str(chunk) if word else "", color) for chunk, color in colors]
+        groups.append((ACTION_NAMES[action] + word, swatches))
     long_ns = step.step_ns / VISIBLE
     shown_causes = {
         _cause(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns
@@ -300,14 +295,8 @@ def _draw_legend(page: Axes, step: PipelineStep, frame: _Frame) -> None:
         x += 0.35
 
 
-PANEL_WIDTH_IN, PANEL_ROW_IN, PANEL_TITLE_IN, PANEL_TOP_IN, PANEL_BOTTOM_IN = (
-    14.0,
-    0.16,
-    0.42,
-    0.2,
-    0.75,
-)
-PANEL_BAR = 0.86
+PANEL_WIDTH_IN, PANEL_ROW_IN, PANEL_TITLE_IN = 14.0, 0.16, 0.42
+PANEL_TOP_IN, PANEL_BOTTOM_IN, PANEL_BAR = 0.2, 0.75, 0.86
 
 
 def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.PathLike[str]) -> None:
@@ -322,8 +311,7 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
     """
     heights = [PANEL_ROW_IN * result.placement.num_ranks + PANEL_TITLE_IN for _, result in steps]
     height = sum(heights) + PANEL_TOP_IN + PANEL_BOTTOM_IN
-    figure = Figure(figsize=(PANEL_WIDTH_IN, height), dpi=110)
-    FigureCanvasAgg(figure)
+    figure = _figure(PANEL_WIDTH_IN, height, 110)
     longest_s = max(result.makespan_s for _, result in steps)
     top = height - PANEL_TOP_IN
     for (title, result), panel in zip(steps, heights, strict=True):
@@ -351,18 +339,12 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
 
 def _draw_panel(axes: Axes, title: str, result: SimResult, longest_s: float, *, last: bool) -> None:
     chunks = result.placement.num_chunks
-    bars, colors = [], []
     for rank, spans in enumerate(result.spans):
-        bars.append(Rectangle((0, rank - PANEL_BAR / 2), result.makespan_s, PANEL_BAR))
-        colors.append(f"#{IDLE}")
+        bars = [(0.0, result.makespan_s, IDLE)]
         for span in spans:
-            bars.append(
-                Rectangle(
-                    (span.start_s, rank - PANEL_BAR / 2), span.end_s - span.start_s, PANEL_BAR
-                )
-            )
-            colors.append(f"#{chunk_color(span.action.kind.value, span.action.chunk, chunks)}")
-    axes.add_collection(PatchCollection(bars, facecolor=colors, edgecolor="white", linewidth=0.2))
+            color = chunk_color(span.action.kind.value, span.action.chunk, chunks)
+            bars.append((span.start_s, span.end_s - span.start_s, color))
+        _draw_bars(axes, rank, PANEL_BAR, bars, 0.2)
     axes.set_xlim(0, longest_s)
     axes.set_ylim(result.placement.num_ranks - 0.5, -0.5)
     axes.set_title(title, fontsize=9, loc="left", pad=3)

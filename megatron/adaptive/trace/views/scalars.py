@@ -17,12 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.adaptive.trace.figures import Floats, RunFigures
+from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.summary import NS_PER_MS, PART_NAMES, PARTS, parts_ms
 
-__all__ = ["FILE_NAME", "MEAN", "time_of_day_lead_ns", "write_scalars"]
+__all__ = ["FILE_NAME", "MEAN", "write_scalars"]
 
 FILE_NAME = "events.out.tfevents.trace"
 MEAN = "mean"
@@ -30,14 +29,14 @@ MEAN = "mean"
 
 
 def write_scalars(
-    figures: RunFigures, folder: str | os.PathLike[str], *, lead_ns: int = 0
+    run: RunTrace, figures: RunFigures, folder: str | os.PathLike[str]
 ) -> tuple[str, ...]:
     """Write curves of bubble fraction, step time and what the step's time went into.
 
     Args:
+        run: what the figures are of.
         figures: of the ranks to show.
         folder: for TensorBoard's ``--logdir``; files of an earlier call are replaced.
-        lead_ns: what turns the figures' times into time of day, see :func:`time_of_day_lead_ns`.
 
     Returns:
         The names of the curves.
@@ -53,6 +52,10 @@ def write_scalars(
 
     curves = dict(_curves(figures))
     known = figures.num_actions > 0
+    header = next(iter(run.ranks.values())).header
+    # A run on several clocks is on the time of day of one of them already.
+    is_monotonic = len(run.alignment.clocks) == 1
+    lead_ns = header.unix_ns - header.monotonic_ns if is_monotonic else 0
     moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9
     runs = {f"rank {rank:05d}": column for column, rank in enumerate(figures.ranks.tolist())}
     for name, column in {MEAN: None, **runs}.items():
@@ -79,22 +82,9 @@ def write_scalars(
     return tuple(curves)
 
 
-def time_of_day_lead_ns(run: RunTrace) -> int:
-    """Returns the offset from a run's common time to the time of day, in nanoseconds.
-
-    A run on several clocks is on the time of day of one of them; with one clock its times are those
-    of a monotonic clock.
-    """
-    if len(run.alignment.clocks) != 1:
-        return 0
-    header = next(iter(run.ranks.values())).header
-    return header.unix_ns - header.monotonic_ns
-
-
 def _curves(figures: RunFigures) -> Iterator[tuple[str, Floats]]:
     """Names and values, ``[iterations, ranks]``."""
     yield "pipeline/bubble fraction", figures.bubble_fraction
     yield "pipeline/step time ms", figures.step_ns / NS_PER_MS
-    parts = parts_ms(figures)
-    for number, part in enumerate(PARTS):
-        yield f"pipeline parts/{PART_NAMES[part]} ms", parts[..., number]
+    for number, part in enumerate(PARTS.values()):
+        yield f"pipeline parts/{part} ms", figures.parts_ms[..., number]

@@ -2,9 +2,11 @@
 
 - *order*       the actions of one iteration in executed order, wide enough to read
 - *time*        the same on a scale of time
-- *summary*     per rank: busy, waits by cause, bubble, lengths of actions, peaks, bytes
+- *summary*     per rank: busy, waits by cause, bubble, lengths of actions, peaks, bytes; first for
+                the iteration that is drawn, then the mean over all that the workbook covers
 - *iterations*  per iteration: step time, bubble, waits
-- *charts*      Excel's own charts of the last two
+- *charts*      Excel's own charts of columns of the last two, so that they follow when someone
+                changes these
 
 It shows one replica, and says which where there are several. Columns are set, cells are merged and
 styles are made in the ways that stay quick for charts of hundred thousands of cells.
@@ -13,22 +15,27 @@ styles are made in the ways that stay quick for charts of hundred thousands of c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
+from itertools import pairwise
 
+import numpy as np
 from openpyxl import Workbook
+from openpyxl.chart import BarChart, LineChart, Reference
+from openpyxl.chart.axis import TextAxis
+from openpyxl.chart.legend import Legend
 from openpyxl.styles import Alignment, Border, Font, PatternFill, Side
+from openpyxl.utils import get_column_letter
 from openpyxl.worksheet.cell_range import CellRange
 from openpyxl.worksheet.worksheet import Worksheet
 
-from megatron.adaptive.trace.event import Span
-from megatron.adaptive.trace.figures import RunFigures
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
+from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.summary import NS_PER_MS, summarize
+from megatron.adaptive.trace.table import Ints
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,
@@ -37,23 +44,8 @@ from megatron.adaptive.trace.views.palette import (
     chunk_color,
     text_color,
 )
-from megatron.adaptive.trace.views.workbook_tables import (
-    BOLD,
-    add_charts,
-    add_iterations,
-    add_summary,
-)
 
-__all__ = [
-    "Chart",
-    "ChartCell",
-    "MAX_BINS",
-    "MAX_COLUMNS",
-    "add_order",
-    "fill_bins",
-    "lay_out",
-    "write_workbook",
-]
+__all__ = ["ChartCell", "add_order", "fill_bins", "lay_out", "write_workbook"]
 
 LABEL_COLUMNS = 1
 TITLE_ROW, TIME_ROW, FIRST_ROW = 1, 2, 3
@@ -70,6 +62,29 @@ CENTRE = Alignment(horizontal="center", vertical="center", shrink_to_fit=True)
 LEFT = Alignment(horizontal="left", vertical="center")
 SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
+BOLD = Font(bold=True)
+MAX_ITERATIONS = 20_000
+"""Rows of the sheet *iterations*; of a longer run it has every so many rows one."""
+MAX_RANK_COLUMNS = 256
+"""Ranks with a column of their own there."""
+
+MS, COUNT, SHARE = "0.000", "#,##0", "0.0%"
+HEAD_ROW = 2
+HEAD_HEIGHT = 44
+"""Of a row of heads, in points: three lines."""
+PART_COLUMN = 5
+"""First column of the parts of the step in *summary*."""
+
+PART_COLORS = {
+    "busy": chunk_color("F", 0, 1),
+    **{cause or "unknown": color for cause, color in WAIT_COLORS.items()},
+    "before": "B9BDC6",
+    "after": "D5D8DE",
+    "rest": IDLE,
+}
+
+_Column = tuple[str, str, Floats]
+"""A column of *summary*: its head, its number format, its values by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,33 +135,25 @@ def write_workbook(
         TraceError: the file cannot be written.
     """
     workbook = Workbook()
-    summary = summarize(step)
-    replica = f", replica {step.dp_rank} of {step.num_replicas}" if step.num_replicas > 1 else ""
     title = (
-        f"{step.schedule} schedule, iteration {step.iteration}{replica}: {step.num_ranks} ranks x "
-        f"{step.num_chunks} chunks, {step.num_microbatches} microbatches, step "
-        f"{summary.step_ms:.2f} ms, bubble {summary.bubble_fraction:.1%}"
+        f"{step.schedule} schedule, iteration {step.iteration}{step.replica}: {step.num_ranks} "
+        f"ranks x {step.num_chunks} chunks, {step.num_microbatches} microbatches, step "
+        f"{step.step_ns / NS_PER_MS:.2f} ms, bubble {step.bubble_fraction:.1%}"
     )
     add_order(workbook, step, title)
     _add_time(workbook, step, title)
-    add_summary(workbook, step, figures)
-    num_iterations = add_iterations(workbook, step, figures)
-    add_charts(workbook, step, num_iterations)
+    _add_summary(workbook, step, figures)
+    num_iterations = _add_iterations(workbook, step, figures)
+    _add_charts(workbook, step, num_iterations)
     del workbook[workbook.sheetnames[0]]
-    _add_notes(workbook, run, figures)
-    with replaced(target) as temporary:
-        workbook.save(temporary)
-
-
-def _add_notes(workbook: Workbook, run: RunTrace, figures: RunFigures) -> None:
-    """Say below the summary what the reader must know about the trace."""
     sheet = workbook["summary"]
-    lines = [f"run {run.run}, {run.origin}", f"clocks: {run.alignment.describe()}"]
-    lines += run.notes() + figures.notes()
     row = sheet.max_row + 2
     sheet.cell(row, 1, "about this trace").font = BOLD
-    for number, line in enumerate(lines, start=1):
+    notes = [f"run {run.run}, {run.origin}", f"clocks: {run.alignment.describe()}"]
+    for number, line in enumerate([*notes, *run.notes(), *figures.notes()], start=1):
         sheet.cell(row + number, 1, line)
+    with replaced(target) as temporary:
+        workbook.save(temporary)
 
 
 def lay_out(step: PipelineStep) -> Chart:
@@ -179,14 +186,57 @@ def _cells(row: tuple[Span, ...], unit_ns: int) -> Iterator[ChartCell]:
 
 def fill_bins(step: PipelineStep) -> Chart:
     """Cut a step into at most :data:`MAX_BINS` columns of 1, 2 or 5 times a power of ten ns."""
-    unit_ns = next(u for u in _round_numbers() if -(-step.step_ns // u) <= MAX_BINS)
+    powers = (10**power for power in range(19))
+    units = (factor * power for power in powers for factor in (1, 2, 5))
+    unit_ns = next(unit for unit in units if -(-step.step_ns // unit) <= MAX_BINS)
     count = max(1, -(-step.step_ns // unit_ns))
     waits = step.waits or ((),) * step.num_ranks
     rows = (
-        tuple(_runs(_row(row, waits[pp_rank], unit_ns, count, step.step_ns))) if row else ()
+        tuple(_bins(row, waits[pp_rank], unit_ns, count, step.step_ns)) if row else ()
         for pp_rank, row in enumerate(step.rows)
     )
     return Chart(unit_ns, count, tuple(rows))
+
+
+def _bins(
+    row: Sequence[Span], waits: Iterable[Span], unit_ns: int, count: int, step_ns: int
+) -> Iterator[ChartCell]:
+    """Chooses what each bin shows: an action, the cause of a wait, or idle time; joins equals."""
+    causes = list(WAIT_NAMES)
+    busy, most = np.zeros(count, np.int64), np.full(count, -1)
+    shown = np.full(count, -1)
+    for number, span in enumerate(row):
+        at, covered = _covered(span, unit_ns, count)
+        busy[at] += covered
+        shown[at] = np.where(covered > most[at], number, shown[at])
+        most[at] = np.maximum(most[at], covered)
+    idle = np.zeros((len(causes), count), np.int64)
+    for wait in waits:
+        at, covered = _covered(wait, unit_ns, count)
+        idle[causes.index(wait.reason if wait.reason in WAIT_NAMES else ""), at] += covered
+    extent = np.minimum(unit_ns, step_ns - np.arange(count) * unit_ns)
+    unexplained = np.maximum(0, extent - busy - idle.sum(axis=0))
+    longest = np.where(idle.max(axis=0) > unexplained, idle.argmax(axis=0), -1)
+    is_action = (shown >= 0) & (2 * busy >= extent)
+    choice = np.stack([np.where(is_action, shown, -1), np.where(is_action, -1, longest)], axis=1)
+    heads = np.flatnonzero((np.diff(choice, axis=0, prepend=-2) != 0).any(axis=1))
+    for start, end in pairwise([*heads.tolist(), count]):
+        action, cause = choice[start].tolist()
+        yield ChartCell(
+            start,
+            end,
+            row[action] if action >= 0 else None,
+            causes[cause] if cause >= 0 else None,
+        )
+
+
+def _covered(span: Span, unit_ns: int, count: int) -> tuple[slice, Ints]:
+    """The bins that a span touches, and how much of each it covers."""
+    first = min(max(span.start_ns // unit_ns, 0), count - 1)
+    last = min(max(-(-span.end_ns // unit_ns), first + 1), count)
+    edges = np.arange(first, last + 1) * unit_ns
+    ends = np.minimum(span.end_ns, edges[1:]) - np.maximum(span.start_ns, edges[:-1])
+    return slice(first, last), np.maximum(0, ends)
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
@@ -303,13 +353,8 @@ def _merge(sheet: Worksheet, row: int, start: int, end: int) -> None:
     cell and compares every pair of ranges, which takes minutes for a wide chart.
     """
     if end - start > 1:
-        area = CellRange(
-            min_row=row,
-            max_row=row,
-            min_col=LABEL_COLUMNS + 1 + start,
-            max_col=LABEL_COLUMNS + end,
-        )
-        sheet.merged_cells.ranges.add(area)
+        first, last = LABEL_COLUMNS + 1 + start, LABEL_COLUMNS + end
+        sheet.merged_cells.ranges.add(CellRange(None, first, row, last, row))
 
 
 @cache
@@ -322,53 +367,211 @@ def _font(color: str) -> Font:
     return Font(size=8, color=color)
 
 
-def _round_numbers() -> Iterator[int]:
-    power = 1
-    while True:
-        yield from (power, 2 * power, 5 * power)
-        power *= 10
+def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) -> None:
+    sheet = workbook.create_sheet("summary")
+    row = int(np.searchsorted(figures.iterations, step.iteration))
+    drawn = _columns(figures, [row])
+    title = f"iteration {step.iteration}{step.replica}"
+    behind = _block(sheet, TITLE_ROW, title, step, figures, drawn)
+    if len(figures.iterations) > 1:
+        numbers = figures.iterations.tolist()
+        title = f"mean of {len(numbers)} iterations ({describe_numbers(numbers)}){step.replica}"
+        every = _columns(figures, list(range(len(numbers))))
+        _block(sheet, behind + 1, f"{title}; peaks are the highest", step, figures, every)
+    for number, (name, _, _) in enumerate(drawn, start=2):
+        width = max(10, min(15, len(name) + 2))
+        sheet.column_dimensions[get_column_letter(number)].width = width
+    sheet.column_dimensions["A"].width = max(
+        14, *(len(step.label(pp_rank)) + 2 for pp_rank in range(step.num_ranks))
+    )
+    sheet.freeze_panes = f"B{HEAD_ROW + 1}"
 
 
-def _row(
-    row: Iterable[Span], waits: Iterable[Span], unit_ns: int, count: int, step_ns: int
-) -> Iterator[tuple[Span | None, str | None]]:
-    """Chooses what each bin shows: an action or the cause of a wait."""
-    busy, most = [0] * count, [0] * count
-    shown: list[Span | None] = [None] * count
-    for span in row:
-        for at, covered in _overlaps(span, unit_ns, count):
-            busy[at] += covered
-            if covered > most[at] or shown[at] is None:
-                most[at], shown[at] = covered, span
-    idle: list[dict[str, int]] = [{} for _ in range(count)]
-    for wait in waits:
-        cause = wait.reason if wait.reason in WAIT_NAMES else ""
-        for at, covered in _overlaps(wait, unit_ns, count):
-            idle[at][cause] = idle[at].get(cause, 0) + covered
-    for at in range(count):
-        extent = min(unit_ns, step_ns - at * unit_ns)
-        if shown[at] is not None and 2 * busy[at] >= extent:
-            yield shown[at], None
+def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures) -> int:
+    """Returns how many iterations the sheet has."""
+    sheet = workbook.create_sheet("iterations")
+    total = len(figures.iterations)
+    stride = -(-total // MAX_ITERATIONS)
+    rows = range(0, total, stride)
+    ranks = range(min(len(figures.ranks), MAX_RANK_COLUMNS))
+    labels = [step.label(int(figures.pp_rank[rank])).split(" (")[0] for rank in ranks]
+    text = "parts of the step are means over the ranks"
+    if stride > 1:
+        text += f"; one iteration in {stride} of {total}"
+    if len(ranks) < len(figures.ranks):
+        text += f"; bubbles of the first {len(ranks)} of {len(figures.ranks)} ranks"
+    sheet.append([text])
+    head = ["iteration", "step ms", "bubble", *(f"{part} ms" for part in PARTS.values())]
+    sheet.append([*head, *(f"bubble {label}" for label in labels)])
+    parts, bubbles = figures.parts_ms, figures.bubble_fraction
+    steps = figures.step_ns.max(axis=1) / NS_PER_MS
+    for row in rows:
+        values = [steps[row], _mean(bubbles[row]), *(_mean(p) for p in parts[row].T)]
+        values += [bubbles[row, rank] for rank in ranks]
+        sheet.append([int(figures.iterations[row]), *map(_plain, values)])
+    formats = ["0", MS, SHARE, *[MS] * len(PARTS), *[SHARE] * len(labels)]
+    for cells in sheet.iter_rows(min_row=HEAD_ROW + 1):
+        for cell, form in zip(cells, formats, strict=True):
+            cell.number_format = form
+    _style_head(sheet, TITLE_ROW)
+    for number in range(1, len(formats) + 1):
+        sheet.column_dimensions[get_column_letter(number)].width = 12
+    sheet.freeze_panes = f"B{HEAD_ROW + 1}"
+    sheet.auto_filter.ref = f"A{HEAD_ROW}:{get_column_letter(len(formats))}{HEAD_ROW + len(rows)}"
+    return len(rows)
+
+
+def _add_charts(workbook: Workbook, step: PipelineStep, num_iterations: int) -> None:
+    sheet = workbook.create_sheet("charts")
+    sheet.sheet_view.showGridLines = False
+    bars = _bars(workbook["summary"], step)
+    sheet.add_chart(bars, "B2")
+    if num_iterations > 1:
+        below = 4 + int(bars.height / 0.5)  # a row is about half a centimetre high
+        sheet.add_chart(_curves(workbook["iterations"], num_iterations), f"B{below}")
+
+
+def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
+    chart = BarChart()
+    chart.type, chart.grouping, chart.overlap = "bar", "stacked", 100
+    chart.title = f"where the time of iteration {step.iteration} went (ms)"
+    chart.gapWidth = 40
+    chart.width, chart.height = 26, min(40, max(8, 3.5 + 0.8 * step.num_ranks))
+    last = HEAD_ROW + step.num_ranks
+    for column, part in enumerate(PARTS, start=PART_COLUMN):
+        values = [sheet.cell(row, column).value for row in range(HEAD_ROW + 1, last + 1)]
+        if part != "busy" and not any(values):
             continue
-        unexplained = extent - busy[at] - sum(idle[at].values())
-        longest = max(idle[at], key=idle[at].__getitem__, default="")
-        yield None, longest if idle[at].get(longest, 0) > max(0, unexplained) else None
+        data = Reference(sheet, min_col=column, min_row=HEAD_ROW, max_row=last)
+        chart.add_data(data, titles_from_data=True)
+        chart.series[-1].graphicalProperties.solidFill = PART_COLORS[part]
+        chart.series[-1].graphicalProperties.line.solidFill = "FFFFFF"
+    chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
+    chart.x_axis.scaling.orientation = "maxMin"  # the first rank on top
+    chart.x_axis.delete = chart.y_axis.delete = False
+    chart.y_axis.number_format, chart.y_axis.crosses = "0", "max"
+    chart.legend = Legend(legendPos="b")
+    return chart
 
 
-def _overlaps(span: Span, unit_ns: int, count: int) -> Iterator[tuple[int, int]]:
-    """The bins that a span touches, and how much of each it covers."""
-    first = min(max(span.start_ns // unit_ns, 0), count - 1)
-    last = min(max(-(-span.end_ns // unit_ns), first + 1), count)
-    for at in range(first, last):
-        yield (
-            at,
-            max(0, min(span.end_ns, (at + 1) * unit_ns) - max(span.start_ns, at * unit_ns)),
-        )
+def _curves(sheet: Worksheet, num_iterations: int) -> LineChart:
+    last = HEAD_ROW + num_iterations
+    steps, bubbles = LineChart(), LineChart()
+    for chart, column, color in ((steps, 2, chunk_color("F", 0, 1)), (bubbles, 3, "C0504D")):
+        data = Reference(sheet, min_col=column, min_row=HEAD_ROW, max_row=last)
+        chart.add_data(data, titles_from_data=True)
+        chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
+        chart.series[0].graphicalProperties.line.solidFill = color
+        chart.series[0].graphicalProperties.line.width = 16_000
+        chart.series[0].smooth = False
+        chart.x_axis.delete = chart.y_axis.delete = False
+    steps.title = "step time and bubble by iteration"
+    steps.width, steps.height = 26, 10
+    steps.y_axis.title, steps.y_axis.number_format = "step ms", "0"
+    assert isinstance(steps.x_axis, TextAxis)
+    steps.x_axis.tickLblSkip = steps.x_axis.tickMarkSkip = max(1, num_iterations // 20)
+    steps.x_axis.number_format = "0"
+    steps.y_axis.scaling.min = 0
+    bubbles.y_axis.axId, bubbles.y_axis.crosses = 200, "max"
+    bubbles.y_axis.title, bubbles.y_axis.number_format = "bubble", "0%"
+    bubbles.y_axis.scaling.min = 0
+    bubbles.y_axis.majorGridlines = None
+    steps.legend = Legend(legendPos="b")
+    steps += bubbles
+    return steps
 
 
-def _runs(cells: Iterable[tuple[Span | None, str | None]]) -> Iterator[ChartCell]:
-    at = 0
-    for (_, cause), group in groupby(cells, key=lambda cell: (id(cell[0]), cell[1])):
-        members = list(group)
-        yield ChartCell(at, at + len(members), members[0][0], cause)
-        at += len(members)
+def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
+    """The columns of *summary*: means, or peaks, over some rows of the figures, by rank."""
+
+    def mean(values: Floats) -> Floats:
+        known = figures.num_actions[rows] > 0
+        values = np.where(known, values[rows], 0).sum(axis=0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            means: Floats = values / known.sum(axis=0)
+        return means
+
+    def peak(values: Floats) -> Floats:
+        peaks: Floats = values[rows].max(axis=0)
+        return peaks
+
+    parts = [
+        (f"{part} ms", MS, mean(figures.parts_ms[..., number]))
+        for number, part in enumerate(PARTS.values())
+    ]
+    return [
+        ("global rank", "0", figures.ranks),
+        ("actions", COUNT, mean(figures.num_actions)),
+        ("step ms", MS, mean(figures.step_ns / NS_PER_MS)),
+        *parts,
+        ("bubble fraction", SHARE, mean(figures.bubble_fraction)),
+        *_times(figures, rows),
+        ("peak microbatches in flight", COUNT, peak(figures.peak_microbatches)),
+        ("peak bytes in flight", COUNT, peak(figures.peak_in_flight_bytes)),
+        ("peak inputs waiting", COUNT, peak(figures.peak_queue)),
+        ("bytes moved", COUNT, mean(figures.transfer_bytes)),
+        ("bytes sent", COUNT, mean(figures.sent_bytes)),
+        ("bytes received", COUNT, mean(figures.received_bytes)),
+    ]
+
+
+def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
+    """Mean and spread of each kind of action of each chunk, over all actions of the rows."""
+    number = figures.count[rows].astype(np.float64)
+    means, spreads = np.nan_to_num(figures.mean_ns[rows]), np.nan_to_num(figures.std_ns[rows])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = (number * means).sum(axis=0) / number.sum(axis=0)
+        variance = (number * (spreads**2 + (means - mean) ** 2)).sum(axis=0) / number.sum(axis=0)
+    for kind, name in enumerate(DRAWN_ACTIONS):
+        for chunk in np.flatnonzero(number[..., kind].any(axis=(0, 1))).tolist():
+            head = name if number.shape[2] == 1 else f"{name} chunk {chunk}"
+            spread_ns = np.sqrt(variance[:, chunk, kind])
+            yield f"{head} mean ms", MS, mean[:, chunk, kind] / NS_PER_MS
+            yield f"{head} standard deviation ms", MS, spread_ns / NS_PER_MS
+
+
+def _block(
+    sheet: Worksheet,
+    at: int,
+    text: str,
+    step: PipelineStep,
+    figures: RunFigures,
+    columns: Sequence[_Column],
+) -> int:
+    """Write a table with its title; returns the row behind it."""
+    sheet.cell(at, 1, text)
+    for number, (name, _, _) in enumerate(columns, start=2):
+        sheet.cell(at + 1, number, name)
+    places = {int(pp_rank): place for place, pp_rank in enumerate(figures.pp_rank)}
+    for pp_rank in range(step.num_ranks):
+        row = at + 2 + pp_rank
+        sheet.cell(row, 1, step.label(pp_rank)).font = BOLD
+        if pp_rank not in places:
+            sheet.cell(row, 2, "no trace of this rank")
+            continue
+        for number, (_, form, values) in enumerate(columns, start=2):
+            cell = sheet.cell(row, number, _plain(values[places[pp_rank]]))
+            cell.number_format = form
+    _style_head(sheet, at)
+    return at + 2 + step.num_ranks
+
+
+def _style_head(sheet: Worksheet, at: int) -> None:
+    sheet.cell(at, 1).font = BOLD
+    sheet.row_dimensions[at + 1].height = HEAD_HEIGHT
+    for cell in sheet[at + 1]:
+        cell.font = BOLD
+        cell.alignment = Alignment(wrap_text=True, vertical="top", horizontal="right")
+
+
+def _mean(values: Floats) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _plain(value: float) -> float | int | None:
+    """Returns a cell's value: a whole number as one, nothing for NaN."""
+    number = float(value)
+    if np.isnan(number):
+        return None
+    return int(number) if number.is_integer() else number

@@ -1,4 +1,4 @@
-"""What ``auto`` does with a choice: use it, or move for it where there is room."""
+"""What is left of a run whose state has no room to wait while its stages move."""
 
 from __future__ import annotations
 
@@ -14,27 +14,12 @@ from megatron.adaptive.errors import DeviceMemoryError  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.gpt.setup import build_run  # noqa: E402
 from megatron.adaptive.rebalance import move_layers  # noqa: E402
-from megatron.adaptive.rebalance.auto import decide  # noqa: E402
-from megatron.adaptive.schedule.auto import ScheduleChoice  # noqa: E402
-from megatron.adaptive.schedule.compare import make_candidate  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
-PRESENT = Placement(num_ranks=2, num_chunks=2, kind="v")
-NEAR = make_candidate("zb-v", 2, 2, 8)
-FAR = make_candidate("interleaved", 2, 2, 8)
-STAY = ScheduleChoice(best=NEAR, outcomes=(), reason="auto takes zb-v")
-MOVE = ScheduleChoice(best=FAR, outcomes=(), reason="auto takes interleaved", gain=0.125, stay=STAY)
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
     "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 9 --lr 1e-3 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 100"
 )
-
-
-def test_a_choice_is_used_or_moved_to() -> None:
-    here, there = decide(STAY, PRESENT), decide(MOVE, PRESENT)
-    assert (here.stay, here.move, here.text) == (NEAR, None, "auto takes zb-v")
-    assert (there.stay, there.move, there.text) == (NEAR, FAR, "auto takes interleaved")
 
 
 def test_without_room_in_the_host_the_run_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

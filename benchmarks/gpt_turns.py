@@ -1,0 +1,283 @@
+"""What traces, checkpoints and copies in memory cost the steps of a small GPT.
+
+One job takes turns with and without, so that whatever else the machine does hits both alike. Both
+the time on the clock and the processor time of all ranks are taken: who waits for whom changes the
+former by some percent from step to step, the latter hardly, so that a fraction of a percent shows
+in it; and where training uses every processor, the second is the cause of the first. Run as a
+script, it is one rank.
+
+``traced``: a traced step ends when its spans are in the file. ``saving``: windows of ten steps
+begin with a checkpoint that is written behind training, and end when it is complete, so that
+nothing of it is left to the next. ``copying``: two ranks, each on a node of its own as far as
+copies go, each with a keeper in a process of its own as the node's agent has it, send each other
+all that they copy, at every step or at the first of ten; processor time is that of ranks and
+keepers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ranks
+from benchmarks.ranks import GPT, MICROBATCHES, GptRank, rank_main
+from benchmarks.report import ratios
+
+RANKS = {"traced": 4, "saving": 2, "copying": 2}
+WINDOW = 10
+_LIMIT_S = 1200.0
+_WARMUPS = 4
+_SECRET = "of the benchmark"
+
+
+def measure(kind: str, rounds: int) -> dict[str, Any]:
+    """Take turns.
+
+    Args:
+        kind: ``traced``, ``saving`` or ``copying``.
+        rounds: of two turns with and two without.
+
+    Returns:
+        ``KIND_s`` and ``plain_s``, seconds per step of each round, ``KIND_cpu_s`` and
+        ``plain_cpu_s``, the same of processor time over all ranks; for copies twice, under ``each``
+        for those of every step and ``tenth``. Besides of traces ``spans`` per step and ``step_s``;
+        of checkpoints ``size_bytes``, ``step_s`` and ``waited_s``, how long training waited for
+        each; of copies ``notice``, what is copied.
+
+    Raises:
+        RuntimeError: a rank failed, or took too long.
+    """
+    return ranks.measure(__file__, RANKS[kind], rounds, kind, limit_s=_LIMIT_S)
+
+
+def costs(result: dict[str, Any], kind: str, unit: str = "s") -> list[float]:
+    """By what share steps with it are longer, round by round; ``unit`` is ``s`` or ``cpu_s``."""
+    return [ratio - 1 for ratio in ratios(result[f"{kind}_{unit}"], result[f"plain_{unit}"])]
+
+
+class _Rank(GptRank):
+    """One rank.
+
+    Args:
+        kind: see :func:`measure`.
+        width: of the model.
+        more: further flags of the trainer.
+    """
+
+    def __init__(self, kind: str, width: int, *more: str) -> None:
+        size = ["--hidden-size", str(width), "--pipeline-model-parallel-size", str(RANKS[kind])]
+        super().__init__([*GPT, *size, *more])
+
+    def timed(
+        self, work: Callable[[], object], processor_s: Callable[[], float] = time.process_time
+    ) -> tuple[float, float]:
+        """Returns seconds of some work of all ranks, and processor seconds of this one."""
+        import torch.distributed as dist
+
+        group = self._job.control_group
+        dist.barrier(group=group)
+        start, processor = time.perf_counter(), processor_s()
+        work()
+        processor = processor_s() - processor
+        dist.barrier(group=group)
+        return time.perf_counter() - start, processor
+
+    def progress(self, iteration: int) -> Any:
+        """What a checkpoint says of a run that has done ``iteration`` steps."""
+        from megatron.adaptive.checkpoint.training import Progress
+
+        return Progress(
+            iteration=iteration,
+            consumed_train_samples=iteration * MICROBATCHES,
+            consumed_valid_samples=0,
+            skipped_iterations=0,
+        )
+
+
+class TracedRank(_Rank):
+    """One rank whose steps are traced or not.
+
+    Args:
+        folder: for the traces.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("traced", 256, "--diagnose-interval", "0", "--trace-dir", str(folder))
+        self._traces = folder
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        for number in range(_WARMUPS):
+            self._train(number % 2 == 0)
+        return self.turns(rounds, lambda kind: self.timed(lambda: self._train(kind)), "traced")
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        from megatron.adaptive.trace.read import read_run
+
+        trace = read_run(self._traces)
+        spans = sum(sum(b.marker.counts) for t in trace.ranks.values() for b in t.index.blocks)
+        step_s = statistics.median(result["plain_s"])
+        return {"spans": spans / max(1, len(trace.iterations)), "step_s": step_s}
+
+    def _train(self, is_traced: bool) -> None:
+        self._iteration += 1
+        tracing = self._run.tracing
+        tracing.begin_iteration(self._iteration, self._microbatches, is_traced=is_traced)
+        self.train()
+        recorder: Any = tracing.recorder
+        # What the writer has not written would be the next step's.
+        while not recorder._queue.empty():
+            time.sleep(0.0002)
+
+
+class SavingRank(_Rank):
+    """One rank whose windows begin with a checkpoint or not.
+
+    Args:
+        folder: for its checkpoints.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        words = "--keep-checkpoints 2 --async-save --save-interval 10 --save".split()
+        super().__init__("saving", 128, *words, str(folder))
+        from megatron.adaptive.checkpoint.training import Checkpoints
+
+        run = self._run
+        self._checkpoints = Checkpoints(
+            self._job, self._job.config, run.chunks, run.optimizer, run.scheduler
+        )
+        self._folder = folder
+        self._waited_s: list[float] = []
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        for is_saving in (False, True):
+            self._window(is_saving)
+        self._waited_s.clear()
+        return {**self.turns(rounds, self._window, "saving"), "waited_s": self._waited_s}
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        latest = max(self._folder.glob("iter_*"))
+        size = sum(file.stat().st_size for file in latest.iterdir())
+        return {"size_bytes": size, "step_s": statistics.median(result["plain_s"])}
+
+    def _window(self, is_saving: bool) -> tuple[float, float]:
+        """Ten steps; returns seconds for each, on the clock and of this rank's processor."""
+        from megatron.adaptive.gpt.step import gather_parameters
+
+        def work() -> None:
+            if is_saving:
+                start = time.perf_counter()
+                gather_parameters(self._run)
+                self._checkpoints.save_behind(self.progress(self._iteration))
+                self._waited_s.append(time.perf_counter() - start)
+            for _ in range(WINDOW):
+                self._iteration += 1
+                self.train()
+            self._checkpoints.saver.finish()
+
+        seconds, processor = self.timed(work)
+        return seconds / WINDOW, processor / WINDOW
+
+
+class CopyingRank(_Rank):
+    """One rank with its keeper in a process of its own."""
+
+    def __init__(self, _: Path) -> None:
+        super().__init__("copying", 128)
+        from megatron.adaptive.checkpoint.snapshots import Snapshots, SnapshotSettings
+        from megatron.adaptive.checkpoint.training import RunState
+
+        self.notice = ""
+        spawn = multiprocessing.get_context("spawn")
+        self._keeper, theirs = spawn.Pipe()
+        spawn.Process(target=keep, args=(theirs,)).start()
+        theirs.close()
+        address, port = self._keeper.recv()
+        ports = self._job.gather(port)
+        own = self._job.rank
+        other = (own + 1) % RANKS["copying"]
+        self._keeper.send({"name": f"node{other}", "address": "127.0.0.1", "port": ports[other]})
+        self._keeper.recv()
+        settings = SnapshotSettings(
+            address=address,
+            run="benchmark",
+            node=f"node{own}",
+            domain=f"node{own}",
+            buddy=f"node{other}",
+            every=1,
+            limit_bytes=None,
+        )
+        state = RunState(self._run, lambda: self.progress(self._iteration + 1))
+        self._copies = Snapshots(state, self._job, settings, self._note, self._say)
+
+    def _note(self, text: str) -> None:
+        self.notice = text
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        for is_copying in (False, True):
+            self._window(is_copying, each=True)
+        return {
+            name: self.turns(
+                rounds, lambda kind, each=each: self._window(kind, each=each), "copying"
+            )
+            for name, each in (("each", True), ("tenth", False))
+        }
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        return {"notice": self.notice}
+
+    def close(self) -> None:
+        self._copies.close()
+        self._keeper.close()
+        super().close()
+
+    def _window(self, is_copying: bool, *, each: bool) -> tuple[float, float]:
+        """Ten steps; returns seconds for each, on the clock and of processors."""
+        copies = self._copies
+
+        def work() -> None:
+            for number in range(WINDOW):
+                if is_copying and (each or not number):
+                    copies.take(self._iteration + 1)
+                self._iteration += 1
+                self.train(copies.before_update)
+                if is_copying and (each or number == WINDOW - 1):
+                    copies.settle(self._iteration)
+
+        seconds, processor = self.timed(work, self._processor_s)
+        if self.notice.startswith("off"):
+            raise RuntimeError(f"copies of the state are {self.notice}")
+        return seconds / WINDOW, processor / WINDOW
+
+    def _processor_s(self) -> float:
+        self._keeper.send(None)
+        return time.process_time() + float(self._keeper.recv())
+
+
+def keep(link: Connection) -> None:
+    """Is a keeper for a buddy, if one is named; answers with its processor time."""
+    from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
+
+    keeper = SnapshotKeeper("127.0.0.1")
+    link.send((keeper.address, keeper.port))
+    with contextlib.suppress(EOFError):
+        while True:
+            if buddy := link.recv():
+                keeper.prepare("benchmark", _SECRET, Buddy(**buddy))
+            link.send(time.process_time())
+    keeper.close()
+
+
+if __name__ == "__main__":
+    made = {"traced": TracedRank, "saving": SavingRank, "copying": CopyingRank}
+    rank_main(lambda folder, kind: made[kind](folder))
