@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
@@ -83,30 +82,7 @@ def take(node: Any) -> torch.Tensor:
     return wait(node).tensor()  # type: ignore[no-any-return]
 
 
-def in_child(body: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        body()
-        status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(status)
-
-
 class TestMessages:
-    @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (1, 2, 3, 4, 5, 6, 7)])
-    def test_any_shape(self, pair: tuple[Any, Any], shape: tuple[int, ...]) -> None:
-        low, high = pair
-        tensor = torch.randn(shape)
-        send(low, 1, tensor)
-        received = take(high)
-        assert received.shape == shape
-        assert torch.equal(received, tensor)
-
     def test_what_an_arrival_says(self, pair: tuple[Any, Any]) -> None:
         low, high = pair
         tensor = torch.ones(2, 3)
@@ -193,12 +169,6 @@ class TestMessages:
         assert second.free_slots == 1
         del tensor
 
-    def test_larger_than_the_arena(self, pair: tuple[Any, Any]) -> None:
-        low, high = pair
-        tensor = torch.randn(1 << 20)
-        send(low, 1, tensor)
-        assert torch.equal(take(high), tensor)
-
     def test_reserved_memory(self, pair: tuple[Any, Any]) -> None:
         low, high = pair
         tensor = low.reserve_tensor(1, 0, (2, 5))
@@ -246,12 +216,6 @@ class TestQueue:
         assert alone.poll() is item
         assert alone.poll() is None  # what was put
         assert alone.poll() is None  # nothing
-
-    def test_put_wakes_a_waiting_thread(self, alone: Any) -> None:
-        thread = threading.Timer(0.05, alone.put, ["late"])
-        thread.start()
-        assert wait(alone) == "late"
-        thread.join()
 
     def test_objects_are_not_leaked(self, native: ModuleType) -> None:
         class Item:
@@ -336,50 +300,23 @@ class TestEnds:
             wait(high)
         high.close(PATIENT_S)
 
-    def test_killed_peer(self, native: ModuleType) -> None:
-        low, high = (os.pipe() for _ in range(2))
-
-        def victim() -> None:
-            node = make_node(native, 0)
-            node.open("shm", 1, os.read(low[0], 200).decode(), PATIENT_S)
-            send(node, 1, torch.ones(3), microbatch=4)
-            os.write(high[1], b"x")
-            time.sleep(PATIENT_S)
-
-        node = make_node(native, 1, describe=lambda rank: f"rank {rank} (stage 0, host h)")
-        address = node.listen("unix")
-        pid = in_child(victim)
-        os.write(low[1], address.encode())
-        node.open("shm", 0, "", PATIENT_S)
-        os.read(high[0], 1)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        assert take(node)[2] == 1
-        with pytest.raises(
-            PeerLostError, match=r"rank 0 \(stage 0, host h\) is gone.*chunk 2 micr"
-        ):
-            wait(node)
-        assert wait(node, SOON_S) is None
-        with pytest.raises(PeerLostError):
-            send(node, 0, torch.ones(1))
-        node.close(PATIENT_S)  # waits for nobody
-        for fd in (*low, *high):
-            os.close(fd)
-
     def test_a_fork_leaves_the_channels_alone(self, pair: tuple[Any, Any]) -> None:
         low, high = pair
         send(low, 1, torch.full((4,), 3.0))
         received = take(high)
 
-        def child() -> None:
-            nonlocal received
-            assert received[0] == 3
-            with pytest.raises(TransportError, match="belong to the process that made them"):
-                send(low, 1, received)
-            del received
-            gc.collect()
-
-        pid = in_child(child)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                assert received[0] == 3
+                with pytest.raises(TransportError, match="belong to the process that made them"):
+                    send(low, 1, received)
+                del received
+                gc.collect()
+                status = 0
+            finally:
+                os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         for i in range(6):
             send(low, 1, torch.full((4,), float(i)))

@@ -93,6 +93,33 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
         ]
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("board", BOARDS)
+def test_numbers_keep_their_order_and_silence_is_an_error(board: str, start: Start) -> None:
+    # There are more numbers than fit into the channel.
+    writer, *readers = start("many", board, 3)
+    for reader in readers:
+        assert reader["read"] == writer["read"]
+        kind, text = reader["error"]
+        assert text.splitlines() == [text]
+        assert text.startswith("no word of rank 0 (stage 1)")
+        if board == "memory":
+            assert kind == "DeadlineError"
+        else:
+            assert kind == "PeerLostError"
+            assert "within 0.2 s" in text
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("board", BOARDS)
+def test_a_reader_that_takes_nothing_is_an_error(board: str, start: Start) -> None:
+    (kind, text), _ = start("deaf", board, 2)
+    assert text.splitlines() == [text]
+    assert "rank 1 (stage 1)" in text
+    assert "within 0.2 s" in text
+    assert kind == ("DeadlineError" if board == "memory" else "PeerLostError")
+
+
 def test_actions_and_labels_travel_as_numbers() -> None:
     for kind, (chunk, microbatch), piece in itertools.product(
         ActionKind, [(0, 0), (3, 17), (8191, 2**32 - 1)], [0, 5, 65535]

@@ -22,7 +22,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.adaptive.config.command_parser import CommandParser, count
+from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _agent() -> int:
 def _tell(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.job import read_state, render_state
 
-    folder = options.status or options.checkpoint or _saved_in(options.arguments)
+    folder = options.status or options.checkpoint or last_value(options.arguments, _SAVE)
     if not folder:
         raise ConfigError("--status: name the folder of checkpoints of the job")
     state = read_state(Path(folder))
@@ -171,7 +171,7 @@ def _run(options: argparse.Namespace) -> int:
         arguments, folder = _of_pipeline(options)
         on_straggler: Policy = options.on_straggler or "replan"  # where it writes traces
     else:
-        folder = options.checkpoint or _saved_in(options.arguments)
+        folder = options.checkpoint or last_value(options.arguments, _SAVE)
         if not folder:
             raise ConfigError(
                 "run: a job that moves needs checkpoints: add --checkpoint DIR or --save"
@@ -256,14 +256,3 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     if model is None and (late := chooser.check(spec.machines)):
         say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
     return chooser
-
-
-def _saved_in(arguments: Sequence[str]) -> str | None:
-    """Returns the folder that the trainer's ``--save`` names, the last one if there are several."""
-    found = None
-    for at, word in enumerate(arguments):
-        if word == _SAVE and at + 1 < len(arguments):
-            found = arguments[at + 1]
-        elif word.startswith(f"{_SAVE}="):
-            found = word.partition("=")[2]
-    return found

@@ -24,8 +24,6 @@ from megatron.adaptive.cluster.connection import Connection
 from megatron.adaptive.cluster.host import count_gpus
 from megatron.adaptive.errors import SetupError
 
-__all__ = ["Agent", "AgentSpec", "spec_from_input"]
-
 _CONNECT_S = 20.0
 _END_S = 20.0
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
@@ -68,6 +66,7 @@ class Agent:
         self.notice: signal.Signals | None = None  # that the node will be taken
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
+        self._asked: dict[str, int] = {}
 
     async def run(self) -> None:
         """Serves until the manager lets the agent go, or is gone.
@@ -75,14 +74,13 @@ class Agent:
         Raises:
             SetupError: the manager cannot be reached or refuses.
         """
-        try:
-            await self._run(self._spec)
-        finally:
+        with contextlib.ExitStack() as stack:
             if self._owns_keeper:
-                self._keeper.close()
+                stack.callback(self._keeper.close)
+            await self._run()
 
-    async def _run(self, spec: AgentSpec) -> None:
-        self._link = link = await self._join(spec)
+    async def _run(self) -> None:
+        self._link = link = await self._join()
         forkserver = await self._start_forkserver()
         loop = asyncio.get_running_loop()
         for number in _NOTICES:
@@ -101,7 +99,8 @@ class Agent:
                 await forkserver.wait()
             await link.close()
 
-    async def _join(self, spec: AgentSpec) -> Connection:
+    async def _join(self) -> Connection:
+        spec = self._spec
         try:
             link = await Connection.connect(spec.address, spec.port, _CONNECT_S)
         except OSError as error:
@@ -134,13 +133,9 @@ class Agent:
         environment.setdefault("OMP_NUM_THREADS", "1")
         # When a rank is lost, torch would print a stack of C++ for each other one as a warning.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        module = "megatron.adaptive.cluster.rank_forkserver"
         forkserver = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "megatron.adaptive.cluster.rank_forkserver",
-                str(theirs.fileno()),
-            ),
+            *(sys.executable, "-m", module, str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             env=environment,
@@ -158,15 +153,17 @@ class Agent:
                 return
             what = message["what"]
             if what == "port":
-                link.send("port", port=_free_port())
+                link.send("answer", number=message["number"], port=_free_port())
             elif what == "start":
                 added = self._prepare(message.get("copies"))
                 for rank in message["ranks"]:
                     rank["variables"] |= added
+                    if "number" in message:  # the manager waits for its end
+                        self._asked[rank["key"]] = message["number"]
                     self._order(start=rank)
             elif what == "inventory":
                 held = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
-                link.send("inventory", held=held)
+                link.send("answer", number=message["number"], held=held)
             elif what == "signal":
                 self._order(signal=message["number"])
             elif what == "leave":
@@ -199,7 +196,11 @@ class Agent:
             async for line in reader:
                 values = json.loads(line)
                 if "ended" in values:
-                    self._link.send("ended", key=values["ended"], status=values["status"])
+                    key, status = values["ended"], values["status"]
+                    if (number := self._asked.pop(key, None)) is None:
+                        self._link.send("ended", key=key, status=status)
+                    else:
+                        self._link.send("answer", number=number, status=status)
                 elif "started" in values:
                     self._link.send("started", key=values["started"], pid=values["pid"])
                 else:

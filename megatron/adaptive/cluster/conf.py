@@ -17,21 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.adaptive.config.plan import read_plan
-from megatron.adaptive.config.schedule import parse_partition, parse_widths
 from megatron.adaptive.errors import ConfigError, SetupError
-
-__all__ = [
-    "PASSED_ON",
-    "SETTINGS",
-    "LaunchConf",
-    "LaunchGroup",
-    "Setting",
-    "check_names",
-    "load_conf",
-    "make_conf",
-    "read_value",
-    "read_variables",
-]
 
 Kind = Literal["count", "number", "switch", "choice", "text", "port"]
 
@@ -484,56 +470,30 @@ def _check_sizes(conf: LaunchConf) -> None:
             f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES says it for each node type; "
             "leave it out"
         )
-    if values["WORLD_SIZE"] is not None and processes is not None:
-        size = sum(processes)
-        if values["WORLD_SIZE"] != size:
-            counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
-            raise ConfigError(
-                f"WORLD_SIZE={values['WORLD_SIZE']}: it must be the sum of all nodes' processes, "
-                f"{counts} = {size}; leave it out to have it computed"
-            )
-    size = conf.world_size or 0
+    size, copies = conf.world_size or 0, values["DP_SIZE"]
+    if values["WORLD_SIZE"] not in (None, size):
+        assert processes is not None  # else it would be the size
+        counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
+        raise ConfigError(
+            f"WORLD_SIZE={values['WORLD_SIZE']}: it must be the sum of all nodes' processes, "
+            f"{counts} = {size}; leave it out to have it computed"
+        )
     if values["STAGE_DP_SIZES"] is not None:
-        _check_stage_sizes(values, size)
+        if copies is not None:
+            raise ConfigError(
+                f"STAGE_DP_SIZES={values['STAGE_DP_SIZES']}: DP_SIZE={copies} is for stages that"
+                " are all alike; leave one of them out"
+            )
         return
     model = values["TENSOR_MP_SIZE"] * values["PIPELINE_MP_SIZE"]
     names = "TENSOR_MP_SIZE x PIPELINE_MP_SIZE"
     product = f"{names} = {values['TENSOR_MP_SIZE']} x {values['PIPELINE_MP_SIZE']} = {model}"
     if size and size % model:
         raise ConfigError(f"WORLD_SIZE={size}: it must be a multiple of {product}")
-    copies = values["DP_SIZE"]
     if size and copies is not None and copies * model != size:
         raise ConfigError(
             f"DP_SIZE={copies}: {product} times DP_SIZE must be WORLD_SIZE = {size}, so DP_SIZE "
             f"must be {size // model}"
-        )
-    _check_batch(values, copies or (size // model if size else 0))
-
-
-def _check_stage_sizes(values: Mapping[str, Any], size: int) -> None:
-    """Checks that the ranks of unequal stages are those of the job."""
-    text = values["STAGE_DP_SIZES"]
-    try:
-        sizes = parse_widths(text)
-    except ValueError as error:
-        raise ConfigError(f"STAGE_DP_SIZES={text}: {error}") from error
-    if values["DP_SIZE"] is not None:
-        raise ConfigError(
-            f"STAGE_DP_SIZES={text}: DP_SIZE={values['DP_SIZE']} is for stages that are all alike; "
-            "leave one of them out"
-        )
-    ranks = sum(sizes) * values["TENSOR_MP_SIZE"]
-    if size and ranks != size:
-        raise ConfigError(f"STAGE_DP_SIZES={text}: its {ranks} ranks must be WORLD_SIZE = {size}")
-
-
-def _check_batch(values: Mapping[str, Any], copies: int) -> None:
-    batch = values["GLOBAL_BATCH_SIZE"]
-    each = values["MICRO_BATCH_SIZE"] * copies
-    if batch is not None and copies and batch % each:
-        raise ConfigError(
-            f"GLOBAL_BATCH_SIZE={batch}: it must be a multiple of MICRO_BATCH_SIZE x DP_SIZE = "
-            f"{values['MICRO_BATCH_SIZE']} x {copies} = {each}"
         )
 
 
@@ -544,17 +504,6 @@ def _check_words(conf: LaunchConf) -> None:
             shlex.split(values[name] or "")
         except ValueError as error:
             raise ConfigError(f"{name}={values[name]}: {error}; close the quotes") from error
-    stages = values["PIPELINE_MP_SIZE"] * values["MODEL_CHUNKS"]
-    if values["PARTITION"] is not None:
-        try:
-            layers = parse_partition(values["PARTITION"])
-        except ValueError as error:
-            raise ConfigError(f"PARTITION={values['PARTITION']}: {error}") from error
-        if len(layers) != stages:
-            raise ConfigError(
-                f"PARTITION={values['PARTITION']}: it has {len(layers)} stages, but "
-                f"PIPELINE_MP_SIZE x MODEL_CHUNKS = {stages}"
-            )
     if values["CONTAINER"] != "none" and values["IMAGE"] is None:
         raise ConfigError(f"CONTAINER={values['CONTAINER']}: IMAGE must name the image it runs")
     if values["NSYS"] and values["NCU"]:

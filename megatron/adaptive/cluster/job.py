@@ -24,22 +24,6 @@ from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
 
-__all__ = [
-    "MEASURES",
-    "Incarnation",
-    "IncarnationProgress",
-    "ProgressReader",
-    "SlowRank",
-    "StateFile",
-    "end_incarnations",
-    "incarnation_folder",
-    "job_folder",
-    "phases",
-    "read_state",
-    "render_state",
-    "say",
-]
-
 _STATE = "state.json"
 _FORMAT = 1
 _FOLDER = "elastic"

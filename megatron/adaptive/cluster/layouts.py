@@ -14,18 +14,10 @@ from itertools import accumulate, pairwise
 
 from megatron.adaptive.cluster.job import MEASURES
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.command_parser import last_value
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-
-__all__ = [
-    "Chooser",
-    "Offer",
-    "ParallelLayout",
-    "as_asked",
-    "choose_layout",
-    "relative_time",
-]
 
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
@@ -264,12 +256,7 @@ def _unit(words: Sequence[str]) -> int:
     """Counts the processes of one replica by the flags."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        value = "1"
-        for at, word in enumerate(words):
-            if word == name and at + 1 < len(words):
-                value = words[at + 1]
-            elif word.startswith(f"{name}="):
-                value = word.partition("=")[2]
+        value = last_value(words, name) or "1"
         unit *= int(value) if value.isdecimal() and int(value) else 1
     return unit
 

@@ -23,8 +23,6 @@ from megatron.adaptive.cluster.planning import Planning, ScriptPlanning
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
-__all__ = ["PlannerChooser"]
-
 _FIRST_S = 180.0
 """Time limit of the first plan on a machine, which compiles the search."""
 _SEARCH = 0.5

@@ -33,8 +33,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["main"]
-
 _SET_DEATH_SIGNAL = 1
 _MODULES = (
     *("training.pretrain", "training.loop", "training.logging"),

@@ -26,8 +26,6 @@ from megatron.adaptive.cluster.layouts import (
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.cluster.ranks import Policy, RunningRanks, assign
 
-__all__ = ["Stragglers"]
-
 _IN_A_ROW = 2
 _LEAST = 1.1
 """A slowdown of less than this, beside what the planner knew of it, is left alone."""

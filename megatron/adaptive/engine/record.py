@@ -30,8 +30,6 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, actions_of
 from megatron.adaptive.trace.files import replaced
 
-__all__ = ["RecordShape", "Recording", "Replay", "ScheduleRecord"]
-
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
 

@@ -91,12 +91,6 @@ def assemble(
 ) -> Assembly:
     """Cut the model, keep this rank's part of it and prepare to run that. Collective.
 
-    Args:
-        request: what the user asked for.
-        shape: of batches.
-        mesh: the job.
-        placement: where stages live.
-
     Raises:
         ConfigError: the model cannot be cut so.
     """

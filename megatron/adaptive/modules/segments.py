@@ -210,12 +210,7 @@ def _made_up(layout: MessageLayout) -> torch.Tensor:
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns how many numbers several pieces share, and the first and the last of these pieces.
-
-    Args:
-        tape: the forward.
-        tensors: the model's, by name.
-    """
+    """Returns how many numbers several pieces share, and the first and the last of these pieces."""
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
     count = sum(tensors[name].numel() for name in shared)
