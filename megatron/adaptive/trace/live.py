@@ -11,6 +11,7 @@ only whole ones are read.
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import statistics
@@ -61,8 +62,7 @@ LONG_S = 60.0
 """The same for a rank that only writes its spans, at the end of each iteration."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slowness:
+class Slowness(NamedTuple):
     """A rank computes longer than it should.
 
     Attributes:
@@ -315,14 +315,11 @@ class RankTail:
 
     def _near_end(self, file: BinaryIO) -> int:
         """The offset of a marker in the file's last part."""
-        wanted = TAIL_BYTES
-        while wanted < self._size:
-            file.seek(self._size - wanted)
-            at = file.read(wanted).find(b'\n{"begin_iteration"')
-            if at >= 0:
-                return self._size - wanted + at + 1
-            wanted *= 4
-        return self._index.offset
+        word = b'\n{"begin_iteration"'
+        with mmap.mmap(file.fileno(), self._size, access=mmap.ACCESS_READ) as data:
+            at = data.find(word, self._size - TAIL_BYTES)
+            at = data.rfind(word) if at < 0 else at
+        return self._index.offset if at < 0 else at + 1
 
     def _take(self, blocks: list[Block]) -> None:
         if self.header is None or not blocks:
@@ -400,15 +397,10 @@ def _parts_of_steps(tails: Mapping[int, RankTail]) -> dict[int, _Parts]:
     figures: list[RankFigures] = []
     for _, tail in sorted(tails.items()):
         header, own = tail.header, tail.figures
-        if (
-            header is None
-            or own is None
-            or header.num_chunks != (headers or [header])[0].num_chunks
-        ):
+        if not header or not own or header.num_chunks != (headers or [header])[0].num_chunks:
             continue
-        shift_ns = shifts.setdefault(
-            header.clock or header.host, header.unix_ns - header.monotonic_ns
-        )
+        clock = header.clock or header.host
+        shift_ns = shifts.setdefault(clock, header.unix_ns - header.monotonic_ns)
         headers.append(header)
         figures.append(replace(own, start_ns=own.start_ns + shift_ns, end_ns=own.end_ns + shift_ns))
     if not figures:

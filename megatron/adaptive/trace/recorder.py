@@ -16,6 +16,7 @@ caller.
 from __future__ import annotations
 
 import atexit
+import mmap
 import os
 import queue
 import threading
@@ -219,13 +220,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         )
 
     def _raise_pending(self) -> None:
-        error = self._error
-        if error is None or not self._open:
-            return
-        self._stop()
-        if isinstance(error, OSError):
-            raise self._as_trace_error(error) from error
-        raise error
+        if self._error is not None and self._open:
+            self._stop()
+            raise self._error
 
     def _as_trace_error(self, error: OSError) -> TraceError:
         return TraceError(
@@ -257,6 +254,9 @@ class Recorder(AbstractContextManager["Recorder"]):
             if self._error is None:
                 try:
                     self._append(_text(batch).encode())
+                except OSError as error:
+                    self._error = self._as_trace_error(error)
+                    self._error.__cause__ = error
                 except Exception as error:
                     self._error = error
         state.end(self._read_state)
@@ -301,16 +301,5 @@ def _continue_at(path: Path, header: TraceHeader) -> int:
                 f"{path} has (world size, pipeline ranks, chunks) {first.shape}, this run goes on "
                 f"with {header.shape}; give an empty folder for the traces"
             )
-        return _end_of_last_line(file.fileno())
-
-
-def _end_of_last_line(file: int, block: int = 65536) -> int:
-    """Offset behind the last line end of a file; 0 if it has none."""
-    end = os.fstat(file).st_size
-    while end > 0:
-        start = max(0, end - block)
-        at = os.pread(file, end - start, start).rfind(b"\n")
-        if at >= 0:
-            return start + at + 1
-        end = start
-    return 0
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return data.rfind(b"\n") + 1

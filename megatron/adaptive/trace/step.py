@@ -13,12 +13,12 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, TraceHeader
 from megatron.adaptive.trace.figures import BACK_NS, RankFigures, rank_figures
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import TraceTable
 
-__all__ = ["PipelineStep", "pipeline_step", "stages_of_rank"]
+__all__ = ["PipelineStep", "pipeline_step", "stages_of_rank", "stages_text"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,20 @@ def stages_of_rank(
             for chunk in range(num_chunks)
         )
     return None
+
+
+def stages_text(header: TraceHeader, pp_rank: int, most: int | None = None) -> str | None:
+    """Names the stages on a rank of a header's pipeline, ``stages 0, 5``.
+
+    Of more than ``most`` the first ones; ``None`` for a placement unknown here.
+    """
+    stages = stages_of_rank(pp_rank, header.num_ranks, header.num_chunks, header.placement)
+    if stages is None:
+        return None
+    shown = [*map(str, stages)]
+    if most is not None and len(stages) > most:
+        shown = [*shown[: most - 1], "…"]
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(shown)}"
 
 
 def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int = 0) -> PipelineStep:

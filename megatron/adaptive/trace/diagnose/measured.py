@@ -255,13 +255,8 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
 
 def _spans(run: RunTrace, iterations: Ints) -> int:
     """About how many spans some iterations hold."""
-    wanted = set(iterations.tolist())
-    return sum(
-        sum(block.marker.counts)
-        for trace in run.ranks.values()
-        for block in trace.index.blocks
-        if block.marker.iteration in wanted
-    )
+    wanted = iterations.tolist()
+    return sum(trace.num_spans.get(i, 0) for trace in run.ranks.values() for i in wanted)
 
 
 def _thinned(iterations: Ints, spans: int, most: int) -> Ints:

@@ -31,7 +31,7 @@ from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_of_rank
+from megatron.adaptive.trace.step import stages_text
 from megatron.adaptive.trace.table import KIND, Ints, TraceTable
 from megatron.adaptive.trace.views.page_spans import (
     Category,
@@ -167,29 +167,25 @@ def _groups(run: RunTrace, choice: PageSelection) -> list[_Group]:
     groups = []
     for dp_rank in choice.replicas:
         traces = run.replica(dp_rank, choice.tp_rank)
-        labels = [_label(run, pp_rank, trace) for pp_rank, trace in enumerate(traces)]
+        labels = [_label(pp_rank, trace) for pp_rank, trace in enumerate(traces)]
         groups.append(_Group(f"replica {dp_rank}", labels, traces))
     if choice.mean_of:
         every = [t for d in choice.mean_of for t in run.replica(d, choice.tp_rank)]
         some = next(trace for trace in every if trace)
-        labels = [_stages(run, pp_rank, some) for pp_rank in range(run.num_ranks)]
+        labels = [_stages(some, pp_rank) for pp_rank in range(run.num_ranks)]
         groups.append(_Group(f"mean of {len(choice.mean_of)} replicas", labels, every, True))
     return groups
 
 
-def _label(run: RunTrace, pp_rank: int, trace: RankTrace | None) -> str:
+def _label(pp_rank: int, trace: RankTrace | None) -> str:
     if trace is None:
         return f"stage {pp_rank}: no trace"
-    text = _stages(run, pp_rank, trace)
+    text = _stages(trace, pp_rank)
     return text if trace.header.rank == pp_rank else f"{text}, rank {trace.header.rank}"
 
 
-def _stages(run: RunTrace, pp_rank: int, trace: RankTrace) -> str:
-    stages = stages_of_rank(pp_rank, run.num_ranks, run.num_chunks, trace.header.placement)
-    if stages is None:
-        return f"rank {pp_rank}"
-    shown = stages if len(stages) <= 4 else (*stages[:3], "…")
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, shown))}"
+def _stages(trace: RankTrace, pp_rank: int) -> str:
+    return stages_text(trace.header, pp_rank, 4) or f"rank {pp_rank}"
 
 
 def _head(
