@@ -137,9 +137,9 @@ def _above_zero(word: str, unit: str) -> float:
 
 
 def _agent() -> int:
-    from megatron.adaptive.cluster.agent import Agent, spec_from_input
+    from megatron.adaptive.cluster.agent import Agent
 
-    agent = Agent(spec_from_input())
+    agent = Agent.from_input()
     asyncio.run(agent.run())
     return 1 if agent.status is None else agent.status
 
@@ -250,7 +250,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks; before numpy is imported there
     model = model_file(spec.checkpoints) if spec.is_pipeline else None
-    given = options.plan_with, spec.arguments, options.plan_s, say
+    given = options.plan_with, spec.arguments, options.plan_s
     chooser = PlannerChooser(*given, unequal=options.unequal, model=model)
     stack.enter_context(contextlib.closing(chooser))
     if model is None and (late := chooser.check(spec.machines)):
