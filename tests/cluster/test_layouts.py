@@ -35,8 +35,12 @@ FLAGS = (
 ).split()
 
 
+def offers(*slots: int, slowness: float = 1.0) -> list[Offer]:
+    return [Offer(name=str(at), slots=one, slowness=slowness) for at, one in enumerate(slots)]
+
+
 def chosen(slots: list[int], *extra: str) -> ParallelLayout:
-    layout = choose_layout([*FLAGS, *extra], slots)
+    layout = choose_layout([*FLAGS, *extra], offers(*slots))
     assert layout is not None
     return layout
 
@@ -81,7 +85,7 @@ def test_tensor_parallel_groups_stay_on_their_nodes() -> None:
         "GROUP_RANK": "1",
         "MEGATRON_ADAPTIVE_NODE": "c",
     }
-    assert choose_layout([*FLAGS, "--tensor-model-parallel-size", "2"], [1, 1, 1]) is None
+    assert choose_layout([*FLAGS, "--tensor-model-parallel-size", "2"], offers(1, 1, 1)) is None
 
 
 def test_a_job_moves_where_that_is_worth_it() -> None:
@@ -104,7 +108,7 @@ def test_chunks_are_kept_where_they_fit() -> None:
 
 def test_arguments_that_are_wrong_in_every_shape_are_refused() -> None:
     with pytest.raises(ConfigError, match="--hidden-size"):
-        choose_layout([*FLAGS, "--hidden-size", "33"], [2])
+        choose_layout([*FLAGS, "--hidden-size", "33"], offers(2))
 
 
 def test_an_epoch_goes_on_from_the_jobs_own_checkpoint() -> None:
@@ -230,12 +234,8 @@ def test_a_node_that_is_as_slow_as_planned_is_no_straggler(
 
 
 def test_slowness_of_equal_nodes_changes_no_shape() -> None:
-    even = choose_layout(JOB_MODEL, [1, 1, 1])
-    assert choose_layout(JOB_MODEL, [1, 1, 1], [2.0, 2.0, 2.0]) == even
-    assert (
-        asyncio.run(Chooser().choose(JOB_MODEL, [Offer(name=name, slots=1) for name in "abc"]))
-        == even
-    )
+    even = choose_layout(JOB_MODEL, offers(1, 1, 1))
+    assert choose_layout(JOB_MODEL, offers(1, 1, 1, slowness=2.0)) == even
 
 
 @pytest.mark.parametrize(
