@@ -39,7 +39,7 @@ _MERGED = {
     **dict.fromkeys(("in_flight_bytes", "queue_depth"), np.maximum),
     "start": np.minimum,
 }
-"""How columns of merged spans become one; of the others the first one's counts."""
+"""Joins columns of merged spans; of the other columns the first value counts."""
 _NOTHING = {"microbatch": -1, "piece": 0, "reason": 0, "peer": -1, "of": -1}
 """Values of what a bar that stands for several spans does not have."""
 _SPAN_COLUMNS = ("microbatch", "bytes", "in_flight_bytes", "queue_depth", "peer", "piece", "of")
