@@ -16,9 +16,8 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.batch_sizes import BatchSizes
 from megatron.adaptive.data.datasets import build_datasets
-from megatron.adaptive.data.loader import MicrobatchLoader, OnRead
+from megatron.adaptive.data.loader import BatchSizes, MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
