@@ -12,7 +12,7 @@ from megatron.adaptive.config.schedule import default_placement
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
-from .conftest import Parse
+from .conftest import small
 
 RICH = (
     "--pipeline-model-parallel-size 2 --model-chunks 2 --partition 0-3-1-0 --bf16 "
@@ -28,7 +28,7 @@ BASE = (
 
 
 @pytest.fixture
-def rich(small: Parse) -> TrainerConfig:
+def rich() -> TrainerConfig:
     return small(RICH, world_size=4, base=BASE)
 
 
@@ -45,7 +45,7 @@ def test_derived_values(rich: TrainerConfig) -> None:
     assert rich.batch.batch_sizes() == (4, 8, 12, 16)
 
 
-def test_the_placement_is_the_given_one_or_chosen(small: Parse) -> None:
+def test_the_placement_is_the_given_one_or_chosen() -> None:
     shape = "--pipeline-model-parallel-size 2 --model-chunks 2 --global-batch-size 8"
     for schedule in ("adaptive", "interleaved", "megatron"):
         config = small(f"{shape} --pipeline-schedule {schedule}", world_size=2)
@@ -123,23 +123,23 @@ def test_a_value_of_another_type_is_an_error(
         ("--hidden-size 1024 --swiglu --ffn-hidden-size 96", 96),
     ],
 )
-def test_width_of_the_feed_forward_block(small: Parse, flags: str, width: int) -> None:
+def test_width_of_the_feed_forward_block(flags: str, width: int) -> None:
     assert small(flags).model.ffn_hidden_size == width
 
 
-def test_heads(small: Parse) -> None:
+def test_heads() -> None:
     plain = small().model
     assert (plain.kv_channels, plain.query_groups) == (16, 4)
     grouped = small("--group-query-attention --num-query-groups 2 --kv-channels 24").model
     assert (grouped.kv_channels, grouped.query_groups) == (24, 2)
 
 
-def test_old_spellings_of_rotary_positions(small: Parse) -> None:
+def test_old_spellings_of_rotary_positions() -> None:
     config = small("--use-rotary-position-embeddings --no-position-embedding")
     assert config.model.position_embedding_type == "rope"
 
 
-def test_fusions_that_cannot_apply_are_off(small: Parse) -> None:
+def test_fusions_that_cannot_apply_are_off() -> None:
     model = small("--disable-bias-linear").model
     assert not model.bias_gelu_fusion
     assert not model.add_qkv_bias
@@ -147,7 +147,7 @@ def test_fusions_that_cannot_apply_are_off(small: Parse) -> None:
     assert small("--position-embedding-type rope").model.apply_rope_fusion
 
 
-def test_precision(small: Parse) -> None:
+def test_precision() -> None:
     full = small().precision
     assert full.dtype_name == "float32"
     assert full.check_for_nan_in_loss_and_grad
@@ -164,12 +164,12 @@ def test_precision(small: Parse) -> None:
     assert small("--apply-query-key-layer-scaling").precision.attention_softmax_in_fp32
 
 
-def test_recompute_shorthand(small: Parse) -> None:
+def test_recompute_shorthand() -> None:
     assert small("--recompute-activations").recompute.recompute_granularity == "selective"
     assert small().recompute.recompute_granularity is None
 
 
-def test_traced_iterations(small: Parse) -> None:
+def test_traced_iterations() -> None:
     assert not small().schedule.traces(0)
     schedule = small("--trace-dir t --trace-interval 3 --trace-iterations 2").schedule
     assert [done for done in range(20) if schedule.traces(done)] == [0, 3]

@@ -24,7 +24,7 @@ from megatron.adaptive.config.refused import reason_for, refused_flags
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["FlagRow", "flag_table", "make_parser", "only_groups", "parse"]
+__all__ = ["FlagRow", "flag_table", "make_parser", "only_groups", "options_of", "parse"]
 
 _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
 _HELP_FLAGS = ("-h", "--help")
@@ -161,7 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     for kind in groups().values():
         group = parser.add_argument_group(_title(kind))
         for spec in _flagged(kind):
-            group.add_argument(*spec.names, **_options_of(spec))
+            group.add_argument(*spec.names, **options_of(spec))
     return parser
 
 
@@ -200,8 +200,8 @@ def _takes_any_number(spec: FieldSpec) -> bool:
     return spec.many and spec.length is None and spec.flag is not None and not spec.flag.convert
 
 
-def _options_of(spec: FieldSpec) -> dict[str, Any]:
-    """Keyword arguments of ``add_argument``."""
+def options_of(spec: FieldSpec) -> dict[str, Any]:
+    """Keyword arguments of ``add_argument``; a flag that is not given is absent from the result."""
     text = _help_of(spec).replace("%", "%%")
     if spec.is_switch:
         return {
