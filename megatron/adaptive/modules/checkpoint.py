@@ -63,35 +63,39 @@ class Checkpointer:
         passing = set(_not_saved(model))
         self._held = {name: one.detach() for name, one in held.items() if name not in passing}
 
-    def request(
+    def save(
         self,
         folder: str | Path,
         head: Mapping[str, Any],
         *,
+        is_behind: bool = False,
         keep: int | None = None,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any],
         progress_dir: str | None = None,
-    ) -> SaveRequest:
-        """Return a request for :attr:`saver`.
+    ) -> Path | None:
+        """Write a checkpoint; returns its folder, ``None`` while it is written behind training.
 
         Args:
             folder: of checkpoints.
             head: of :meth:`head`.
+            is_behind: let training go on meanwhile.
             keep: complete ones that stay, all where ``None``.
             state: the user's objects, by name.
             progress_dir: folder of the run's progress file.
 
         Raises:
+            CheckpointError: it could not be written.
             ConfigError: ``keep`` is no number.
         """
-        return SaveRequest(
+        request = SaveRequest(
             folder=PipelineFolder(folder),
             step=int(head["step"]),
-            take=lambda: self._take(head, state or {}),
+            take=lambda: self._take(head, state),
             keep=keep,
             progress_dir=progress_dir,
             remedy=_REMEDY,
         )
+        return (self.saver.save_behind if is_behind else self.saver.save)(request)
 
     def use_local_disks(
         self, base: str | Path, folder: str | Path, keep: int | None, progress_dir: str | None

@@ -26,7 +26,7 @@ import torch
 
 from megatron.adaptive.config.schedule import format_partition, parse_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules.recording import Call, Tape, Value
+from megatron.adaptive.modules.recording import Tape, Value
 from megatron.adaptive.planner.running import least_largest_of
 
 __all__ = [
@@ -225,7 +225,8 @@ class _Slicer:
         for number in self._calls:
             stage = self._stage_of[tape.calls[number].segment]
             members[stage].add(number)
-            for one in self._read_by(tape.calls[number]):
+            call = tape.calls[number]
+            for one in {*call.reads, *(old for old, _ in call.changes)}:
                 members[stage] |= self._use(one, stage)
         last = len(self._plans) - 1
         if tape.values[tape.loss].made_by >= 0:
@@ -242,9 +243,6 @@ class _Slicer:
 
     def _home(self, value: Value) -> int:
         return self._stage_of[self._tape.calls[value.made_by].segment]
-
-    def _read_by(self, call: Call) -> set[int]:
-        return {*call.reads, *(old for old, _ in call.changes)}
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
         """Note that a stage uses a value; returns the calls that it repeats for that."""

@@ -301,9 +301,9 @@ class Loop:
     def _save(self, *, is_behind: bool = False) -> None:
         begin_s = time.perf_counter()
         assert self._folder is not None
-        path = self._pipeline._save(
+        path = self._pipeline._checkpointer.save(
             self._folder,
-            extra=self._extra(),
+            self._pipeline._head(self._extra()),
             keep=self._keep,
             state=self._state,
             progress_dir=self._progress_folder,

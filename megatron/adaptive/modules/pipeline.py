@@ -382,21 +382,9 @@ class Pipeline:
             CheckpointError: the folder cannot be written, or is not shared.
             ConfigError: ``extra``, ``keep`` or ``state`` is wrong.
         """
-        path = self._save(folder, extra=extra, keep=keep, state=state or {})
-        assert path is not None
-        return path
-
-    def _save(
-        self,
-        folder: str | Path,
-        *,
-        extra: Mapping[str, Any] | None,
-        is_behind: bool = False,
-        **options: Any,
-    ) -> Path | None:
-        saver = self._checkpointer.saver
-        request = self._checkpointer.request(folder, self._head(extra), **options)
-        path: Path | None = (saver.save_behind if is_behind else saver.save)(request)
+        path: Path = self._checkpointer.save(
+            folder, self._head(extra), keep=keep, state=state or {}
+        )
         return path
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:

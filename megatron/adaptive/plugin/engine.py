@@ -165,7 +165,13 @@ class Engine:
             self._payload = None  # not all alike, as it seemed
             self._build(config, given["num_microbatches"])
         if self._forward_backward is None:
-            self._forward_backward = self._make_forward_backward(config)
+            assert self._wiring is not None
+            self._forward_backward = ForwardBackward(
+                executor=self._wiring.executor,
+                orders=self._orders(config),
+                stores=attach_stores(self._chunks) if self._settings.split_backward else None,
+                span=None if self._trace is None else self._trace.tracing.span,
+            )
 
     def _build(self, config: Any, num_microbatches: int) -> None:
         """Connect this rank with the others; collective over all ranks of the job."""
@@ -195,15 +201,6 @@ class Engine:
                 f"model chunk{'s' * (self._placement.num_chunks > 1)} each",
                 flush=True,
             )
-
-    def _make_forward_backward(self, config: Any) -> ForwardBackward:
-        assert self._wiring is not None
-        return ForwardBackward(
-            executor=self._wiring.executor,
-            orders=self._orders(config),
-            stores=attach_stores(self._chunks) if self._settings.split_backward else None,
-            span=None if self._trace is None else self._trace.tracing.span,
-        )
 
     def _orders(self, config: Any) -> Orders:
         assert self._placement is not None

@@ -177,7 +177,10 @@ class Repartitioner:
             self._forget()
             return None
         self._since += 1
-        self._steps.append((_medians(times), times.span_s))
+        sample = Sample(pp_rank=0)
+        sample.add(times.actions)
+        medians = {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
+        self._steps.append((medians, times.span_s))
         if self._since < self._interval:
             return None
         measured = self._run.job.gather(self._measurements())
@@ -293,12 +296,6 @@ def _outer_models(run: Run) -> dict[int, tuple[Any, Any]]:
         for chunk, model in models
         if model.pre_process or model.post_process
     }
-
-
-def _medians(times: RankTimes) -> Lanes:
-    sample = Sample(pp_rank=0)
-    sample.add(times.actions)
-    return {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
 
 
 def loads_of(
