@@ -26,12 +26,12 @@ constexpr std::size_t kPageBytes = 4096;
 constexpr auto kLeaveWait = milliseconds(300);
 constexpr auto kLookAgain = milliseconds(20);
 
+// A long message is several writes, so that each lost packet costs one write's repetition.
+constexpr std::size_t kWishedWriteBytes = std::size_t{32} << 10;
+
 std::size_t choose_write_bytes(const RdmaOptions& options, std::size_t most_writes) {
-  const std::size_t stride = stride_of(options.slot_bytes);
-  const std::size_t wished = options.write_bytes == 0 ? std::size_t{32} << 10 : options.write_bytes;
-  const std::size_t least = (stride + most_writes - 1) / most_writes;
-  const std::size_t chosen = std::max(wished, least);
-  return (chosen + kPageBytes - 1) / kPageBytes * kPageBytes;
+  const std::size_t least = (stride_of(options.slot_bytes) + most_writes - 1) / most_writes;
+  return round_up(std::max(kWishedWriteBytes, least), kPageBytes);
 }
 
 // Writes of credits that may have come unseen: each returns one slot at least, and slots are used
