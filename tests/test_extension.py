@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 from megatron.adaptive import extension
 from megatron.adaptive.errors import DeadlineError, TransportError
 
-from .cpp_tests import CppTests
+from .cpp_tests import SANITIZED, THREADS, CppTests, compiler_or_skip
 
 ROOT = Path(__file__).resolve().parents[1]
 # Far longer than any wait that goes well, so that a hang ends in DeadlineError.
@@ -263,12 +262,13 @@ class TestRdma:
                 native.rdma_devices()
 
 
-@pytest.fixture(scope="module")
-def compiler() -> str:
-    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    if found is None:
-        pytest.skip("there is no C++ compiler")
-    return found
+def check_program(command: list[str | Path], expected: str, **env: str) -> None:
+    """Runs a C++ test program, which must succeed and say ``expected``."""
+    done = subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=250
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert expected in done.stdout
 
 
 @pytest.mark.slow
@@ -288,24 +288,33 @@ def compiler() -> str:
         "rdma_unit_test",
     ],
 )
-def test_cpp(compiler: str, name: str) -> None:
-    program = CppTests(compiler).build(name)
-    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("0 failed\n")
+def test_cpp(name: str) -> None:
+    check_program([CppTests(compiler_or_skip()).build(name)], "\n0 failed\n")
 
 
 @pytest.mark.slow
 @pytest.mark.sanitizer
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["fuzz_records", "fuzz_shm", "fuzz_tcp"])
-def test_bytes_of_other_processes_are_survived(compiler: str, name: str) -> None:
+def test_bytes_of_other_processes_are_survived(name: str) -> None:
     """The same changes of the same inputs each time; to search for new ones, see fuzz.h."""
-    program = CppTests(compiler).build(name, "fuzz_main")
-    command = [program, "--runs", "3000"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "seeds and 3000 changes of them" in done.stdout
+    program = CppTests(compiler_or_skip()).build(name, "fuzz_main")
+    check_program([program, "--runs", "3000"], "seeds and 3000 changes of them")
+
+
+@pytest.mark.slow
+@pytest.mark.sanitizer
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [(SANITIZED, "cpp-tests"), (THREADS, "cpp-tests-threads")],
+    ids=["address", "thread"],
+)
+def test_channels_between_gpus(flags: tuple[str, ...], folder: str) -> None:
+    """The stand-in is opened in the place of CUDA's driver; see tests/gpu for the real one."""
+    programs = CppTests(compiler_or_skip(), flags=flags, folder=ROOT / "build" / folder)
+    library = str(programs.library("standin_cuda"))
+    check_program([programs.build("cuda_ipc_test")], "0 failed\n", STANDIN_CUDA_LIBRARY=library)
 
 
 class TestBuild:

@@ -82,7 +82,7 @@ void Outgoing::describe(EndpointRecord* record) const {
   }
 }
 
-void Outgoing::connect(const EndpointRecord& peer, const Patience& patience) {
+void Outgoing::connect(const EndpointRecord& peer, unsigned ack_timeout) {
   const std::lock_guard<std::mutex> lock(mutex_);
   arena_address_ = peer.arena_address;
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
@@ -91,7 +91,7 @@ void Outgoing::connect(const EndpointRecord& peer, const Patience& patience) {
     lane.remote_key = remote.arena_key;
     lane.receives.start(lane.pair.get());
     rdma::connect(lane.pair.get(), *device_, {remote.qp_in, remote.psn_in, remote}, lane.first_psn,
-                  patience);
+                  ack_timeout);
   }
 }
 

@@ -1,5 +1,5 @@
 // Tests of shared memory channels between GPUs, over the stand-in driver: each end a process of its
-// own, streams that go on after random delays. Build: see tests/test_cuda_ipc.py.
+// own, streams that go on after random delays. Build: see tests/test_extension.py.
 #include <dirent.h>
 #include <unistd.h>
 
