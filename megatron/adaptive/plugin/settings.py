@@ -157,7 +157,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     group = parser.add_argument_group(title="megatron.adaptive")
     for spec in fields_of(Settings):
-        assert spec.flag is not None
         group.add_argument(
             spec.name,
             type=functools.partial(_convert, spec),
