@@ -27,7 +27,7 @@ from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.engine.record import Recording, RecordShape, load_on_all
+from megatron.adaptive.engine.record import Recording, RecordShape, ScheduleRecord
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import AdaptiveError, PeerLostError
 from megatron.adaptive.schedule import rules
@@ -227,7 +227,6 @@ def record(member: Member) -> dict[str, Any]:
     path = folder / "schedule.json"
     shape = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)
     pp_rank = member.rank - 1 if member.rank else None
-    errors = [error_of(lambda: load_on_all(path, group))]
 
     def recording(after_step: int) -> Recording:
         return Recording(
@@ -243,9 +242,9 @@ def record(member: Member) -> dict[str, Any]:
     again = recording(2)
     again.append(4, orders[0])
     again.write(group)
-    found = load_on_all(path, group)
+    dist.barrier()
+    found = ScheduleRecord.load(path)
     return {
-        "errors": errors,
         "steps": found.steps,
         "codes": [[found.codes(step, rank, 2) for rank in range(2)] for step in found.steps],
         "pending": len(first._pending) + len(again._pending),

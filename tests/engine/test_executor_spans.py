@@ -202,38 +202,6 @@ def test_a_transport_may_tell_when_a_message_arrived(tmp_path: Path) -> None:
     assert [(span.start_ns, span.reason) for span in receives] == [(early, "seen")] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "causes"),
-    [
-        ("1f1b", {}, ["order", "input", "input"]),  # F0 F1 B0 F2 B1 B2
-        ("adaptive", {"cap": 1.0}, ["memory", "memory", "input"]),
-    ],
-)
-def test_a_wait_tells_what_kept_the_rank(
-    tmp_path: Path, name: str, options: dict[str, Any], causes: list[str]
-) -> None:
-    # Rank 0 has all its forwards ready and waits for a backward's input.
-    placement = Placement(num_ranks=2, num_chunks=1)
-    pipeline = Ranks(placement)
-    completions = pipeline.transports[0].completions
-    policy = make_policies(name, placement, 3)[0]
-    backwards = [
-        arrival(Label(0, Action(B, 0, m)), 11, torch.tensor([m, 1], dtype=torch.float64))
-        for m in range(3)
-    ]
-
-    def pick(state: RankState) -> Action | None:
-        action = policy.pick(state)
-        if action is None and backwards:
-            threading.Timer(0.05, completions.put, [backwards.pop(0)]).start()
-        return action
-
-    spans = traced_rank(tmp_path, pipeline, 0, Picks(pick), 3, **options)
-    waits = [span for span in spans if span.action == "wait"]
-    assert [(w.of, w.microbatch, w.peer) for w in waits] == [("B", m, 11) for m in range(3)]
-    assert [w.reason for w in waits] == causes
-
-
 def test_inputs_that_wait_are_counted(tmp_path: Path) -> None:
     pipeline, completions = last_rank()
     for microbatch in range(4):

@@ -16,7 +16,6 @@ caller.
 from __future__ import annotations
 
 import atexit
-import mmap
 import os
 import queue
 import threading
@@ -301,5 +300,16 @@ def _continue_at(path: Path, header: TraceHeader) -> int:
                 f"{path} has (world size, pipeline ranks, chunks) {first.shape}, this run goes on "
                 f"with {header.shape}; give an empty folder for the traces"
             )
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return data.rfind(b"\n") + 1
+        return _end_of_last_line(file.fileno())
+
+
+def _end_of_last_line(file: int, block: int = 65536) -> int:
+    """Offset behind the last line end of a file; 0 if it has none."""
+    end = os.fstat(file).st_size
+    while end > 0:
+        start = max(0, end - block)
+        at = os.pread(file, end - start, start).rfind(b"\n")
+        if at >= 0:
+            return start + at + 1
+        end = start
+    return 0

@@ -498,7 +498,7 @@ def stage_costs(m: Measured) -> StageCosts | None:
     takes = np.zeros(stages)
     rank_of = [0] * stages
     for column, place in enumerate(m.places):
-        for chunk, stage in enumerate(place.stages):
+        for chunk, stage in enumerate(m.stages[column]):
             mine = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
             takes[stage] = max(takes[stage], mine)  # all replicas wait for the slowest
             rank_of[stage] = place.pp_rank
@@ -536,7 +536,7 @@ def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
 def _pace_ns(m: Measured) -> tuple[float, ...]:
     """Returns each rank's time for a microbatch, by the work that it should have."""
     held = m.work or m.layers
-    works = [sum(held[stage] for stage in place.stages) if held else 0 for place in m.places]
+    works = [sum(held[stage] for stage in stages) if held else 0 for stages in m.stages]
     if not all(work > 0 for work in works):
         return ()
     return tuple(float(takes) / work for takes, work in zip(m.microbatch_ns, works, strict=True))
