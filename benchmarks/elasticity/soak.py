@@ -82,8 +82,8 @@ class SoakResult:
         rows = []
         for name in [*sorted(self.counts), "join"]:
             times_s = self.recoveries_s.get(name, [])
-            note = f"{self.counts[name]} events" if name != "join" else ""
-            note += f", the slowest {max(times_s):.1f} s" if times_s else ""
+            note = f"{self.counts[name]} events" if name != "join" else "nodes that came back"
+            note += f"; the slowest {max(times_s):.1f} s" if times_s else ""
             rows.append(measured(f"soak, {name}: until it went on", times_s, unit="s", note=note))
         what = f"{self.counts.total()} events: times that it neither went on nor gave a reason"
         return [*rows, Row(what=what, value=len(self.failures), goal=0)]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
@@ -92,12 +91,10 @@ class Checkpoints:
     """Saves and loads one run. Every method is collective over all ranks.
 
     Args:
-        job: this process within the job.
-        config: the run's settings; ``config.checkpoint`` says what is saved and loaded.
-        chunks: this rank's model chunks, wrapped for data parallelism.
-        optimizer: megatron-core's optimizer over their parameters.
-        scheduler: megatron-core's schedule of learning rate and weight decay.
+        run: the built run, which is not kept, only its model, optimizer and schedule.
         local: the node's own disk, where checkpoints go first, ``None`` for ``--save`` at once.
+        config: its settings, by default as they are; ``config.checkpoint`` says what is saved and
+            loaded.
 
     Attributes:
         saver: writes them.
@@ -105,21 +102,17 @@ class Checkpoints:
 
     def __init__(
         self,
-        job: Job,
-        config: TrainerConfig,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: Any,
-        scheduler: Any,
+        run: Run,
         local: LocalDisk | None = None,
+        config: TrainerConfig | None = None,
     ) -> None:
-        self._config = config
-        self._config_dict = config.to_dict()
-        self._settings = config.checkpoint
-        self._chunks = chunks
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._all = RankGroup(job.rank, job.control_group)
-        self.saver = CheckpointSaver(job, local)
+        self._config = run.job.config if config is None else config
+        self._config_dict = self._config.to_dict()
+        self._settings = self._config.checkpoint
+        self._chunks, self._optimizer = run.chunks, run.optimizer
+        self._scheduler = run.scheduler
+        self._all = RankGroup(run.job.rank, run.job.control_group)
+        self.saver = CheckpointSaver(run.job, local)
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
         self._is_checked = False
         self._standing: tuple[state.StateParts, list[int]] | None = None
@@ -437,7 +430,7 @@ class RunState:
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)
-        self._checkpoints = Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)
+        self._checkpoints = Checkpoints(run, config=config)
         self._parts: state.StateParts | None = None
 
     def pieces(self) -> Mapping[Part, Piece] | None:

@@ -250,7 +250,9 @@ class Executor:
         self._codes.clear()
         self._held_bytes = 0
         self._is_running = True
-        self._log = self._new_log(policy, state)
+        recorder = self._recorder
+        is_traced = recorder is not None and recorder.is_recording and not state.forward_only
+        self._log = StepLog(policy, self._num_chunks) if is_traced else None
         is_static = isinstance(policy, Follow)
         self._agreement.begin(self._step, is_static=is_static)
         self._decides = self._agreement.decides
@@ -297,11 +299,6 @@ class Executor:
             actions=actions,
         )
 
-    def _new_log(self, policy: Policy, state: RankState) -> StepLog | None:
-        if self._recorder is None or state.forward_only or not self._recorder.is_recording:
-            return None
-        return StepLog(policy, self._num_chunks)
-
     def _next_action(self, policy: Policy, state: RankState) -> Action | None:
         log = None if self._decides else self._log
         asked_ns = 0 if log is None else log.now_ns()
@@ -329,16 +326,16 @@ class Executor:
         state.start(action)
         kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
         self._codes.append(NUMBER[kind] * self._num_chunks + chunk)
+        held = self._held_bytes
         if kind is ActionKind.F:
             output = stages.forward(chunk, microbatch, received)
             if not state.forward_only:
-                self._held_bytes += stages.activation_bytes(chunk)
-            held = self._held_bytes
+                held += stages.activation_bytes(chunk)
+                self._held_bytes = held
             state.finish(action)
             nbytes += self._hand(action, output, state)
             stages.release(chunk, microbatch)
         elif kind is ActionKind.B:
-            held = self._held_bytes
             gradient = stages.backward(chunk, microbatch, received)
             self._held_bytes -= stages.activation_bytes(chunk)
             if state.weight_pieces:
@@ -346,7 +343,6 @@ class Executor:
             state.finish(action)
             nbytes += self._hand(action, gradient, state)
         else:
-            held = self._held_bytes
             stages.weights(chunk, microbatch, action.piece, state.weight_pieces)
             if action.piece == state.weight_pieces - 1:
                 self._held_bytes -= stages.retained_bytes(chunk)

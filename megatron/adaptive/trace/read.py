@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +92,16 @@ class RankTrace:
         """Microbatches by iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
+    @cached_property
+    def num_spans(self) -> Mapping[int, int]:
+        """Spans by iteration, as the markers in the file say; 1 where they say nothing."""
+        counts: dict[int, int] = {}
+        for block in self.index.blocks:
+            size = sum(block.marker.counts) if block.table is None else len(block.table)
+            iteration = block.marker.iteration
+            counts[iteration] = counts.get(iteration, 0) + max(size, 1)
+        return counts
+
     def spans(self, iteration: int) -> tuple[Span, ...]:
         """Spans of an iteration as objects; none where it was not recorded."""
         return self.table([iteration]).spans()
@@ -125,16 +135,14 @@ class RankTrace:
 
     def clock_jumps(self) -> tuple[int, ...]:
         """Iterations that begin before the one above them in the file: the clock was set back."""
-        jumps = []
+        jumps: list[int] = []
         for _, part in groupby(self.index.blocks, key=lambda block: block.segment):
-            last = None
-            for block in part:
-                if block.marker.is_late or not block.marker.start_ns:
-                    continue
-                start = block.marker.start_ns
-                if last is not None and start < last - _STARTS_BACK_NS:
-                    jumps.append(block.marker.iteration)
-                last = start
+            markers = [b.marker for b in part if b.marker.start_ns and not b.marker.is_late]
+            jumps += [
+                marker.iteration
+                for before, marker in pairwise(markers)
+                if marker.start_ns < before.start_ns - _STARTS_BACK_NS
+            ]
         return tuple(jumps)
 
     @cached_property

@@ -49,25 +49,13 @@ _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
 
 @dataclass(frozen=True, eq=False)
 class TraceTable:
-    """Spans of one rank; every column is ``[spans]``.
+    """Spans of one rank; every column is ``[spans]``, ``iteration`` as ``int64``.
 
     Spans of one iteration lie together, the late ones of it maybe apart; within an iteration they
-    lie in the order they were written, actions in the order they ran.
-
-    Attributes:
-        iteration: ``int64``.
-        kind: ``int8``, see :data:`KIND`.
-        chunk: ``int16``, -1 for none.
-        microbatch: ``int32``, -1 for none.
-        piece: ``int16``.
-        start_ns: ``int64``, on the run's common clock.
-        end_ns: ``int64``, not before the start.
-        bytes: ``int64``.
-        in_flight_bytes: ``int64``.
-        queue_depth: ``int32``.
-        peer: ``int32``, global rank, -1 for none.
-        of: ``int8``, see :data:`KIND`, -1 for none.
-        reason: ``int8``, see :data:`REASON`.
+    lie in the order they were written, actions in the order they ran. Columns are those of
+    :data:`~megatron.adaptive.trace.event.Row`, of the widths above; times are on the run's common
+    clock, ``end_ns`` is not before ``start_ns``. See :data:`KIND` for ``kind`` and ``of``,
+    :data:`REASON` for ``reason``.
     """
 
     iteration: Ints

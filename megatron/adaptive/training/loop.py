@@ -22,7 +22,7 @@ from megatron.adaptive.checkpoint.local_disk import LocalDisk
 from megatron.adaptive.checkpoint.training import Checkpoints, Progress, make_snapshots
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.batch_sizes import BatchSizes
+from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stop import StopRequest
@@ -228,9 +228,7 @@ class TrainingRun:
         """Goes on with a run that was built or cut anew."""
         self.run = run
         self.config = run.job.config
-        self.checkpoints = Checkpoints(
-            run.job, run.job.config, run.chunks, run.optimizer, run.scheduler, self._local
-        )
+        self.checkpoints = Checkpoints(run, self._local)
         self.step = Step(run)
         self.snapshots = make_snapshots(
             run,

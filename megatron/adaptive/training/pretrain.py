@@ -101,9 +101,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         connect(run)
         begin_s = time.perf_counter()
         # Not kept: it refers to the run, which the trainer may replace.
-        progress = Checkpoints(
-            job, job.config, run.chunks, run.optimizer, run.scheduler, local
-        ).load()
+        progress = Checkpoints(run, local).load()
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
