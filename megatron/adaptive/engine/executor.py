@@ -448,17 +448,6 @@ class StepLog:
         num_chunks: chunks of the rank.
     """
 
-    __slots__ = (
-        "_by_group",
-        "_cause",
-        "_num_chunks",
-        "_policy",
-        "_rows",
-        "_since_ns",
-        "_until_ns",
-        "_waker",
-    )
-
     def __init__(self, policy: Policy, num_chunks: int) -> None:
         self._policy = policy
         self._num_chunks = num_chunks

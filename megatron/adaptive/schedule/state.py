@@ -34,17 +34,6 @@ class RankState:
         ScheduleError: an argument is out of range, or the cap is below the least cap.
     """
 
-    __slots__ = (
-        "_actions",
-        "cap",
-        "forward_only",
-        "num_microbatches",
-        "numbers",
-        "placement",
-        "rank",
-        "weight_pieces",
-    )
-
     def __init__(
         self,
         *,
