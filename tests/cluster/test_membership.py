@@ -85,7 +85,7 @@ def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> 
         pytest.skip("no IPv6 here")
 
     async def join() -> str:
-        members = Membership(None, None, "192.0.2.1", "secret", print)
+        members = Membership(None, None, "192.0.2.1", "secret")
         await members.start()
         link = await Connection.connect(address, members.port, 5.0)
         link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
@@ -107,7 +107,7 @@ def test_a_manager_that_hands_over_ends_without_a_traceback(
     """Nodes that look for another manager are still connected when the loop ends."""
 
     async def join() -> Connection:
-        members = Membership(None, None, "127.0.0.1", "secret", print)
+        members = Membership(None, None, "127.0.0.1", "secret")
         await members.start()
         link = await Connection.connect("127.0.0.1", members.port, 5.0)
         link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
@@ -143,7 +143,7 @@ def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[s
 
     async def run() -> list[int]:
         own = Machine(name="a", host="localhost", slots=1)
-        members = Membership(None, own, "127.0.0.1", "secret", print)
+        members = Membership(None, own, "127.0.0.1", "secret")
         await members.start()
         try:
             return await pids(members, 3)

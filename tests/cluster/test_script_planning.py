@@ -172,7 +172,7 @@ def test_memory_says_what_cannot_be(tmp_path: Path) -> None:
 
 
 def test_more_processes_are_better_and_then_time(tmp_path: Path) -> None:
-    chooser = PlannerChooser([], [], 1.0, print, model=tmp_path / "model.json")
+    chooser = PlannerChooser([], [], 1.0, model=tmp_path / "model.json")
     chooser.close()
     two, three = planned(tmp_path, 1, 1), planned(tmp_path, 1, 1, 1)
     assert chooser.is_better(three, two)

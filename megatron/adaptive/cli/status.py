@@ -177,17 +177,17 @@ def read_record(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def tail(path: Path, size: int = TAIL_BYTES) -> list[str]:
+def tail(path: Path) -> list[str]:
     """Returns the last lines of a file, of its latest start only."""
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
-            file.seek(max(0, length - size))
+            file.seek(max(0, length - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
     lines = text.splitlines()
-    if length > size:
+    if length > TAIL_BYTES:
         lines = lines[1:]
     starts = [index for index, line in enumerate(lines) if _START.match(line)]
     return lines[starts[-1] + 1 :] if starts else lines

@@ -6,6 +6,7 @@ its default. Rules of the trainer itself are checked by the trainer's own parser
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -106,8 +107,8 @@ PASSED_ON = (
     *("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "CUDA_", "OMP_", "MKL_", "UCX_", "HF_"),
     *("PYTORCH_", "NVTE_", "MEGATRON_ADAPTIVE_", "PYTHONUNBUFFERED", "TRITON_", "LD_LIBRARY_"),
 )
-_TRUE = ("true", "1", "yes", "on")
-_FALSE = ("false", "0", "no", "off")
+_SWITCH = dict.fromkeys(("true", "1", "yes", "on"), True)
+_SWITCH |= dict.fromkeys(("false", "0", "no", "off"), False)
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
@@ -140,37 +141,23 @@ def read_value(name: str, text: str) -> object:
     text = text.strip() or setting.default
     if not text:
         return None
+    value: object = text
+    rule = f"one of {', '.join(setting.choices)}"
     if setting.kind in ("count", "port"):
-        limit = 65535 if setting.kind == "port" else 10**9
-        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= limit):
-            what = (
-                "a port from 1 to 65535" if setting.kind == "port" else "a whole number from 1 on"
-            )
-            raise _wrong(name, text, what)
-        return int(text)
-    if setting.kind == "number":
-        return _number(name, text)
-    if setting.kind == "switch":
-        if text.lower() not in _TRUE + _FALSE:
-            raise _wrong(name, text, "true or false")
-        return text.lower() in _TRUE
-    if setting.kind == "choice" and text not in setting.choices:
-        raise _wrong(name, text, f"one of {', '.join(setting.choices)}")
-    return text
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise _wrong(name, text, "a number above 0")
+        most = 65535 if setting.kind == "port" else 10**9
+        rule = "a port from 1 to 65535" if setting.kind == "port" else "a whole number from 1 on"
+        value = int(text) if text.isascii() and text.isdigit() and 1 <= int(text) <= most else None
+    elif setting.kind == "number":
+        rule, value = "a number above 0", None
+        with contextlib.suppress(ValueError):
+            value = number if 0 < (number := float(text)) < float("inf") else None
+    elif setting.kind == "switch":
+        rule, value = "true or false", _SWITCH.get(text.lower())
+    elif setting.kind == "choice" and text not in setting.choices:
+        value = None
+    if value is None:
+        raise ConfigError(f"{name}={text}: it must be {rule} ({setting.meaning})")
     return value
-
-
-def _wrong(name: str, text: str, rule: str) -> ConfigError:
-    return ConfigError(f"{name}={text}: it must be {rule} ({SETTINGS[name].meaning})")
 
 
 _LIMIT_S = 20.0
@@ -425,11 +412,13 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
             "HOMOGENEOUS_CLUSTER=false: mixed nodes are named in NODES, as in NODES='a10:2x4 "
             "v100:1x2' for two nodes of four GPUs and one of two"
         )
-    matches = {word: _GROUP.fullmatch(word) for word in values["NODES"].split()}
-    for word, match in matches.items():
+    matches = []
+    for word in values["NODES"].split():
+        match = _GROUP.fullmatch(word)
         if match is None:
             raise ConfigError(f"NODES={values['NODES']}: {word!r} is not TYPE:NODESxGPUS")
-    kinds = [match[1] for match in matches.values() if match]
+        matches.append(match)
+    kinds = [match[1] for match in matches]
     partitions = _by_kind("SLURM_PARTITION", values["SLURM_PARTITION"] or "", kinds)
     gres = _by_kind("SLURM_GRES", values["SLURM_GRES"], kinds)
     return tuple(
@@ -440,8 +429,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
             partition=partitions[match[1]],
             gres=gres[match[1]],
         )
-        for match in matches.values()
-        if match
+        for match in matches
     )
 
 

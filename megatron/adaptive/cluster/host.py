@@ -249,13 +249,11 @@ class ResourceSampler:
     Args:
         pid: the process.
         path: the file that lines are appended to.
-        period_s: time between two samples.
     """
 
-    def __init__(self, pid: int, path: Path, period_s: float = _PERIOD_S) -> None:
+    def __init__(self, pid: int, path: Path) -> None:
         self._pid = pid
         self._path = path
-        self._period_s = period_s
         self._known: dict[int, psutil.Process] = {}
         self._nvml = _nvml()
         self._done = threading.Event()
@@ -272,7 +270,7 @@ class ResourceSampler:
             over = False
             while not over:
                 self._write(file, {})
-                over = self._done.wait(self._period_s)
+                over = self._done.wait(_PERIOD_S)
             self._write(file, {ENDED: True})
 
     def _write(self, file: IO[str], more: dict[str, Any]) -> None:

@@ -125,9 +125,7 @@ class Chooser:
         Returns:
             The layout, ``None`` where none fits.
         """
-        return choose_layout(
-            arguments, [one.slots for one in offers], [one.slowness for one in offers]
-        )
+        return choose_layout(arguments, offers)
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
         """Returns whether a job should leave a layout for another one.
@@ -143,15 +141,12 @@ class Chooser:
         return layout.world_size > running.world_size
 
 
-def choose_layout(
-    arguments: Sequence[str], slots: Sequence[int], slowness: Sequence[float] = ()
-) -> ParallelLayout | None:
+def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> ParallelLayout | None:
     """Chooses a layout by the rule above.
 
     Args:
         arguments: of the trainer, as the user gave them.
-        slots: processes of each node, in the order of the ranks.
-        slowness: of each node, see :class:`Offer`; empty where all are as they should be.
+        offers: the nodes, in the order of the ranks.
 
     Returns:
         The layout, ``None`` where none fits.
@@ -161,12 +156,8 @@ def choose_layout(
     """
     asked = as_asked(arguments)
     tensor = asked.parallel.tensor_model_parallel_size
-    usable = sum(count // tensor for count in slots)
-    by_rank = [
-        slow
-        for count, slow in zip(slots, slowness, strict=False)
-        for _ in range(count // tensor * tensor)
-    ]
+    by_rank = [one.slowness for one in offers for _ in range(one.slots // tensor * tensor)]
+    usable = len(by_rank) // tensor
     for replicas, pipeline in _degrees(asked, usable):
         for chunks in dict.fromkeys((asked.parallel.num_chunks, 1)):
             stages = pipeline * chunks

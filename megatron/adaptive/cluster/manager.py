@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
-from megatron.adaptive.cluster.agent import Agent, AgentSpec
+from megatron.adaptive.cluster.agent import Agent
 from megatron.adaptive.cluster.job import (
     Incarnation,
     IncarnationProgress,
@@ -85,13 +85,13 @@ class Manager:
     ) -> None:
         self._spec = spec
         self._chooser = chooser
-        self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
+        self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments)
         self._folder = job_folder(spec.checkpoints)
-        self._state = StateFile(self._folder, say)
+        self._state = StateFile(self._folder)
         self._program = spec.program
         self._lease = Lease(self._folder)
         self._secret = secrets.token_hex(16)
-        self._members = Membership(spec.machines, own, spec.address, self._secret, say)
+        self._members = Membership(spec.machines, own, spec.address, self._secret)
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
         folder = self._program.folder
@@ -557,20 +557,18 @@ class Participant:
             status = None if self._notice is not None else await self._join(owner)
             if status is not None:
                 return status
-        print(f"[elastic] node {self._name} leaves: {self._notice.name}", flush=True)
+        say(f"node {self._name} leaves: {self._notice.name}")
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
         """Joins as a node of the job; ``None`` where its manager is lost or not there yet."""
         agent = Agent(
-            AgentSpec(
-                name=self._name,
-                address=owner.get("address", ""),
-                port=owner.get("port", 0),
-                secret=owner.get("secret", ""),
-                slots=self._slots,
-            ),
-            self._keeper,
+            name=self._name,
+            address=owner.get("address", ""),
+            port=owner.get("port", 0),
+            secret=owner.get("secret", ""),
+            slots=self._slots,
+            keeper=self._keeper,
         )
         try:
             await agent.run()
@@ -582,9 +580,9 @@ class Participant:
         # The manager may never have heard of the notice.
         await self._over(agent.notice)
         if agent.status is not None:
-            print(f"[elastic] node {self._name} leaves: {agent.why}", flush=True)
+            say(f"node {self._name} leaves: {agent.why}")
             return agent.status
-        print("[elastic] the manager of the job is lost: looking for another", flush=True)
+        say("the manager of the job is lost: looking for another")
         self._until_s = time.monotonic() + self._spec.join_s
         return None
 

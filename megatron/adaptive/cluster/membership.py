@@ -22,14 +22,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.agent import AgentSpec
 from megatron.adaptive.cluster.connection import Connection, listen
 from megatron.adaptive.cluster.host import interface_of, own_address
+from megatron.adaptive.cluster.job import say
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
@@ -185,7 +185,6 @@ class Membership:
         own: the node of the manager itself where it is not of the file.
         address: at which other machines reach this one, ``None`` to find out.
         secret: that agents show.
-        say: prints a line for the user.
     """
 
     def __init__(
@@ -194,12 +193,10 @@ class Membership:
         own: Machine | None,
         address: str | None,
         secret: str,
-        say: Callable[[str], None],
     ) -> None:
         self._path = machines
         self._address = address
         self._secret = secret
-        self._say = say
         self._read = () if machines is None else read_machines(machines)
         self._own = own
         self._stamp = self._file_stamp()
@@ -305,10 +302,10 @@ class Membership:
         try:
             now = read_machines(self._path)
         except ConfigError as error:
-            self._say(f"warning: {error}; the job goes on with the machines it had")
+            say(f"warning: {error}; the job goes on with the machines it had")
             return
         if self.port and self.address == "127.0.0.1" and not all(one.is_local for one in now):
-            self._say(
+            say(
                 "warning: other machines cannot reach a manager that began with localhost alone;"
                 " they are left out until the job is started anew"
             )
@@ -386,13 +383,8 @@ class Membership:
             words = ["env", *exported, *command]
             command = [*_SSH, machine.host, f"cd {shlex.quote(os.getcwd())} && exec "]
             command[-1] += shlex.join(words)
-        spec = AgentSpec(
-            name=machine.name,
-            address=self.address,
-            port=self.port,
-            secret=self._secret,
-            slots=machine.slots,
-        )
+        place = {"name": machine.name, "address": self.address, "port": self.port}
+        spec = {**place, "secret": self._secret, "slots": machine.slots}
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -406,7 +398,7 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        process.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
+        process.stdin.write(json.dumps(spec).encode() + b"\n")
         process.stdin.close()
         said = ""
         if process.stderr is not None:
