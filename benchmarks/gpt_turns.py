@@ -149,9 +149,7 @@ class SavingRank(_Rank):
         from megatron.adaptive.checkpoint.training import Checkpoints
 
         run = self._run
-        self._checkpoints = Checkpoints(
-            self._job, self._job.config, run.chunks, run.optimizer, run.scheduler
-        )
+        self._checkpoints = Checkpoints(run)
         self._folder = folder
         self._waited_s: list[float] = []
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.planning import fasop, goal_row, large, measured, own_runs  # noqa: E402
+from benchmarks.planning import fasop, goal_row, large, measured, own_runs, table  # noqa: E402
 from benchmarks.planning.small import better, brute_force, random_problem, solve  # noqa: E402
 
 
@@ -52,16 +52,6 @@ PARTS = ("fasop", "measured", *OF_THIS_MACHINE)
 def _seconds(problem: Any) -> float:
     found = solve(problem).found
     return found[0].seconds if found else math.inf
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as Markdown."""
-    lines = ["| figure | value | goal | met | |", "|---|---|---|---|---|"]
-    for row in rows:
-        met = "yes" if row["met"] else "no"
-        cells = (row["what"], f"{row['value']:.5g}", row["goal"], met, row["note"])
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def part_rows(part: str, data: Path | None, quick: bool) -> list[dict[str, Any]]:

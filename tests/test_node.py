@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
@@ -81,20 +80,6 @@ def wait(node: Any, limit_s: float = PATIENT_S) -> Any:
 
 def take(node: Any) -> torch.Tensor:
     return wait(node).tensor()  # type: ignore[no-any-return]
-
-
-def in_child(body: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        body()
-        status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(status)
 
 
 class TestMessages:
@@ -303,15 +288,18 @@ class TestEnds:
         send(low, 1, torch.full((4,), 3.0))
         received = take(high)
 
-        def child() -> None:
-            nonlocal received
-            assert received[0] == 3
-            with pytest.raises(TransportError, match="belong to the process that made them"):
-                send(low, 1, received)
-            del received
-            gc.collect()
-
-        pid = in_child(child)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                assert received[0] == 3
+                with pytest.raises(TransportError, match="belong to the process that made them"):
+                    send(low, 1, received)
+                del received
+                gc.collect()
+                status = 0
+            finally:
+                os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         for i in range(6):
             send(low, 1, torch.full((4,), float(i)))

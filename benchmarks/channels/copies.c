@@ -27,46 +27,24 @@ uint64_t cycles(void) {
 void copy_plain(void *to, const void *from, size_t size) { memcpy(to, from, size); }
 
 #if defined(__x86_64__)
-/* Both addresses are multiples of 64, and so is the size. */
-__attribute__((target("avx512f"))) static void stream_avx512(char *to, const char *from,
-                                                             size_t size) {
-  for (size_t at = 0; at < size; at += 256) {
-    __m512i a = _mm512_loadu_si512(from + at);
-    __m512i b = _mm512_loadu_si512(from + at + 64);
-    __m512i c = _mm512_loadu_si512(from + at + 128);
-    __m512i d = _mm512_loadu_si512(from + at + 192);
-    _mm512_stream_si512((void *)(to + at), a);
-    _mm512_stream_si512((void *)(to + at + 64), b);
-    _mm512_stream_si512((void *)(to + at + 128), c);
-    _mm512_stream_si512((void *)(to + at + 192), d);
+/* Both addresses are multiples of 64, and the size is one of 256. */
+#define STREAM(name, isa, vector, load, store)                                           \
+  __attribute__((target(isa))) static void name(char *to, const char *from, size_t size) { \
+    for (size_t at = 0; at < size; at += 4 * sizeof(vector)) {                           \
+      const vector *source = (const vector *)(from + at);                                \
+      vector *target = (vector *)(to + at);                                              \
+      const vector a = load(source), b = load(source + 1);                               \
+      const vector c = load(source + 2), d = load(source + 3);                           \
+      store(target, a);                                                                  \
+      store(target + 1, b);                                                              \
+      store(target + 2, c);                                                              \
+      store(target + 3, d);                                                              \
+    }                                                                                    \
   }
-}
 
-__attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, size_t size) {
-  for (size_t at = 0; at < size; at += 128) {
-    __m256i a = _mm256_loadu_si256((const void *)(from + at));
-    __m256i b = _mm256_loadu_si256((const void *)(from + at + 32));
-    __m256i c = _mm256_loadu_si256((const void *)(from + at + 64));
-    __m256i d = _mm256_loadu_si256((const void *)(from + at + 96));
-    _mm256_stream_si256((void *)(to + at), a);
-    _mm256_stream_si256((void *)(to + at + 32), b);
-    _mm256_stream_si256((void *)(to + at + 64), c);
-    _mm256_stream_si256((void *)(to + at + 96), d);
-  }
-}
-
-static void stream_sse2(char *to, const char *from, size_t size) {
-  for (size_t at = 0; at < size; at += 64) {
-    __m128i a = _mm_loadu_si128((const void *)(from + at));
-    __m128i b = _mm_loadu_si128((const void *)(from + at + 16));
-    __m128i c = _mm_loadu_si128((const void *)(from + at + 32));
-    __m128i d = _mm_loadu_si128((const void *)(from + at + 48));
-    _mm_stream_si128((void *)(to + at), a);
-    _mm_stream_si128((void *)(to + at + 16), b);
-    _mm_stream_si128((void *)(to + at + 32), c);
-    _mm_stream_si128((void *)(to + at + 48), d);
-  }
-}
+STREAM(stream_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512)
+STREAM(stream_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
+STREAM(stream_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
 #endif
 
 /* A copy that leaves `to` out of the caches, 256 bytes at a time; a plain one where there are no

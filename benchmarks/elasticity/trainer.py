@@ -46,7 +46,7 @@ def reload(iterations: Sequence[int], words: Sequence[str]) -> None:
     built = build_run(job)
     for iteration in iterations:
         one = replace(config, checkpoint=replace(config.checkpoint, ckpt_step=iteration))
-        progress = Checkpoints(job, one, built.chunks, built.optimizer, built.scheduler).load()
+        progress = Checkpoints(built, config=one).load()
         assert progress is not None
         done = progress.iteration, progress.consumed_train_samples, progress.skipped_iterations
         if done != (iteration, iteration * config.batch.global_batch_size, 0):

@@ -107,13 +107,15 @@ class CostFunction:
     def _climbed(self, one: FasopPlan) -> tuple[float, FasopPlan, tuple[int, ...]]:
         """The best partition that climbing finds, from every place of the split."""
         rows = self._rows(one)
-        best = (float("inf"), one, ())
-        for cuts in self._starts(rows["times"]):
-            split = self.split if one.pp > 1 else 0
-            found = climb(*(rows[name] for name in _ARRAYS), cuts, split) + rows["tied"]
-            if found < best[0]:
-                best = (found, one, tuple(np.diff(cuts).tolist()))
-        return best
+        found = [self._climb(one, rows, cuts) for cuts in self._starts(rows["times"])]
+        return min(found, key=lambda row: row[0], default=(float("inf"), one, ()))
+
+    def _climb(
+        self, one: FasopPlan, rows: dict[str, Any], cuts: Any
+    ) -> tuple[float, FasopPlan, tuple[int, ...]]:
+        split = self.split if one.pp > 1 else 0
+        seconds = climb(*(rows[name] for name in _ARRAYS), cuts, split) + rows["tied"]
+        return seconds, one, tuple(np.diff(cuts).tolist())
 
     def _ours(self) -> Iterator[tuple[float, FasopPlan, tuple[int, ...]]]:
         """The best plans by our own costs, climbed on by FASOP's."""
@@ -130,18 +132,13 @@ class CostFunction:
             names = "".join(run.cluster.nodes[node].name for node in plan.nodes)
             for order in _orders(names):
                 one = FasopPlan(
-                    tp=plan.tp,
-                    dp=plan.dp,
-                    pp=plan.pp,
-                    micro_batch=plan.micro_batch,
+                    tp=plan.tp, dp=plan.dp, pp=plan.pp, micro_batch=plan.micro_batch,
                     placement=order,
-                )
+                )  # fmt: skip
                 rows = self._rows(one)
                 cuts = np.concatenate([[0], np.cumsum(plan.partition)]).astype(np.int64)
                 for start in _near(cuts, self.split if one.pp > 1 else 0):
-                    arrays = (rows[name] for name in _ARRAYS)
-                    seconds = climb(*arrays, start, self.split if one.pp > 1 else 0)
-                    yield seconds + rows["tied"], one, tuple(np.diff(start).tolist())
+                    yield self._climb(one, rows, start)
 
     def _starts(self, times: Any) -> Iterator[Any]:
         """Partitions to climb from: work in proportion, with every place of the split."""

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.planning import goal_row  # noqa: E402
+from benchmarks.planning import goal_row, table  # noqa: E402
 from megatron.adaptive.planner.calibrate import (  # noqa: E402
     TracedRun,
     calibrate,
@@ -66,6 +66,8 @@ QUIET = 0.06
 """Most that other programs may take of the machine in an iteration that counts."""
 ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 240.0
 KEPT = "kept.json"
+NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpeed(bytes_per_s=2e9))
+"""This machine; every plan has at most two processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,16 +207,13 @@ def _train(shape: Shape, place: Path, iterations: int) -> Watch:
         start_new_session=True,
         text=True,
     )
-    watch = Watch(os.getpid())
-    watch.start()
-    try:
-        _, errors = child.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        child.terminate()
-        child.communicate(timeout=60)
-        raise
-    finally:
-        watch.stop()
+    with Watch(os.getpid()) as watch:
+        try:
+            _, errors = child.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            child.terminate()
+            child.communicate(timeout=60)
+            raise
     if child.returncode:
         raise RuntimeError(f"{shape}: the trainer ended with {child.returncode}: {errors[-2000:]}")
     return watch
@@ -222,14 +221,7 @@ def _train(shape: Shape, place: Path, iterations: int) -> Watch:
 
 def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
     """The planner's seconds of a step."""
-    node = NodeType(
-        name="node",
-        gpu="cpu",
-        gpus=max(4, shape.processes),
-        memory_bytes=4e9,
-        intra=LinkSpeed(bytes_per_s=2e9),
-    )
-    cluster = Cluster(groups=(NodePool(type=node, count=1),))
+    cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
     held = stage_layers(model, shape.layers)
     plan = Plan(
         tp=shape.tp,
@@ -252,32 +244,40 @@ def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
     return predict(plan, PlanInputs(model, cluster, profile)).seconds
 
 
-class Watch(threading.Thread):
-    """Samples how busy the machine is, and how much of that a process and its descendants are."""
+class Watch:
+    """Samples how busy the machine is, and how much of that a process and its descendants are.
+
+    Every 250 ms while its block runs, at its beginning and at its end.
+    """
 
     def __init__(self, first: int) -> None:
-        super().__init__(daemon=True)
-        self._first, self._done = first, threading.Event()
+        self._first, self._done = psutil.Process(first), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self.samples: list[tuple[int, float, float]] = []
 
-    def run(self) -> None:
-        """Sample every 250 ms until stopped."""
+    def __enter__(self) -> Watch:
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join(timeout=5)
+        self._sample()
+
+    def _run(self) -> None:
         while not self._done.wait(0.25):
             self._sample()
 
-    def start(self) -> None:
-        """Begin, with a sample of now."""
-        self._sample()
-        super().start()
-
-    def stop(self) -> None:
-        """End with a sample of now; blocks until it has."""
-        self._done.set()
-        self.join(timeout=5)
-        self._sample()
-
     def _sample(self) -> None:
-        self.samples.append((time.monotonic_ns(), _busy_s(), _family_s(self._first)))
+        """Notes the processor seconds of all programs and of the process and all it started."""
+        whole, family = psutil.cpu_times(), 0.0
+        busy = whole.user + whole.nice + whole.system + whole.irq + whole.softirq + whole.steal
+        for one in (self._first, *self._first.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = one.cpu_times()
+                family += times.user + times.system
+        self.samples.append((time.monotonic_ns(), busy, family))
 
     def others(self, start_ns: int, end_ns: int) -> float:
         """Part of the machine that others took between two moments."""
@@ -290,23 +290,6 @@ class Watch(threading.Thread):
             return 1.0
         taken = (last[1] - first[1]) - (last[2] - first[2])
         return max(0.0, taken / seconds / (os.cpu_count() or 1))
-
-
-def _busy_s() -> float:
-    """Processor seconds of all programs."""
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
-
-
-def _family_s(first: int) -> float:
-    """Processor seconds of a process and all that it started."""
-    process = psutil.Process(first)
-    total = 0.0
-    for one in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
-            total += times.user + times.system
-    return total
 
 
 def rows(quick: bool = False) -> list[dict[str, Any]]:
@@ -352,6 +335,7 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
             trace=outcome.trace,
             micro_batch=shape.micro_batch,
             iterations=outcome.iterations,
+            hosts={rank.header.host: NODE for rank in outcome.trace.ranks.values()},
         )
         for shape, outcome in done.items()
     ]
@@ -406,9 +390,7 @@ def main() -> int:
         place = options.keep or options.kept or Path(temporary)
         records = measure(place, options.quick, again=options.kept is None)
     found = summary(records)
-    for row in found:
-        met = "met" if row["met"] else "MISSED"
-        print(f"| {row['what']} | {row['value']:.3f} | {row['goal']} | {met} |")
+    print(table(found))
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row["met"] for row in found) else 1

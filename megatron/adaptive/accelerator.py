@@ -256,7 +256,7 @@ def install() -> bool:
     """
     if torch.cuda.is_available():
         return False
-    if getattr(torch.cuda.current_device, "_megatron_adaptive", False):
+    if torch.cuda.current_device is _cpu:  # type: ignore[comparison-overlap]
         return True
     if "megatron.core.tensor_parallel" in sys.modules:
         raise SetupError(
@@ -287,20 +287,19 @@ def quiet_libraries() -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
-def _mark(function: Callable[..., Any]) -> Callable[..., Any]:
-    function._megatron_adaptive = True  # type: ignore[attr-defined]
-    return function
-
-
 def _substitute_current_device() -> None:
     """``torch.cuda.current_device()`` is passed on as ``device=``: answer with the CPU."""
-    torch.cuda.current_device = _mark(lambda: _CPU)  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = _cpu  # type: ignore[assignment]
+
+
+def _cpu() -> torch.device:
+    return _CPU
 
 
 def _substitute_synchronize() -> None:
     """CPU work is done when the call returns: nothing to wait for, no stream to wait on."""
-    torch.cuda.synchronize = _mark(lambda device=None: None)  # type: ignore[assignment]
-    torch.cuda.empty_cache = _mark(lambda: None)
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.empty_cache = lambda: None
 
 
 def _is_cuda_name(device: Any) -> bool:
@@ -320,7 +319,7 @@ def _substitute_factories() -> None:
                 kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
-        return _mark(make)
+        return make
 
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -328,8 +327,8 @@ def _substitute_factories() -> None:
 
 def _substitute_tensor_moves() -> None:
     """``Tensor.cuda()`` and ``Module.cuda()`` leave tensors where they are, on the CPU."""
-    torch.Tensor.cuda = _mark(lambda self, *args, **kwargs: self)  # type: ignore[method-assign]
-    torch.nn.Module.cuda = _mark(lambda self, device=None: self)  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
 
 
 def _substitute_tensor_type() -> None:
@@ -346,22 +345,22 @@ def _substitute_tensor_type() -> None:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.type = _mark(type_name)  # type: ignore[method-assign]
+    torch.Tensor.type = type_name  # type: ignore[assignment,method-assign]
 
 
 def _substitute_random_state() -> None:
     """The CUDA generator that megatron-core forks, saves and restores is the CPU generator."""
     substitutes = {
-        "get_rng_state": _mark(lambda device="cuda": torch.get_rng_state()),
-        "set_rng_state": _mark(lambda state, device="cuda": torch.set_rng_state(state)),
-        "manual_seed": _mark(torch.manual_seed),
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
     }
     for module in (torch.cuda, torch.cuda.random):
         for name, substitute in substitutes.items():
             setattr(module, name, substitute)
     # megatron-core sets the state through a lazy call on `default_generators[device.index]`, which
     # would otherwise be queued until CUDA is initialized, that is for ever.
-    torch.cuda._lazy_call = _mark(lambda call, **kwargs: call())
+    torch.cuda._lazy_call = lambda call, **kwargs: call()
     torch.cuda.default_generators = _AnyIndex(torch.default_generator)  # type: ignore[assignment]
 
 
@@ -383,7 +382,7 @@ def _substitute_compiler() -> None:
             model if is_off and owner.startswith("megatron.core.") else original(model, **options)
         )
 
-    torch.compile = _mark(compile_others)
+    torch.compile = compile_others
 
 
 class _AnyIndex(tuple):  # type: ignore[type-arg]

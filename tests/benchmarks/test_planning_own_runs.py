@@ -44,13 +44,11 @@ def test_teachers_run_between_the_plans() -> None:
 
 
 def test_the_watch_tells_own_work_from_that_of_others() -> None:
-    watch = own_runs.Watch(os.getpid())
-    watch.start()
-    begin = time.monotonic_ns()
-    until = time.process_time() + 0.4
-    while time.process_time() < until:
-        pass
-    watch.stop()
+    with own_runs.Watch(os.getpid()) as watch:
+        begin = time.monotonic_ns()
+        until = time.process_time() + 0.4
+        while time.process_time() < until:
+            pass
     first, last = watch.samples[0], watch.samples[-1]
     assert last[2] - first[2] > 0.2
     assert 0 <= watch.others(begin, time.monotonic_ns()) <= 1.1

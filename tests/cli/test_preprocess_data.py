@@ -12,8 +12,10 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron.adaptive.cli.preprocess_data import main
@@ -123,9 +125,9 @@ def test_a_terminal_gets_a_progress_bar(tmp_path: Path, numbers: Path) -> None:
     assert b"50 documents" in shown
 
 
-def _wait_for(condition: object, what: str) -> None:
+def _wait_for(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + 60
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, f"no {what} within 60 s"
         time.sleep(0.02)
 
@@ -137,17 +139,10 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _children(pid: int) -> set[int]:
-    found = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found |= {int(child) for child in task.read_text().split()}
-    return found
-
-
-def _is_alive(pid: int) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -167,7 +162,7 @@ def test_a_stopped_run_leaves_no_output_and_no_workers(
     )
     try:
         _wait_for(lambda: any(map(_size, tmp_path.glob(".out*.tmp.bin"))), "token written")
-        workers = _children(program.pid)
+        workers = psutil.Process(program.pid).children()
         assert len(workers) >= 2
         program.send_signal(number)
         _, errors = program.communicate(timeout=60)

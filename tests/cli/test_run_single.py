@@ -31,6 +31,7 @@ exit "${STATUS:-0}"
 """
 
 
+SHAPE = ("PIPELINE_PARALLEL", "MODEL_CHUNKS", "TENSOR_PARALLEL", "DATA_PARALLEL", "SCHEDULE")
 MOVES_LAYERS = ["--repartition", "auto", "--repartition-interval", "20"]
 
 
@@ -76,15 +77,9 @@ def test_defaults(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert name.endswith("-adaptive-p2-c1-t1-d1")
     started = Started(tmp_path / "runs" / name / "started")
     assert started.options == MOVES_LAYERS
-    assert started.variables == {
-        "PIPELINE_PARALLEL": "2",
-        "MODEL_CHUNKS": "1",
-        "TENSOR_PARALLEL": "1",
-        "DATA_PARALLEL": "1",
-        "SCHEDULE": "adaptive",
-        "DATA_DIR": str(tmp_path / "data"),
-        "RUN_DIR": str(tmp_path / "runs" / name),
-    }
+    folders = {"DATA_DIR": str(tmp_path / "data"), "RUN_DIR": str(tmp_path / "runs" / name)}
+    shape = zip(SHAPE, ("2", "1", "1", "1", "adaptive"), strict=True)
+    assert started.variables == {**dict(shape), **folders}
     assert (tmp_path / "runs" / "latest").resolve().name == name
     stdout = capsys.readouterr().out
     assert str(tmp_path / "runs" / name) in stdout
@@ -92,32 +87,22 @@ def test_defaults(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("dash", ["_", "-"])
-def test_options_reach_the_script(dash: str, run: Run, tmp_path: Path) -> None:
+def test_options_reach_the_script_and_what_follows_two_dashes_the_trainer(
+    dash: str, run: Run, tmp_path: Path
+) -> None:
     shape = f"--pipeline{dash}parallel 4 --model{dash}chunks=2 --tensor{dash}parallel 3"
-    argv = f"{shape} --data{dash}parallel 5 --schedule interleaved"
+    argv = f"{shape} --data{dash}parallel 5 --schedule interleaved -- --train-iters 7 -- --resume"
     assert run(*argv.split()) == 0
     (name,) = runs_in(tmp_path)
     assert name.endswith("-interleaved-p4-c2-t3-d5")
-    found = Started(tmp_path / "runs" / "latest" / "started").variables
-    assert [found[key] for key in ("PIPELINE_PARALLEL", "MODEL_CHUNKS")] == ["4", "2"]
-    assert [found[key] for key in ("TENSOR_PARALLEL", "DATA_PARALLEL")] == ["3", "5"]
-    assert found["SCHEDULE"] == "interleaved"
-
-
-def test_what_follows_two_dashes_is_the_trainers(run: Run, tmp_path: Path) -> None:
-    assert run("--pipeline_parallel", "2", "--", "--train-iters", "7", "--", "--resume") == 0
     started = Started(tmp_path / "runs" / "latest" / "started")
+    assert [started.variables[key] for key in SHAPE] == ["4", "2", "3", "5", "interleaved"]
     assert started.options == [*MOVES_LAYERS, "--train-iters", "7", "--", "--resume"]
 
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        "--pipeline_parallel 1",
-        "--schedule megatron",
-        "-- --partition 3-5",
-        "-- --plan=plan.json",
-    ],
+    ["--pipeline_parallel 1", "--schedule megatron", "-- --partition 3-5", "-- --plan=plan.json"],
 )
 def test_layers_stay_where_nothing_or_the_user_says_where(
     argv: str, run: Run, tmp_path: Path

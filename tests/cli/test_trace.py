@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -157,57 +156,30 @@ def test_wrong_flags(
     assert message in refused(capsys, *arguments)
 
 
-def test_a_missing_rank_is_said_and_drawn(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_with_a_trace_is_said(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (traces / trace_file_name(2)).unlink()
-    assert main(["traces", "--format", "xlsx"]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "warning: no trace of ranks 2 in traces"
-    assert load_workbook(f"{NAME}.xlsx")["order"]["B4"].value == "no trace of this rank"
-
-
-def test_a_truncated_last_line_is_dropped(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (traces / trace_file_name(1)).open("a") as file:
+        file.write(block_text(6, 1, 1, []))
     path = traces / trace_file_name(0)
     text = path.read_text()
     path.write_text(text[: text.index('{"begin_iteration": 5') + 400])
     assert main(["traces", "--format", "png"]) == 0
     output = capsys.readouterr()
-    assert output.err == "warning: 1 truncated lines at file ends dropped; run killed?\n"
-    assert "iteration 4: step" in output.out  # the last one that is whole
-
-
-def test_clocks_that_were_set_back_are_said(
-    traces: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with (traces / trace_file_name(1)).open("a") as file:
-        file.write(block_text(6, 1, 1, []))
-    assert main(["traces", "--format", "png"]) == 0
-    assert capsys.readouterr().err == (
+    assert output.err.splitlines()[:3] == [
+        "warning: no trace of ranks 2 in traces",
+        "warning: 1 truncated lines at file ends dropped; run killed?",
         "warning: the clock of rank 1 was set back before iterations 6; times across that moment "
-        "mean nothing\n"
-    )
+        "mean nothing",
+    ]
+    assert "iteration 4: step" in output.out  # the last one that is whole
 
 
 def test_damaged_folders_are_refused(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()
     assert "empty holds no trace: neither traces/trace_rank_*.jsonl nor" in refused(capsys, "empty")
-
-    shutil.copytree(traces, "mixed")
-    path = Path("mixed", trace_file_name(3))
-    path.write_text(path.read_text().replace('"synthetic"', '"another"'))
-    message = refused(capsys, "mixed")
-    assert "mixed mixes runs: 'synthetic' (ranks 0-2); 'another' (ranks 3)" in message
-
-    shutil.copytree(traces, "newer")
-    path = Path("newer", trace_file_name(2))
-    path.write_text(path.read_text().replace('"version": 2', '"version": 3', 1))
-    assert "version 3" in refused(capsys, "newer")
-
-    shutil.copytree(traces, "broken")
-    path = Path("broken", trace_file_name(0))
+    path = traces / trace_file_name(0)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], "[0,0,x]\n", *lines[5:]]))
-    assert "trace_rank_00000.jsonl" in refused(capsys, "broken")
-
-    Path("blank").mkdir()
-    Path("blank", trace_file_name(0)).write_text("")
-    assert "the trace files in blank are empty" in refused(capsys, "blank")
+    assert "trace_rank_00000.jsonl" in refused(capsys, "traces")

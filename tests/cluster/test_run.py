@@ -121,13 +121,13 @@ def test_the_state_tells_parts_of_a_morph(
         "machines": [{"name": "a", "status": "present", "why": "", "slots": 1}],
         "epochs": [incarnation.to_dict()],
     }
-    StateFile(tmp_path / "elastic", print).write(told)
+    StateFile(tmp_path / "elastic").write(told)
     assert main(["--status", str(tmp_path), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert {**read, **told} == read
     assert "load 1.00 s, first_step 1.00 s: 7.00 s" in render_state(read)
     # Another manager goes on from the checkpoint of 8.
-    file = StateFile(tmp_path / "elastic", print)
+    file = StateFile(tmp_path / "elastic")
     assert file.take_over(tmp_path) == told["machines"]
     file.write(
         {**told, "iteration": 12, "epochs": [{**incarnation.to_dict(), "resumed_iteration": 8}]}
@@ -141,10 +141,11 @@ def test_the_state_tells_parts_of_a_morph(
     assert "epochs under managers before: 1" in render_state(read)
 
 
-def test_a_state_that_cannot_be_written_is_told_once_until_it_can(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A full disk filled the log with the same line."""
-    said: list[str] = []
-    file = StateFile(tmp_path / "elastic", said.append)
+    file = StateFile(tmp_path / "elastic")
     for _ in range(2):
         for _ in range(3):
             file.write({"iteration": 1})
@@ -152,6 +153,7 @@ def test_a_state_that_cannot_be_written_is_told_once_until_it_can(tmp_path: Path
         file.write({"iteration": 2})
         assert json.loads((tmp_path / "elastic" / "state.json").read_text())["iteration"] == 2
         shutil.rmtree(tmp_path / "elastic")
+    said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert "No such file or directory; the job goes on" in said[0]
 

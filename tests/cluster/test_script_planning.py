@@ -23,38 +23,21 @@ SECONDS = (0.01, 0.01, 0.01, 0.03, 0.01, 0.01)
 
 def profile(memory: float = 1e6) -> dict[str, Any]:
     """Of six pieces, the fourth of which takes as long as three others."""
+    held = {"parameters": memory / 16}
+    sizes = {"output_elements": 100, "activation_bytes": 100, "workspace_bytes": 0, **held}
+    rows = [
+        {"kind": f"cut-{at}", "gpu": "cpu", "tp": 1, "micro_batch": size, "forward_s": one * size}
+        | {"backward_input_s": 2 * one * size, "backward_weight_s": 0.0, "kept_bytes": 100 * size}
+        | held
+        for at, one in enumerate(SECONDS)
+        for size in (1, 2)
+    ]
+    layers = [{"kind": f"cut-{at}", **sizes} for at in range(len(SECONDS))]
     return {
         "format": 1,
-        "model": {
-            "name": "net",
-            "precision": "fp32",
-            "layers": [
-                {
-                    "kind": f"cut-{at}",
-                    "parameters": memory / 16,
-                    "output_elements": 100,
-                    "activation_bytes": 100,
-                    "workspace_bytes": 0,
-                }
-                for at in range(len(SECONDS))
-            ],
-        },
+        "model": {"name": "net", "precision": "fp32", "layers": layers},
         "nodes": {},
-        "layers": [
-            {
-                "kind": f"cut-{at}",
-                "gpu": "cpu",
-                "tp": 1,
-                "micro_batch": size,
-                "forward_s": seconds * size,
-                "backward_input_s": 2 * seconds * size,
-                "backward_weight_s": 0.0,
-                "kept_bytes": 100 * size,
-                "parameters": memory / 16,
-            }
-            for at, seconds in enumerate(SECONDS)
-            for size in (1, 2)
-        ],
+        "layers": rows,
         "links": [],
         "all_reduce": [],
         "optimizer_s_per_parameter": {"cpu": 1e-9},
@@ -189,7 +172,7 @@ def test_memory_says_what_cannot_be(tmp_path: Path) -> None:
 
 
 def test_more_processes_are_better_and_then_time(tmp_path: Path) -> None:
-    chooser = PlannerChooser([], [], 1.0, print, model=tmp_path / "model.json")
+    chooser = PlannerChooser([], [], 1.0, model=tmp_path / "model.json")
     chooser.close()
     two, three = planned(tmp_path, 1, 1), planned(tmp_path, 1, 1, 1)
     assert chooser.is_better(three, two)

@@ -1,17 +1,18 @@
-"""What the files of a job tell: progress, errors, differences, and that it stands still."""
+"""What the files of a job say: progress, errors, differences, and that it stands still."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.adaptive.cli import status as command
-from megatron.adaptive.cli.status import read_status
+from megatron.adaptive.cli.status import JobStatus, read_status
 from megatron.adaptive.errors import SetupError
 
 FOLLOW = ("--follow", "--json")
@@ -44,20 +45,47 @@ def folder(tmp_path: Path) -> Path:
     """A job of two nodes; the second writes."""
     job = tmp_path / "pods-1"
     job.mkdir()
-    conf = {"PIPELINE_MP_SIZE": "2", "DP_SIZE": "2"}
-    (job / "run.json").write_text(json.dumps({"conf": conf, "world_size": 4}))
-    (job / "n1.out").write_text("=== now node 0 starts\n")
-    (job / "n2.out").write_text("=== now node 1 starts\n")
+    record(job, conf={"PIPELINE_MP_SIZE": "2", "DP_SIZE": "2"}, world_size=4)
     write(job, start(3), step(1, 2), step(2, 1))
-    for name in ("n1", "n2"):
+    for rank, name in enumerate(("n1", "n2")):
+        (job / f"{name}.out").write_text(f"=== now node {rank} starts\n")
         (job / f"{name}.err").write_text("=== now node 0 starts\n")
-    sample = {"unix_s": time.time(), "gpus": [], "processes": []}
-    (job / "n2.gpu").write_text(json.dumps(sample) + '\n{"unix_s": 17')
+    write_samples(job, "n2", 0)
+    with (job / "n2.gpu").open("a") as file:
+        file.write('{"unix_s": 17')
     return job
 
 
+def record(folder: Path, **changes: Any) -> None:
+    """Changes what ``run.json`` says."""
+    path = folder / "run.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**before, **changes}))
+
+
+def write_samples(folder: Path, name: str, age_s: float, **more: object) -> None:
+    sample = {"unix_s": time.time() - age_s, "gpus": [], "processes": [], **more}
+    (folder / f"{name}.gpu").write_text(json.dumps(sample) + "\n")
+
+
+def read(folder: Path) -> JobStatus:
+    return read_status(folder.name, folder.parent)
+
+
+Shown = Callable[[], tuple[int, str]]
+
+
+@pytest.fixture
+def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> Shown:
+    """Runs the command on the job; returns its status and output."""
+    return lambda: (
+        command.main([folder.name, "--log-dir", str(folder.parent)]),
+        capsys.readouterr().out,
+    )
+
+
 def test_a_run_that_goes_well(folder: Path) -> None:
-    status = read_status(folder.name, folder.parent)
+    status = read(folder)
     assert (status.iteration, status.iterations, status.iteration_ms) == (2, 100, 50.0)
     assert status.tokens_per_s == 1000.0
     assert (status.is_stalled, status.differences) == (False, ())
@@ -66,63 +94,55 @@ def test_a_run_that_goes_well(folder: Path) -> None:
     assert second.use is not None
 
 
-def test_one_that_stands_still_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_stands_still_is_shown(folder: Path, shown: Shown) -> None:
     (folder / "progress.jsonl").unlink()
     write(folder, start(301), step(1, 300), step(2, 200))
-    assert read_status(folder.name, folder.parent).is_stalled
-    assert command.main([folder.name, "--log-dir", str(folder.parent)]) == 1
-    assert "STALLED" in capsys.readouterr().out
+    assert read(folder).is_stalled
+    status, text = shown()
+    assert (status, "STALLED" in text) == (1, True)
     write(folder, {"ended": "signal SIGTERM"})
-    assert not read_status(folder.name, folder.parent).is_stalled
+    assert not read(folder).is_stalled
 
 
-def test_what_differs_from_the_request_is_marked(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_differs_from_the_request_is_marked(folder: Path, shown: Shown) -> None:
     write(folder, start(0, data_parallel_size=1))
-    assert read_status(folder.name, folder.parent).differences == (("DP_SIZE", "2", "1"),)
-    command.main([folder.name, "--log-dir", str(folder.parent)])
-    assert "DIFFERENT: DP_SIZE is 1, 2 was requested" in capsys.readouterr().out
+    assert read(folder).differences == (("DP_SIZE", "2", "1"),)
+    assert "DIFFERENT: DP_SIZE is 1, 2 was requested" in shown()[1]
 
 
 def test_errors_apart_from_warnings_and_of_the_latest_start_only(folder: Path) -> None:
     (folder / "n1.err").write_text(
         "error: an old one\n=== now node 0 starts\nUserWarning: beware\nerror: rank 1 is lost\n"
     )
-    (node, _) = read_status(folder.name, folder.parent).nodes
+    (node, _) = read(folder).nodes
     assert node.errors == ("error: rank 1 is lost",)
     assert node.warnings == ("UserWarning: beware",)
 
 
 def test_large_missing_and_truncated_files(folder: Path) -> None:
-    for name in ("n2", "n3"):
-        with (folder / f"{name}.out").open("r+b" if name == "n2" else "wb") as file:
+    (folder / "n3.out").touch()
+    last = {"n2.out": b"UserWarning: the last line\n", "n3.out": b"x\n", "progress.jsonl": b""}
+    for name, text in last.items():
+        with (folder / name).open("r+b") as file:
             file.truncate(1 << 30)  # holes: no space is used
             file.seek(0, 2)
-            file.write(b"\nUserWarning: the last line\n")
-    with (folder / "progress.jsonl").open("r+b") as file:
-        file.truncate(1 << 30)
-        file.seek(0, 2)
-        file.write(b"\n")
+            file.write(b"\n" + text)
     write(folder, step(7, 1))
     with (folder / "progress.jsonl").open("a") as file:
         file.write('{"iteration": 8, "uni')
     (folder / "run.json").write_text('{"conf": ')
     (folder / "n1.err").unlink()
-    status = read_status(folder.name, folder.parent)
-    assert status.iteration == 7
-    assert status.requested == {}
-    assert len(status.nodes) == 3
+    status = read(folder)
+    assert (status.iteration, status.requested, len(status.nodes)) == (7, {}, 3)
 
 
 def test_a_start_that_trains_not_yet_has_no_iteration(folder: Path) -> None:
-    record = json.loads((folder / "run.json").read_text())
     write(folder, {"ended": "signal SIGUSR1"})
-    (folder / "run.json").write_text(json.dumps({**record, "started_unix_s": time.time() + 60}))
-    status = read_status(folder.name, folder.parent)
+    record(folder, started_unix_s=time.time() + 60)
+    status = read(folder)
     assert (status.iteration, status.is_over, status.is_stalled) == (None, False, False)
-    (folder / "run.json").write_text(json.dumps({**record, "started_unix_s": time.time() - 1}))
-    assert read_status(folder.name, folder.parent).iteration == 2
+    record(folder, started_unix_s=time.time() - 1)
+    assert read(folder).iteration == 2
 
 
 def test_a_job_without_logs(tmp_path: Path) -> None:
@@ -130,43 +150,28 @@ def test_a_job_without_logs(tmp_path: Path) -> None:
         read_status("pods-9", tmp_path)
 
 
-def write_samples(folder: Path, name: str, age_s: float, **more: object) -> None:
-    sample = {"unix_s": time.time() - age_s, "gpus": [], "processes": [], **more}
-    (folder / f"{name}.gpu").write_text(json.dumps(sample) + "\n")
-
-
-def test_a_node_whose_samples_stopped_is_lost(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_whose_samples_stopped_is_lost(folder: Path, shown: Shown) -> None:
     write_samples(folder, "n1", 60)
-    status = read_status(folder.name, folder.parent)
-    assert list(status.lost) == ["n1"]
-    assert status.has_errors
-    assert command.main([folder.name, "--log-dir", str(folder.parent)]) == 1
-    assert "LOST: node n1: no sign of it for 60 s" in capsys.readouterr().out
-    write_samples(folder, "n1", 60, ended=True)
-    assert read_status(folder.name, folder.parent).lost == {}
-
-
-def test_after_the_end_of_the_training_no_node_is_lost(folder: Path) -> None:
-    write_samples(folder, "n1", 60)
-    write(folder, {"ended": "all iterations are done"})
-    status = read_status(folder.name, folder.parent)
+    status = read(folder)
+    assert (list(status.lost), status.has_errors) == (["n1"], True)
+    code, text = shown()
+    assert (code, "LOST: node n1: no sign of it for 60 s" in text) == (1, True)
+    write(folder, {"ended": "all iterations are done"})  # then no node is lost
+    status = read(folder)
     assert (status.lost, status.is_over) == ({}, True)
+    write_samples(folder, "n1", 60, ended=True)
+    assert read(folder).lost == {}
 
 
-def test_nodes_of_an_earlier_start_do_not_count(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nodes_of_an_earlier_start_do_not_count(folder: Path, shown: Shown) -> None:
     write_samples(folder, "n1", 300)
     (folder / "n1.err").write_text("=== now node 0 starts\nerror: rank 1 is lost\n")
-    record = json.loads((folder / "run.json").read_text())
-    record["started_unix_s"] = time.time() - 100
-    (folder / "run.json").write_text(json.dumps(record))
-    status = read_status(folder.name, folder.parent)
+    record(folder, started_unix_s=time.time() - 100)
+    status = read(folder)
     assert (status.lost, status.has_errors) == ({}, False)
-    assert command.main([folder.name, "--log-dir", str(folder.parent)]) == 0
-    assert "--- n1: took part in an earlier start of the job only" in capsys.readouterr().out
+    code, text = shown()
+    assert code == 0
+    assert "--- n1: took part in an earlier start of the job only" in text
 
 
 def test_following_ends_with_the_job(
@@ -183,19 +188,17 @@ def test_following_ends_with_the_job(
         assert command.main([folder.name, "--log-dir", str(folder.parent), *FOLLOW]) == 0
     finally:
         timer.join()
-    told = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
-    assert len(told) > 1
-    assert [one["is_over"] for one in told] == [False] * (len(told) - 1) + [True]
-    assert (told[0]["iteration"], told[-1]["iteration"]) == (2, 3)
+    lines = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
+    assert len(lines) > 1
+    assert [one["is_over"] for one in lines] == [False] * (len(lines) - 1) + [True]
+    assert (lines[0]["iteration"], lines[-1]["iteration"]) == (2, 3)
 
 
 def test_sizes_that_grow_on_purpose_do_not_differ(folder: Path) -> None:
     write(folder, step(3, 0, global_batch_size=16))
-    record = json.loads((folder / "run.json").read_text())
-    record["conf"]["GLOBAL_BATCH_SIZE"] = "64"
-    (folder / "run.json").write_text(json.dumps(record))
-    (differing,) = read_status(folder.name, folder.parent).differences
+    record(folder, conf={"GLOBAL_BATCH_SIZE": "64"})
+    (differing,) = read(folder).differences
     assert differing == ("GLOBAL_BATCH_SIZE", "64", "16")
-    record["conf"]["TRAINER_FLAGS"] = "--rampup-batch-size 16 16 100"
-    (folder / "run.json").write_text(json.dumps(record))
-    assert read_status(folder.name, folder.parent).differences == ()
+    ramp = "--rampup-batch-size 16 16 100"
+    record(folder, conf={"GLOBAL_BATCH_SIZE": "64", "TRAINER_FLAGS": ramp})
+    assert read(folder).differences == ()

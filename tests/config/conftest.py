@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from megatron.adaptive.config.arguments import parse
@@ -16,67 +14,71 @@ SMALL = (
     "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3 "
     "--mock-data --vocab-size 100"
 )
+BASES = {
+    "SMALL": SMALL,
+    "NO_DATA": SMALL.replace("--mock-data --vocab-size 100", ""),
+    "NO_LENGTH": SMALL.replace("--train-iters 10", ""),
+    "NO_RATE": SMALL.replace("--lr 1e-3", ""),
+    "GROWS": SMALL.replace("--train-iters 10", "--train-samples 100 --global-batch-size 8"),
+    "NOTHING": "",
+    "FILES": SMALL.replace("--mock-data", "--tokenizer-type NullTokenizer"),
+    "RAMP": (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--max-position-embeddings 32 --micro-batch-size 2 --lr 1e-3 --train-samples 1000 "
+        "--global-batch-size 16 --rampup-batch-size 4 4 100 "
+        "--tokenizer-type NullTokenizer --vocab-size 9"
+    ),
+}
+PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+PARALLEL = "--sequence-parallel --tensor-model-parallel-size 2"
+UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
 
-Parse = Callable[..., TrainerConfig]
-Complaint = Callable[..., str]
 
-
-def broken_cases(table: str) -> list[tuple[str, int, list[str]]]:
+def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
     """Reads flags, processes and words of the message from lines ``FLAGS @2 => WORD | WORD``.
 
-    ``@2`` is left out for one process. Indented lines continue the one before.
+    ``@2`` is left out for one process. Indented lines continue the one before. The flags may begin
+    with one of ``BASES``; ``PP2``, ``UNEQUAL`` and ``PARALLEL`` stand for flags.
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
         given, _, message = line.partition("=> ")
+        for name, text in (("PP2", PP2), ("UNEQUAL", UNEQUAL), ("PARALLEL", PARALLEL)):
+            given = given.replace(name, text)
         flags, _, world_size = given.partition("@")
         cases.append((flags, int(world_size or 1), message.split(" | ")))
     return cases
 
 
-def _parse(flags: str, world_size: int, engine: bool, apex: bool, base: str) -> TrainerConfig:
+def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
+    """Parses the small command line with further flags, later ones winning.
+
+    Args:
+        flags: on top of the small ones, or of those that a first word of ``BASES`` names; the words
+            ENGINE and APEX say that Transformer Engine or apex is installed.
+        world_size: all processes.
+    """
+    words = flags.split()
+    base = BASES[words.pop(0)] if words[:1] and words[0] in BASES else SMALL
     return parse(
-        f"{base} {flags}".split(),
+        [*base.split(), *(word for word in words if word not in ("ENGINE", "APEX"))],
         world_size=world_size,
         last_wins=True,
-        installed=Installed(transformer_engine=engine, apex=apex),
+        installed=Installed(transformer_engine="ENGINE" in words, apex="APEX" in words),
     )
 
 
-@pytest.fixture
-def small() -> Parse:
-    """Parse the small command line with further flags, later ones winning."""
-
-    def run(
-        flags: str = "",
-        *,
-        world_size: int = 1,
-        engine: bool = False,
-        apex: bool = False,
-        base: str = SMALL,
-    ) -> TrainerConfig:
-        return _parse(flags, world_size, engine, apex, base)
-
-    return run
+def complaint(flags: str, world_size: int = 1) -> str:
+    """The one line that a command line of :func:`small` is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        small(flags, world_size=world_size)
+    text = str(caught.value)
+    assert text
+    assert text.splitlines() == [text]
+    return text
 
 
-@pytest.fixture
-def complaint() -> Complaint:
-    """The one line that the small command line with further flags is refused with."""
-
-    def run(
-        flags: str = "",
-        *,
-        world_size: int = 1,
-        engine: bool = False,
-        apex: bool = False,
-        base: str = SMALL,
-    ) -> str:
-        with pytest.raises(ConfigError) as caught:
-            _parse(flags, world_size, engine, apex, base)
-        text = str(caught.value)
-        assert text
-        assert text.splitlines() == [text]
-        return text
-
-    return run
+def check_words(flags: str, world_size: int, words: list[str]) -> None:
+    """A command line is refused with these words."""
+    text = complaint(flags, world_size)
+    assert [word for word in words if word not in text] == []

@@ -15,7 +15,7 @@ from megatron.adaptive.config.refused import FAMILIES, reason_for, refused_flags
 from megatron.adaptive.config.trainer import groups
 from megatron.adaptive.errors import ConfigError
 
-from .conftest import SMALL, Complaint, Parse, broken_cases
+from .conftest import SMALL, cases_of, check_words, complaint, small
 from .megatron_lm_flags import ALL
 
 BARE = Installed(transformer_engine=False, apex=False)
@@ -102,21 +102,14 @@ def test_each_flag_is_refused_once_in_one_line_that_says_what_to_do() -> None:
         assert ";" in family.reason or "use" in family.reason or "given with" in family.reason
 
 
-def test_an_unknown_flag_is_answered_with_the_nearest(complaint: Complaint) -> None:
-    text = complaint("--pipline-schedule adaptive")
-    assert "--pipline-schedule is not a flag" in text
-    assert "the nearest is --pipeline-schedule" in text
-
-
-def test_flags_are_not_abbreviated(complaint: Complaint) -> None:
-    assert "the nearest is --num-layers" in complaint("--num-layer 8")
-
-
-def test_the_nearest_may_be_a_refused_flag_and_says_so(complaint: Complaint) -> None:
-    assert "--num-experts, which is refused" in complaint("--num-expert 8")
-
-
 BAD = """\
+--pipline-schedule adaptive => --pipline-schedule is not a flag | the nearest is --pipeline-schedule
+--num-layer 8 => the nearest is --num-layers
+--num-expert 8 => --num-experts, which is refused
+NOTHING --hidden-size 64 --lr 1
+    => --num-layers, --num-attention-heads, --seq-length | --micro-batch-size are missing
+NO_RATE => --lr is missing
+NO_LENGTH => --train-iters or --train-samples
 --num-experts 8 => --num-experts is a flag of Megatron-LM that this trainer refuses | experts
 --moe-flag-of-tomorrow
     => --moe-flag-of-tomorrow is a flag of Megatron-LM that this trainer refuses | experts
@@ -159,63 +152,34 @@ stray => 'stray' | belongs to no flag
 """
 
 
-@pytest.mark.parametrize(("flags", "world_size", "words"), broken_cases(BAD))
+EXCLUSIVE = """\
+--fp16 --bf16
+--train-iters 10 --train-samples 100
+--train-iters 10 --lr-decay-samples 100
+--train-iters 10 --rampup-batch-size 2 2 100
+--lr-warmup-fraction 0.1 --lr-warmup-iters 1
+--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2
+--partition 1-0-3 --num-layers-per-virtual-pipeline-stage 1
+--mock-data --data-path x
+NO_DATA --data-path x --train-data-path y
+NO_DATA --split 9,1,0 --train-data-path y
+--checkpoint-activations --recompute-granularity selective
+--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler
+"""
+
+
+@pytest.mark.parametrize(("flags", "world_size", "words"), cases_of(BAD))
 def test_a_bad_flag_is_answered_with_flag_value_and_rule(
-    complaint: Complaint, flags: str, world_size: int, words: list[str]
+    flags: str, world_size: int, words: list[str]
 ) -> None:
-    text = complaint(flags, world_size=world_size)
-    assert [word for word in words if word not in text] == []
+    check_words(flags, world_size, words)
 
 
-def test_every_missing_flag_is_named_at_once(complaint: Complaint) -> None:
-    text = complaint("--hidden-size 64 --lr 1", base="")
-    for name in ("--num-layers", "--num-attention-heads", "--seq-length", "--micro-batch-size"):
-        assert name in text
-    assert "--hidden-size" not in text
-
-
-def test_the_learning_rate_and_a_length_are_needed(complaint: Complaint) -> None:
-    assert "--lr is missing" in complaint(base=SMALL.replace("--lr 1e-3", ""))
-    text = complaint(base=SMALL.replace("--train-iters 10", ""))
-    assert "--train-iters or --train-samples" in text
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--fp16 --bf16",
-        "--train-iters 10 --train-samples 100",
-        "--train-iters 10 --lr-decay-samples 100",
-        "--train-iters 10 --rampup-batch-size 2 2 100",
-        "--lr-warmup-fraction 0.1 --lr-warmup-iters 1",
-        "--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
-        "--partition 1-1-1-1 --num-layers-per-virtual-pipeline-stage 1",
-        "--mock-data --data-path x",
-        "--data-path x --train-data-path y",
-        "--split 9,1,0 --train-data-path y",
-        "--checkpoint-activations --recompute-granularity selective",
-        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
-    ],
-)
-def test_flags_that_exclude_each_other_are_both_named(complaint: Complaint, flags: str) -> None:
-    base = SMALL
-    if "data-path" in flags and "mock" not in flags:
-        base = base.replace("--mock-data --vocab-size 100", "")
-    text = complaint(flags, base=base)
-    assert "exclude each other" in text
-    names = [word for word in flags.split() if word.startswith("--")]
-    for name in names:
-        assert name in text
-
-
-def test_a_partition_in_a_message_reads_as_it_was_written(complaint: Complaint) -> None:
-    text = complaint("--partition 1-0-3 --num-layers-per-virtual-pipeline-stage 1")
-    assert "--partition 1-0-3" in text
-
-
-def test_a_length_of_zero_excludes_nothing(small: Parse) -> None:
-    config = small("--lr-warmup-fraction 0.1 --lr-warmup-iters 0 --lr-warmup-samples 0")
-    assert config.optimizer.lr_warmup_fraction == 0.1
+@pytest.mark.parametrize("flags", EXCLUSIVE.splitlines())
+def test_flags_that_exclude_each_other_are_both_named(flags: str) -> None:
+    """A partition reads as it was written."""
+    names = [word for word in flags.split() if word.startswith("--") or word == "1-0-3"]
+    check_words(flags, 1, ["exclude each other", *names])
 
 
 def test_a_repeated_flag_is_refused_unless_the_last_shall_win() -> None:
@@ -224,61 +188,25 @@ def test_a_repeated_flag_is_refused_unless_the_last_shall_win() -> None:
         parse(argv, world_size=1, installed=BARE)
     config = parse(argv, world_size=1, installed=BARE, last_wins=True)
     assert config.run.train_iters == 20
-
-
-def test_two_names_of_one_flag_count_as_repeated() -> None:
+    assert small("--num-layers=8 --partition=8").layers_per_stage == (8,)
     argv = [*SMALL.split(), "--model-chunks", "1", "--num-virtual-stages-per-pipeline-rank", "1"]
     with pytest.raises(ConfigError, match="--model-chunks and --num-virtual-stages"):
         parse(argv, world_size=1, installed=BARE)
 
 
-def test_a_value_may_follow_an_equals_sign(small: Parse) -> None:
-    assert small("--num-layers=8 --partition=8").layers_per_stage == (8,)
-
-
-def test_chunks_may_be_given_in_three_ways(small: Parse) -> None:
-    for flags in (
-        "--model-chunks 2",
-        "--num-virtual-stages-per-pipeline-rank 2",
-        "--num-layers-per-virtual-pipeline-stage 1",
-    ):
-        config = small(f"{flags} --pipeline-model-parallel-size 2", world_size=2)
-        assert config.parallel.num_chunks == 2
-        assert config.parallel.virtual_pipeline_model_parallel_size == 2
-        assert config.layers_per_stage == (1, 1, 1, 1)
-    assert small().parallel.num_chunks == 1
-    assert small().parallel.virtual_pipeline_model_parallel_size is None
-
-
-def test_values_that_depend_on_others_are_filled_in(small: Parse) -> None:
-    config = small("--tensor-model-parallel-size 2", world_size=6)
-    assert config.parallel.data_parallel_size == 3
-    assert config.batch.global_batch_size == 6
-    assert config.num_microbatches == 1
-    assert config.model.transformer_impl == "local"
-    assert config.data.tokenizer_type == "NullTokenizer"
-    assert config.data.split == "969,30,1"
-    assert config.parallel.distributed_backend is None
-    assert config.schedule.pipeline_timeout_s == 600
-    assert small(engine=True).model.transformer_impl == "transformer_engine"
-    assert small("--pipeline-timeout-s 2.5").schedule.pipeline_timeout_s == 2.5
-
-
-def test_data_args_path_stands_for_data_path(small: Parse, tmp_path: Path) -> None:
+def test_data_args_path_stands_for_data_path(tmp_path: Path) -> None:
     listing = tmp_path / "data.txt"
     listing.write_text("0.5 a\n0.5 b\n", encoding="utf-8")
-    base = SMALL.replace("--mock-data", "--tokenizer-type NullTokenizer")
-    config = small(f"--data-args-path {listing}", base=base)
+    config = small(f"FILES --data-args-path {listing}")
     assert config.data.data_path == ("0.5", "a", "0.5", "b")
 
 
-def test_an_unreadable_data_args_path_is_refused(complaint: Complaint, tmp_path: Path) -> None:
-    base = SMALL.replace("--mock-data", "--tokenizer-type NullTokenizer")
-    assert "No such file" in complaint(f"--data-args-path {tmp_path}/none", base=base)
+def test_an_unreadable_data_args_path_is_refused(tmp_path: Path) -> None:
+    assert "No such file" in complaint(f"FILES --data-args-path {tmp_path}/none")
     (tmp_path / "empty").touch()
-    assert "is empty" in complaint(f"--data-args-path {tmp_path}/empty", base=base)
+    assert "is empty" in complaint(f"FILES --data-args-path {tmp_path}/empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert "not a text file" in complaint(f"--data-args-path {tmp_path}/binary", base=base)
+    assert "not a text file" in complaint(f"FILES --data-args-path {tmp_path}/binary")
 
 
 def test_the_table_has_a_row_for_each_flag() -> None:

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SMALL, Complaint, Parse, broken_cases
-
-PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
-UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
-
+from .conftest import cases_of, check_words, complaint, small
 
 BROKEN = """\
 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 @6
@@ -115,138 +111,62 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --profile-step-start 12 --profile-step-end 12 => --profile-step-end 12
 --reset-attention-mask --no-create-attention-mask-in-dataloader => exclude each other
 --profile-ranks 0 1 => --profile-ranks 1 | 1 ranks
+NO_DATA --vocab-size 9 => no data is given | --data-path | --mock-data
+NO_DATA --valid-data-path x => --train-data-path
+NO_DATA --data-path x => GPT2BPETokenizer | --vocab-file and --merge-file
+NO_DATA --mock-data --tokenizer-type NullTokenizer => NullTokenizer | --vocab-size
+GROWS --train-samples 10 --rampup-batch-size 8 2 10 => starts at 8 | start lower
+GROWS --train-samples 10 --rampup-batch-size 2 4 10 => never reaches | 8 | distance 6
+GROWS --train-samples 10 --rampup-batch-size 1 1 10 => 2 x data parallel size 1 = 2
+GROWS --train-samples 4 => --train-samples 4 | one batch of 8
+GROWS --micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2
+    --pipeline-model-parallel-size 2 --pipeline-schedule interleaved @2
+    => 3 microbatches (global batch 3)
+--sequence-parallel => --tensor-model-parallel-size 1
+PARALLEL @2 => LayerNorm | Transformer Engine
+PARALLEL APEX --normalization RMSNorm @2 => RMSNorm
+PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of 2
+--context-parallel-size 2 @2 => is not installed
+ENGINE --context-parallel-size 2 --transformer-impl local @2 => is not in use
+ENGINE --context-parallel-size 2 --seq-length 30 @2 => 2 x --context-parallel-size 2 = 4
+PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
+--record-schedule /dev/null/orders.json => --record-schedule | cannot be written
 """
 
 
-@pytest.mark.parametrize(
-    ("flags", "world_size", "words"),
-    broken_cases(BROKEN.replace("PP2", PP2).replace("UNEQUAL", UNEQUAL)),
-)
-def test_a_broken_rule_is_named(
-    complaint: Complaint, flags: str, world_size: int, words: list[str]
-) -> None:
-    text = complaint(flags, world_size=world_size)
-    assert [word for word in words if word not in text] == []
+@pytest.mark.parametrize(("flags", "world_size", "words"), cases_of(BROKEN))
+def test_a_broken_rule_is_named(flags: str, world_size: int, words: list[str]) -> None:
+    check_words(flags, world_size, words)
 
 
-NO_DATA = SMALL.replace("--mock-data --vocab-size 100", "")
-GROWS = SMALL.replace("--train-iters 10", "--train-samples 100 --global-batch-size 8")
+RUNNING = """\
+PP2
+PP2 --global-batch-size 6 --model-chunks 2
+PP2 --pipeline-schedule 1f1b
+PP2 --pipeline-schedule megatron --model-chunks 2
+PP2 --pipeline-schedule interleaved --model-chunks 2
+PP2 --pipeline-schedule interleaved --model-chunks 2 --global-batch-size 10
+    --microbatch-group-size-per-virtual-pipeline-stage 3
+PP2 --partition 4-0 --pipeline-schedule megatron
+PP2 --partition 0-4-0-0 --model-chunks 2 --activation-cap 1.5
+PP2 --partition 0-4-0-0 --model-chunks 2 --pipeline-placement v
+PP2 --partition 1-1-0-1-1-0 --model-chunks 3 --pipeline-placement v
+PP2 --pipeline-placement loop --pipeline-schedule 1f1b
+"""
 
 
-@pytest.mark.parametrize(
-    ("base", "flags", "words"),
-    [
-        (NO_DATA, "--vocab-size 9", ("no data is given", "--data-path", "--mock-data")),
-        (NO_DATA, "--valid-data-path x", ("--train-data-path",)),
-        (NO_DATA, "--data-path x", ("GPT2BPETokenizer", "--vocab-file and --merge-file")),
-        (NO_DATA, "--mock-data --tokenizer-type NullTokenizer", ("NullTokenizer", "--vocab-size")),
-        (GROWS, "--train-samples 10 --rampup-batch-size 8 2 10", ("starts at 8", "start lower")),
-        (
-            GROWS,
-            "--train-samples 10 --rampup-batch-size 2 4 10",
-            ("never reaches", "8", "distance 6"),
-        ),
-        (GROWS, "--train-samples 10 --rampup-batch-size 1 1 10", ("2 x data parallel size 1 = 2",)),
-        (GROWS, "--train-samples 4", ("--train-samples 4", "one batch of 8")),
-        (
-            GROWS,
-            "--micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2 "
-            "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
-            ("3 microbatches (global batch 3)",),
-        ),
-    ],
-)
-def test_a_broken_rule_of_data_or_batch_is_named(
-    complaint: Complaint, base: str, flags: str, words: tuple[str, ...]
-) -> None:
-    text = complaint(flags, base=base, world_size=2 if "--pipeline" in flags else 1)
-    assert [word for word in words if word not in text] == []
-
-
-def test_head_width_of_its_own_frees_the_hidden_size(small: Parse) -> None:
-    assert small("--hidden-size 66 --kv-channels 20").model.kv_channels == 20
-
-
-def test_sequence_parallel(small: Parse, complaint: Complaint) -> None:
-    text = complaint("--sequence-parallel")
-    assert "--tensor-model-parallel-size 1" in text
-    flags = "--sequence-parallel --tensor-model-parallel-size 2"
-    text = complaint(flags, world_size=2)
-    assert "LayerNorm" in text
-    assert "Transformer Engine" in text
-    assert small(flags, world_size=2, apex=True).parallel.sequence_parallel
-    assert small(flags, world_size=2, engine=True).parallel.sequence_parallel
-    # apex has no fused RMSNorm that megatron-core's local layers would use.
-    text = complaint(flags + " --normalization RMSNorm", world_size=2, apex=True)
-    assert "RMSNorm" in text
-    text = complaint(flags + " --seq-length 31", world_size=2, engine=True)
-    assert "--seq-length 31 is not a multiple of 2" in text
-
-
-def test_context_parallel(small: Parse, complaint: Complaint) -> None:
-    flags = "--context-parallel-size 2"
-    assert "is not installed" in complaint(flags, world_size=2)
-    assert "is not in use" in complaint(
-        flags + " --transformer-impl local", world_size=2, engine=True
-    )
-    assert "2 x --context-parallel-size 2 = 4" in complaint(
-        flags + " --seq-length 30", world_size=2, engine=True
-    )
-    assert small(flags, world_size=4, engine=True).parallel.data_parallel_size == 2
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        f"{PP2}",
-        f"{PP2} --global-batch-size 6 --model-chunks 2",
-        f"{PP2} --pipeline-schedule 1f1b",
-        f"{PP2} --pipeline-schedule megatron --model-chunks 2",
-        f"{PP2} --pipeline-schedule interleaved --model-chunks 2",
-        f"{PP2} --pipeline-schedule interleaved --model-chunks 2 --global-batch-size 10 "
-        "--microbatch-group-size-per-virtual-pipeline-stage 3",
-        f"{PP2} --partition 4-0 --pipeline-schedule megatron",
-        f"{PP2} --partition 0-4-0-0 --model-chunks 2 --activation-cap 1.5",
-        f"{PP2} --partition 0-4-0-0 --model-chunks 2 --pipeline-placement v",
-        f"{PP2} --partition 1-1-0-1-1-0 --model-chunks 3 --pipeline-placement v",
-        f"{PP2} --pipeline-placement loop --pipeline-schedule 1f1b",
-    ],
-)
-def test_schedules_that_run(small: Parse, flags: str) -> None:
+@pytest.mark.parametrize("flags", [flags for flags, _, _ in cases_of(RUNNING)])
+def test_schedules_that_run(flags: str) -> None:
     config = small(flags, world_size=2)
     assert sum(config.layers_per_stage) == 4
     assert len(config.layers_per_stage) == config.num_stages
-
-
-def test_distributed_activations_are_refused_next_to_sequence_parallel(
-    complaint: Complaint,
-) -> None:
-    text = complaint(
-        "--checkpoint-activations --distribute-saved-activations --sequence-parallel "
-        "--tensor-model-parallel-size 2",
-        world_size=2,
-        engine=True,
-    )
-    assert "--sequence-parallel" in text
-
-
-def test_the_length_in_samples_has_its_own_flags(small: Parse) -> None:
-    config = small(
-        "--train-samples 1000 --lr-decay-samples 800 --lr-warmup-samples 10 "
-        "--rampup-batch-size 2 2 100 --global-batch-size 8",
-        base=SMALL.replace("--train-iters 10", ""),
-    )
-    assert config.run.train_iters is None
-    assert config.batch.rampup_batch_size == (2, 2, 100)
 
 
 @pytest.mark.parametrize(
     "flag",
     ["--save-interval 1 --save", "--tensorboard-dir", "--trace-dir", "--data-cache-path"],
 )
-def test_an_output_folder_that_cannot_be_made_is_named(
-    complaint: Complaint, tmp_path: Path, flag: str
-) -> None:
+def test_an_output_folder_that_cannot_be_made_is_named(tmp_path: Path, flag: str) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("kept", encoding="utf-8")
     text = complaint(f"{flag} {blocker}/deeper/still")
@@ -256,67 +176,16 @@ def test_an_output_folder_that_cannot_be_made_is_named(
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system without files")
-def test_an_output_folder_on_a_file_system_that_takes_none_is_named(complaint: Complaint) -> None:
+def test_an_output_folder_on_a_file_system_that_takes_none_is_named() -> None:
     assert "/proc/none/x cannot be written" in complaint("--trace-dir /proc/none/x")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_output_folder_without_permission_is_named(complaint: Complaint, tmp_path: Path) -> None:
+def test_an_output_folder_without_permission_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "Permission denied" in complaint(f"--trace-dir {tmp_path}/x")
 
 
-def test_trying_an_output_folder_leaves_nothing_behind(small: Parse, tmp_path: Path) -> None:
+def test_trying_an_output_folder_leaves_nothing_behind(tmp_path: Path) -> None:
     small(f"--save {tmp_path}/a/b --save-interval 5 --trace-dir {tmp_path}/t")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_record_that_cannot_be_written_is_refused_before_the_run(
-    complaint: Complaint, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    text = complaint(f"--record-schedule {tmp_path}/file/orders.json")
-    assert "--record-schedule" in text
-    assert "cannot be written" in text
-
-
-def test_transports_are_chosen_by_the_ranks_unless_given(small: Parse) -> None:
-    transport = small().transport
-    assert transport.forced is None
-    assert (transport.transport_slot_bytes, transport.transport_slots) == (None, None)
-    assert not transport.transport_crc
-    assert transport.transport_gpu == "auto"
-
-
-def test_every_setting_of_the_transports(small: Parse) -> None:
-    transport = small(
-        "--transport rdma --transport-slot-bytes 65536 --transport-slots 12 --transport-crc "
-        "--transport-gpu pinned --transport-interface ib0 "
-        "--rdma-device mlx5_0:1 --rdma-gid-index 3 --rdma-mtu-bytes 4096 --rdma-queue-pairs 4"
-    ).transport
-    assert (transport.transport_slot_bytes, transport.transport_slots) == (65536, 12)
-    assert (transport.transport_crc, transport.transport_interface) == (True, "ib0")
-    assert transport.transport_gpu == "pinned"
-    assert (transport.rdma_device, transport.rdma_gid_index) == ("mlx5_0:1", 3)
-    assert (transport.rdma_mtu_bytes, transport.rdma_queue_pairs) == (4096, 4)
-
-
-def test_sizes_and_microbatches(small: Parse) -> None:
-    config = small(f"{UNEQUAL} --global-batch-size 24", world_size=3)
-    assert config.parallel.unequal_sizes == (2, 1)
-    assert config.parallel.data_parallel_size == 2
-    assert config.num_microbatches == 6
-    assert [config.parallel.microbatches_of(stage, 6) for stage in (0, 1)] == [6, 12]
-
-
-def test_the_batch_is_one_round_where_it_is_not_given(small: Parse) -> None:
-    config = small(UNEQUAL.replace("2-1", "2-3"), world_size=5)
-    assert config.num_microbatches == 1
-    assert config.batch.global_batch_size == 6 * config.batch.micro_batch_size
-
-
-def test_equal_sizes_are_the_usual_mesh(small: Parse) -> None:
-    config = small(UNEQUAL.replace("2-1", "2-2"), world_size=4)
-    assert config.parallel.unequal_sizes is None
-    assert config.parallel.data_parallel_size == 2
-    assert config.parallel.microbatches_of(0, 6) == 6

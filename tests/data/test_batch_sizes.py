@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from megatron.adaptive.config.data import BatchConfig
-from megatron.adaptive.data.batch_sizes import BatchSizes
+from megatron.adaptive.data.loader import BatchSizes
 
 
 def sizes_of(

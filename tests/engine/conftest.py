@@ -1,9 +1,9 @@
-"""Starts the members of a tensor-parallel group as processes."""
+"""Starts programs of ``members.py`` as ranks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from megatron.adaptive import extension
 
-from ..multiprocess.launch import environment, forkserver, tail
+from ..multiprocess.launch import run_ranks, tail
 
 MEMBERS = Path(__file__).with_name("members.py")
 WATCHDOG_S = 90.0
@@ -23,23 +23,18 @@ BOARDS = [
     ),
 ]
 
-Start = Callable[[str, str, int], list[Any]]
+Start = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """A function ``(program, board, size)`` that runs members and returns their results."""
-    server = forkserver()
-    keys: list[str] = []
+def start(tmp_path: Path) -> Start:
+    """A function ``(program, argument, size)`` that runs members and returns their results."""
 
-    def run(program: str, board: str, size: int) -> list[Any]:
+    def run(program: str, argument: str, size: int) -> list[Any]:
         log = tmp_path / "output.txt"
-        for rank in range(size):
-            words = [str(MEMBERS), program, board, str(tmp_path), str(rank), str(size)]
-            keys.append(server.start(words, output=log, error=log, variables=environment()))
-        statuses = server.wait(keys, WATCHDOG_S)
-        assert list(statuses.values()) == [0] * size, tail(log)
+        words = [program, argument, str(tmp_path)]
+        status = run_ranks(MEMBERS, words, world_size=size, log=log, limit_s=WATCHDOG_S)
+        assert status == 0, tail(log)
         return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
 
-    yield run
-    server.kill(keys)
+    return run

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
@@ -23,7 +26,12 @@ F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 class Loopback:
-    """A transport between executors of one process: sending puts into the peer's queue."""
+    """A transport between executors of one process: sending puts into the peer's queue.
+
+    Args:
+        me: this rank.
+        network: queues of the ranks that take messages; others' are dropped.
+    """
 
     name = "loopback"
 
@@ -35,7 +43,8 @@ class Loopback:
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
         self.sent.append(label)
-        self._network[peer].put(arrival(label, self._me, tensor.detach().clone()))
+        if peer in self._network:
+            self._network[peer].put(arrival(label, self._me, tensor.detach().clone()))
 
     def flush(self, timeout_s: float) -> None:
         pass
@@ -48,27 +57,15 @@ def arrival(label: Label, peer: int, tensor: torch.Tensor) -> Arrival:
     return HeldArrival(label, peer, tensor.nbytes, lambda: tensor)
 
 
-class Counting:
-    """Stages whose tensors say where they have been.
+class Writing:
+    """Stages that compute nothing and write down what is asked of them."""
 
-    Forwards hand on ``[microbatch, stages passed]`` in float32, backwards the same in float64, so
-    that the two cannot be taken for each other.
-    """
-
-    def __init__(self, placement: Placement, pp_rank: int) -> None:
+    def __init__(self, when_run: Callable[[Action], None] = lambda action: None) -> None:
         self.calls: list[str] = []
-        self.last_gradients: list[list[float]] = []
-        self._placement = placement
-        self._pp_rank = pp_rank
+        self._when_run = when_run
 
-    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        self.calls.append(str(Action(F, chunk, microbatch)))
-        stage = self._placement.stage_of(self._pp_rank, chunk)
-        if received is None:
-            assert stage == 0
-            received = torch.tensor([microbatch, 0], dtype=torch.float32)
-        assert received.tolist() == [microbatch, stage]
-        return received + torch.tensor([0.0, 1.0])
+    def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
+        return self._run(Action(F, chunk, microbatch))
 
     def release(self, chunk: int, microbatch: int) -> None:
         self.calls.append(f"release{chunk}-{microbatch}")
@@ -79,28 +76,68 @@ class Counting:
     def retained_bytes(self, chunk: int) -> int:
         return RETAINED_BYTES
 
+    def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor | None:
+        return self._run(Action(B, chunk, microbatch))
+
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         assert 0 <= piece < pieces
-        self.calls.append(str(Action(W, chunk, microbatch, piece)))
-
-    def backward(
-        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        self.calls.append(str(Action(B, chunk, microbatch)))
-        stage = self._placement.stage_of(self._pp_rank, chunk)
-        after = self._placement.num_stages - 1 - stage
-        if gradient is None:
-            assert after == 0
-            gradient = torch.tensor([microbatch, 0], dtype=torch.float64)
-        assert gradient.tolist() == [microbatch, after]
-        if stage == 0:
-            self.last_gradients.append(gradient.tolist())
-            return None
-        return gradient + torch.tensor([0.0, 1.0], dtype=torch.float64)
+        self._run(Action(W, chunk, microbatch, piece))
 
     @property
     def actions(self) -> list[str]:
         return [call for call in self.calls if not call.startswith("release")]
+
+    def _run(self, action: Action) -> torch.Tensor:
+        self.calls.append(str(action))
+        self._when_run(action)
+        return torch.zeros(1)
+
+
+class Counting(Writing):
+    """Stages whose tensors say where they have been.
+
+    Forwards hand on ``[microbatch, stages passed]`` in float32, backwards the same in float64, so
+    that the two cannot be taken for each other.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        pp_rank: int,
+        when_run: Callable[[Action], None] = lambda action: None,
+    ) -> None:
+        super().__init__(when_run)
+        self.last_gradients: list[list[float]] = []
+        self._placement = placement
+        self._pp_rank = pp_rank
+
+    def whole(self, microbatch: int) -> int:
+        """A microbatch as the whole step counts it."""
+        return microbatch
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        self._run(Action(F, chunk, microbatch))
+        stage = self._placement.stage_of(self._pp_rank, chunk)
+        if received is None:
+            assert stage == 0
+            received = torch.tensor([self.whole(microbatch), 0], dtype=torch.float32)
+        assert received.tolist() == [self.whole(microbatch), stage]
+        return received + torch.tensor([0.0, 1.0])
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        self._run(Action(B, chunk, microbatch))
+        stage = self._placement.stage_of(self._pp_rank, chunk)
+        after = self._placement.num_stages - 1 - stage
+        if gradient is None:
+            assert after == 0
+            gradient = torch.tensor([self.whole(microbatch), 0], dtype=torch.float64)
+        assert gradient.tolist() == [self.whole(microbatch), after]
+        if stage == 0:
+            self.last_gradients.append(gradient.tolist())
+            return None
+        return gradient + torch.tensor([0.0, 1.0], dtype=torch.float64)
 
 
 def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
@@ -131,8 +168,10 @@ class Ranks:
         placement: Placement,
         recorders: Sequence[Recorder | None] | None = None,
         timeout_s: float = WATCHDOG_S,
+        when_run: Callable[[int, Action], None] = lambda rank, action: None,
     ) -> None:
         self.placement = placement
+        self.when_run = when_run
         count = placement.num_ranks
         # Global ranks differ from positions in the pipeline, as they do with several groups.
         network = {10 + rank: CompletionQueue() for rank in range(count)}
@@ -157,7 +196,9 @@ class Ranks:
     ) -> tuple[list[Counting], list[RankState]]:
         """Run one step of every rank, each in its thread."""
         count = self.placement.num_ranks
-        stages = [Counting(self.placement, rank) for rank in range(count)]
+        stages = [
+            Counting(self.placement, rank, partial(self.when_run, rank)) for rank in range(count)
+        ]
         states = [self.state(rank, microbatches, **options) for rank in range(count)]
 
         def run(rank: int) -> None:
@@ -165,6 +206,21 @@ class Ranks:
 
         each_in_its_thread(run, count)
         return stages, states
+
+
+def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
+    """A recorder of a rank of a job of one pipeline."""
+    header = TraceHeader(
+        run="run-1",
+        rank=rank,
+        world_size=placement.num_ranks,
+        pp_rank=rank,
+        num_ranks=placement.num_ranks,
+        num_chunks=placement.num_chunks,
+        num_microbatches=microbatches,
+        schedule="1f1b",
+    )
+    return Recorder(folder, header)
 
 
 class Picks:

@@ -1,7 +1,8 @@
 """Members of a tensor-parallel group that run one pipeline rank together; started by the tests.
 
-Usage: ``members.py PROGRAM BOARD FOLDER RANK SIZE``. ``BOARD`` is ``message`` or ``memory``. What
-the program returns goes to ``FOLDER/RANK.json``.
+Usage under torchrun: ``members.py PROGRAM ARGUMENT FOLDER``. What the program returns goes to
+``FOLDER/RANK.json``. ``ARGUMENT`` is a kind of channel, ``message`` or ``memory``; of programs
+about stopping, the limit of each rank in minutes, such as ``30,0``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import faulthandler
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -25,7 +27,8 @@ from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.engine.record import Recording, RecordShape, load_on_all
+from megatron.adaptive.engine.record import Recording, RecordShape, ScheduleRecord
+from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import AdaptiveError, PeerLostError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
@@ -33,7 +36,9 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy
 from megatron.adaptive.schedule.registry import make_schedule
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
+from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
+from tests.engine import loopback
+from tests.engine.loopback import Loopback, Writing
 
 WATCHDOG_S = 60.0
 MICROBATCHES = 8
@@ -41,55 +46,6 @@ MICROBATCHES = 8
 PLACEMENT = Placement(num_ranks=2, num_chunks=3)
 PP_RANK = 1
 ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
-
-
-class Deaf:
-    """A transport that drops what is sent; the program puts what arrives."""
-
-    name = "deaf"
-
-    def __init__(self) -> None:
-        self.completions = CompletionQueue()
-
-    def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        pass
-
-    def flush(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Writing:
-    """Stages that compute nothing and write down what is asked of them."""
-
-    def __init__(self, when_run: Callable[[Action], None] = lambda action: None) -> None:
-        self.actions: list[str] = []
-        self._when_run = when_run
-
-    def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        return self._run(Action(ActionKind.F, chunk, microbatch))
-
-    def release(self, chunk: int, microbatch: int) -> None:
-        pass
-
-    def activation_bytes(self, chunk: int) -> int:
-        return 1
-
-    def retained_bytes(self, chunk: int) -> int:
-        return 1
-
-    def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor:
-        return self._run(Action(ActionKind.B, chunk, microbatch))
-
-    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        self._run(Action(ActionKind.W, chunk, microbatch, piece))
-
-    def _run(self, action: Action) -> torch.Tensor:
-        self.actions.append(str(action))
-        self._when_run(action)
-        return torch.zeros(1)
 
 
 def inputs(step: int, seed: int) -> list[Arrival]:
@@ -105,15 +61,14 @@ def inputs(step: int, seed: int) -> list[Arrival]:
 
 
 def arrival(step: int, action: Action) -> Arrival:
-    tensor = torch.zeros(1)
-    return HeldArrival(Label(step, action), 0, 4, lambda: tensor)
+    return loopback.arrival(Label(step, action), 0, torch.zeros(1))
 
 
 def describe(rank: int) -> str:
     return f"rank {rank} (stage 1)"
 
 
-def make_executor(transport: Deaf, agreement: Agreement, timeout_s: float = 20.0) -> Executor:
+def make_executor(transport: Loopback, agreement: Agreement, timeout_s: float = 20.0) -> Executor:
     return Executor(
         placement=PLACEMENT,
         pp_rank=PP_RANK,
@@ -136,17 +91,21 @@ def run_step(executor: Executor, policy: Policy, stages: Writing, weight_pieces:
 class Member:
     """This process within its group."""
 
-    def __init__(self, kind: str, rank: int, size: int) -> None:
+    def __init__(self, argument: str, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.ranks = list(range(size))
+        self.argument = argument
         group = dist.new_group(self.ranks, backend="gloo")
         self.links = (
-            Links(group, describe)
-            if kind == "message"
-            else MemoryLinks(extension.require("this test"), group, describe)
+            MemoryLinks(extension.require("this test"), group, describe)
+            if argument == "memory"
+            else Links(group, describe)
         )
-        self.transport = Deaf()
+        self.transport = Loopback(-1, {-1: CompletionQueue()})  # drops what is sent
+
+    def stop_request(self) -> StopRequest:
+        return StopRequest(float(self.argument.split(",")[self.rank]))
 
     def agreement(self) -> Agreement:
         return connect(self.links, self.ranks, self.rank, self.transport.completions, 20.0)
@@ -268,7 +227,6 @@ def record(member: Member) -> dict[str, Any]:
     path = folder / "schedule.json"
     shape = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)
     pp_rank = member.rank - 1 if member.rank else None
-    errors = [error_of(lambda: load_on_all(path, group))]
 
     def recording(after_step: int) -> Recording:
         return Recording(
@@ -284,13 +242,68 @@ def record(member: Member) -> dict[str, Any]:
     again = recording(2)
     again.append(4, orders[0])
     again.write(group)
-    found = load_on_all(path, group)
+    dist.barrier()
+    found = ScheduleRecord.load(path)
     return {
-        "errors": errors,
         "steps": found.steps,
         "codes": [[found.codes(step, rank, 2) for rank in range(2)] for step in found.steps],
         "pending": len(first._pending) + len(again._pending),
     }
+
+
+def run(member: Member) -> Any:
+    """Ranks of very different pace, which meet nowhere but in ``agreed``.
+
+    Under ``30,30,30`` the last one gets a signal once all of them run.
+    """
+    rng = random.Random(member.rank)
+    with member.stop_request() as stop:
+        for iteration in range(100_000):
+            if stop.agreed(dist.group.WORLD):
+                return [iteration, stop.reason]
+            if iteration == 3 and member.rank == 2 and "0" not in member.argument.split(","):
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.02 * rng.random() * member.rank)
+    return None
+
+
+def lost(member: Member) -> Any:
+    """The last rank goes away, and the first one asks on."""
+    with member.stop_request() as stop:
+        for _ in range(4):
+            stop.agreed(dist.group.WORLD)
+        if member.rank:
+            return None
+        return error_of(lambda: [stop.agreed(dist.group.WORLD) for _ in range(10_000)])
+
+
+def late(member: Member) -> Any:
+    """Rank 0 asks and goes on though nobody else has asked yet."""
+    folder, seen = Path(sys.argv[3]), []
+
+    def await_mark(name: str) -> None:
+        while not (folder / name).exists():
+            time.sleep(0.01)
+
+    with member.stop_request() as stop:
+        for iteration in range(3):
+            if member.rank == 1:
+                await_mark(f"asked{iteration}.0")
+            seen.append(stop.agreed(dist.group.WORLD))
+            (folder / f"asked{iteration}.{member.rank}").touch()
+            if member.rank == 0:
+                await_mark(f"asked{iteration}.1")
+        return [*seen, stop.finish(), stop.reason]
+
+
+def last(member: Member) -> Any:
+    """A request before the last boundary: nobody stops there, but the end says it."""
+    with member.stop_request() as stop:
+        if member.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        seen = [stop.agreed(dist.group.WORLD), stop.reason]
+        dist.barrier()
+        return [*seen, stop.finish(), stop.finish(), stop.reason]
 
 
 def error_of(action: Callable[[], object]) -> list[str]:
@@ -303,25 +316,20 @@ def error_of(action: Callable[[], object]) -> list[str]:
 
 
 PROGRAMS: dict[str, Callable[[Member], Any]] = {
-    program.__name__: program for program in (agree, lacking, broken, many, deaf, record)
+    program.__name__: program
+    for program in (agree, lacking, broken, many, deaf, record, run, lost, late, last)
 }
 
 
 def main() -> None:
-    program, kind, folder, rank, size = sys.argv[1:]
+    program, argument, folder = sys.argv[1:]
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
     torch.set_num_threads(1)
-    place = Path(folder)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(place / "store"), int(size)),
-        rank=int(rank),
-        world_size=int(size),
-        timeout=timedelta(seconds=40),
-    )
-    result = PROGRAMS[program](Member(kind, int(rank), int(size)))
-    (place / f"{rank}.json").write_text(json.dumps(result))
-    if program != "broken":  # whose followers wait for the end of the leader's process
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    member = Member(argument, dist.get_rank(), dist.get_world_size())
+    result = PROGRAMS[program](member)
+    (Path(folder) / f"{member.rank}.json").write_text(json.dumps(result))
+    if program not in ("broken", "lost"):  # who waits for the end of another's process
         dist.barrier()
     # A receive that timed out breaks gloo's connections: leave without taking them down.
     sys.stdout.flush()

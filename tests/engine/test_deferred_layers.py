@@ -94,7 +94,7 @@ def check(core: Any, late: int, pieces: int, **model: Any) -> None:
     stores = attach_stores(chunks)
     run_step(chunks, with_weights(order, late=late, pieces=pieces), stores)
     assert_equal(gradients(chunks), expected)
-    assert not any(store.active or store.pending or store.held_bytes for store in stores)
+    assert not any(store.active or store.pending for store in stores)
     run_step(chunks, order)
     assert_equal(gradients(chunks), expected)
 
@@ -104,35 +104,34 @@ def test_gradients_are_those_of_the_whole_backward(late: int, pieces: int) -> No
     check(core_config(), late, pieces)
 
 
-def test_tied_embedding() -> None:
-    # One weight, two uses in a microbatch: they are summed before they join earlier ones.
-    check(core_config(), 1, 3, tied=True)
+MODERN = {
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "num_query_groups": 2,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+WIDER = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 
 
-def test_chunks() -> None:
-    check(core_config(), 2, 2, chunks=3)
-
-
-def test_modern_layers() -> None:
-    core = core_config(
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        num_query_groups=2,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-    )
-    check(core, 1, 2, rope=True)
-
-
-def test_deterministic_embedding() -> None:
-    check(core_config(deterministic_mode=True), 1, 2)
-
-
-def test_gradients_in_a_wider_type() -> None:
-    core = core_config(bf16=True, params_dtype=torch.bfloat16)
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    check(core, 1, 2, tied=True, settings=settings)
+@pytest.mark.parametrize(
+    ("changes", "late", "pieces", "model"),
+    [
+        # One weight, two uses in a microbatch: they are summed before they join earlier ones.
+        ({}, 1, 3, {"tied": True}),
+        ({}, 2, 2, {"chunks": 3}),
+        (MODERN, 1, 2, {"rope": True}),
+        ({"deterministic_mode": True}, 1, 2, {}),
+        (BF16, 1, 2, {"tied": True, "settings": WIDER}),
+    ],
+    ids=["tied", "chunks", "modern", "deterministic", "wider gradients"],
+)
+def test_other_models(
+    changes: dict[str, Any], late: int, pieces: int, model: dict[str, Any]
+) -> None:
+    check(core_config(**changes), late, pieces, **model)
 
 
 @pytest.mark.parametrize(

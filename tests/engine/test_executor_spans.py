@@ -18,10 +18,9 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, TraceHeader
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.interface import HeldArrival, Label
 
 from .loopback import (
@@ -35,26 +34,8 @@ from .loopback import (
     forward_of,
     last_rank,
     make_executor,
-    ready_first,
+    recorder_of,
 )
-
-
-def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    recorder = Recorder(
-        folder,
-        TraceHeader(
-            run="test",
-            rank=rank,
-            world_size=placement.num_ranks,
-            pp_rank=rank,
-            num_ranks=placement.num_ranks,
-            num_chunks=placement.num_chunks,
-            num_microbatches=microbatches,
-            schedule="1f1b",
-        ),
-    )
-    recorder.begin_iteration(1, microbatches)
-    return recorder
 
 
 def traced_step(
@@ -67,6 +48,8 @@ def traced_step(
     """Runs and traces iteration 1 of all ranks."""
     ranks = range(placement.num_ranks)
     recorders = [recorder_of(folder, rank, placement, microbatches) for rank in ranks]
+    for recorder in recorders:
+        recorder.begin_iteration(1, microbatches)
     pipeline = Ranks(placement, recorders)
     stages, _ = pipeline.step(policies, microbatches, **options)
     times = [executor.finish_step() for executor in pipeline.executors]
@@ -81,6 +64,7 @@ def traced_rank(
 ) -> list[Span]:
     """Runs and traces iteration 1 of one rank, to be fed by hand."""
     recorder = recorder_of(folder, rank, pipeline.placement, microbatches)
+    recorder.begin_iteration(1, microbatches)
     executor = make_executor(pipeline, pp_rank=rank, recorder=recorder)
     stages = Counting(pipeline.placement, rank)
     executor.run(stages, policy, pipeline.state(rank, microbatches, **options))
@@ -218,38 +202,6 @@ def test_a_transport_may_tell_when_a_message_arrived(tmp_path: Path) -> None:
     assert [(span.start_ns, span.reason) for span in receives] == [(early, "seen")] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "causes"),
-    [
-        ("1f1b", {}, ["order", "input", "input"]),  # F0 F1 B0 F2 B1 B2
-        ("adaptive", {"cap": 1.0}, ["memory", "memory", "input"]),
-    ],
-)
-def test_a_wait_tells_what_kept_the_rank(
-    tmp_path: Path, name: str, options: dict[str, Any], causes: list[str]
-) -> None:
-    # Rank 0 has all its forwards ready and waits for a backward's input.
-    placement = Placement(num_ranks=2, num_chunks=1)
-    pipeline = Ranks(placement)
-    completions = pipeline.transports[0].completions
-    policy = make_policies(name, placement, 3)[0]
-    backwards = [
-        arrival(Label(0, Action(B, 0, m)), 11, torch.tensor([m, 1], dtype=torch.float64))
-        for m in range(3)
-    ]
-
-    def pick(state: RankState) -> Action | None:
-        action = policy.pick(state)
-        if action is None and backwards:
-            threading.Timer(0.05, completions.put, [backwards.pop(0)]).start()
-        return action
-
-    spans = traced_rank(tmp_path, pipeline, 0, Picks(pick), 3, **options)
-    waits = [span for span in spans if span.action == "wait"]
-    assert [(w.of, w.microbatch, w.peer) for w in waits] == [("B", m, 11) for m in range(3)]
-    assert [w.reason for w in waits] == causes
-
-
 def test_inputs_that_wait_are_counted(tmp_path: Path) -> None:
     pipeline, completions = last_rank()
     for microbatch in range(4):
@@ -265,6 +217,7 @@ def test_inputs_that_wait_are_counted(tmp_path: Path) -> None:
 def test_evaluation_and_untraced_iterations_leave_nothing(tmp_path: Path) -> None:
     placement = Placement(num_ranks=1, num_chunks=1)
     recorder = recorder_of(tmp_path, 0, placement, 2)
+    recorder.begin_iteration(1, 2)
     pipeline = Ranks(placement, [recorder])
     for iteration, forward_only in ((1, True), (None, False), (2, False)):
         if iteration == 2:
@@ -281,19 +234,13 @@ def test_evaluation_and_untraced_iterations_leave_nothing(tmp_path: Path) -> Non
     assert {i: len(trace.spans(i)) for i in trace.iterations} == {1: 0, 2: 4}
 
 
-def test_what_stays_on_the_rank_is_no_traffic(tmp_path: Path) -> None:
-    placement = Placement(num_ranks=1, num_chunks=3)
-    policies = make_policies("interleaved", placement, 2)
-    run, _, stages = traced_step(tmp_path, policies, placement, 2)
-    assert stages[0].last_gradients == [[0.0, 2.0], [1.0, 2.0]]
-    spans = run.ranks[0].spans(1)
-    assert len(spans) == 12
-    assert all(span.bytes == 0 for span in spans)
-
-
 def test_a_split_backward_keeps_memory_until_its_last_piece(tmp_path: Path) -> None:
-    placement = Placement(num_ranks=1, num_chunks=1)
-    run, _, stages = traced_step(tmp_path, [Picks(ready_first)], placement, 1, weight_pieces=2)
-    assert stages[0].actions == ["F0-0", "B0-0", "W0-0", "W0-0.1"]
-    seen = [(span.action, span.piece, span.in_flight_bytes) for span in run.ranks[0].spans(1)]
-    assert seen == [("F", 0, 100), ("B", 0, 100), ("W", 0, 30), ("W", 1, 30)]
+    placement = Placement(num_ranks=1, num_chunks=2)
+    policies = make_policies("adaptive", placement, 1)
+    run, _, stages = traced_step(tmp_path, policies, placement, 1, weight_pieces=2)
+    expected = ["F0-0", "F1-0", "B1-0", "B0-0", "W1-0", "W1-0.1", "W0-0", "W0-0.1"]
+    assert stages[0].actions == expected
+    spans = run.ranks[0].spans(1)
+    held = [100, 200, 200, 130, 60, 60, 30, 30]
+    assert [span.in_flight_bytes for span in spans] == held
+    assert all(span.bytes == 0 for span in spans)  # what stays on the rank is no traffic

@@ -170,9 +170,6 @@ def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_ranks_write_one_file(start: Start) -> None:
     for seen in start("record", "message", 3):
-        ((kind, text),) = seen["errors"]
-        assert kind == "ConfigError"
-        assert "cannot read the schedule" in text
         # The later start went on after step 2 and took step 4.
         assert seen["steps"] == [1, 2, 4]
         static = [list(order) for order in ORDERS]

@@ -48,21 +48,19 @@ class Knotty(nn.Module):
         return F.cross_entropy(self.head(self.mixer(x) * gate).flatten(0, 1), label.flatten())
 
 
-class Wide(nn.Module):
-    """Six pieces of many parameters and few activations: ``x [n, 64]`` to a loss."""
+class Tower(nn.Module):
+    """Pieces of which everything can be counted: ``x [n, width]`` to a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16, layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.cuts = nn.ModuleList(CutPoint() for _ in range(5))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(layers - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the loss."""
-        for number, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            if number < 5:
-                x = self.cuts[number](x)
-        return x.square().mean()
+        for layer, cut in zip(self.layers, [*self.cuts, nn.Identity()], strict=True):
+            x = cut(torch.sigmoid(layer(x)))
+        return x.mean()
 
 
 SHARED = [["words.weight", "head.weight"], ["mixer.weight"], ["mixer.bias"]]

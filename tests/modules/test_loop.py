@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,6 @@ def train(pipeline: Pipeline, at: int, do: Callable[[], object], **options: Any)
 
 def fail() -> None:
     raise KeyError
-
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made: list[Training] = []
-    monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
-
-    def make(samples: int = 4) -> Training:
-        if made:
-            made[-1].pipeline.close()
-        made.append(Training(samples))
-        return made[-1]
-
-    yield make
-    if made:
-        made[-1].pipeline.close()
 
 
 def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Path) -> None:

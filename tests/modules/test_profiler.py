@@ -12,29 +12,13 @@ from torch import nn
 
 from megatron.adaptive.cli import plan as plan_command
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.modules import CutPoint, Profiler
+from megatron.adaptive.modules import Profiler
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.model_file import read_model
 
-from .models import SHARED, WIDTH, WORDS, knotty, make_batch
+from .models import SHARED, WIDTH, WORDS, Tower, knotty, make_batch
 
 WIDE = 16
-
-
-class Tower(nn.Module):
-    """Three pieces of which everything can be counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDE, WIDE, bias=False) for _ in range(3))
-        self.cuts = nn.ModuleList(CutPoint() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            x = torch.sigmoid(layer(x))
-            if number < 2:
-                x = self.cuts[number](x)
-        return x.mean()
 
 
 def test_bytes_and_parameters_are_those_of_the_pieces() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +48,22 @@ def run(
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, keepers: list[SnapshotKeeper]) -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch, keepers: list[SnapshotKeeper], trained: Make) -> Make:
     """Starts a training on node ``a``, as its agent would."""
-    made: list[Training] = []
-    monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
+    settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
+    given = json.dumps({**settings, "limit_bytes": None, "address": keepers[0].address})
 
     def begin(
         *, copies: bool = True, precision: str | None = None, optimizer: str = "AdamW"
     ) -> Training:
-        settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
-        settings |= {"limit_bytes": None, "address": keepers[0].address}
         monkeypatch.delenv("MEGATRON_ADAPTIVE_COPIES", raising=False)
         if copies:
-            monkeypatch.setenv("MEGATRON_ADAPTIVE_COPIES", json.dumps(settings))
-        for one in made:
-            one.pipeline.close()
-        made.append(Training(4, precision, getattr(torch.optim, optimizer)))
-        made[-1].state["diary"] = Diary()
-        return made[-1]
+            monkeypatch.setenv("MEGATRON_ADAPTIVE_COPIES", given)
+        training = trained(4, precision, getattr(torch.optim, optimizer))
+        training.state["diary"] = Diary()
+        return training
 
-    yield begin
-    for one in made:
-        one.pipeline.close()
+    return begin
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from models import SHARED, WIDTH, WORDS, Wide, knotty, make_batch
+from models import SHARED, WIDTH, WORDS, Tower, knotty, make_batch
 
 from megatron.adaptive import CutPoint, Pipeline
 from megatron.adaptive.errors import AdaptiveError
@@ -288,7 +288,7 @@ def without_sizes_the_planners_best_is_taken() -> None:
 def memory_keeps_the_model_from_one_process() -> None:
     """Memory for half of the parameters with what Adam keeps."""
     torch.manual_seed(4)
-    wide, sample = Wide(), {"x": torch.randn(8, 64)}
+    wide, sample = Tower(width=64, layers=6), {"x": torch.randn(8, 64)}
     limit = 0.6 * 16 * sum(one.numel() for one in wide.parameters())
     options: dict[str, Any] = {"pipeline_size": "auto", "micro_batch_size": 1}
     with Pipeline(wide, sample, memory_limit_bytes=limit, **options) as small:

@@ -144,9 +144,8 @@ class Training:
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
         self.local = make_local_disk(job, self.config)
-        self.checkpoints = Checkpoints(
-            job, self.config, self.chunks, self.optimizer, self.scheduler, self.local
-        )
+        run: Any = self
+        self.checkpoints = Checkpoints(run, self.local, self.config)
 
     def resume(self) -> Progress | None:
         """Load as the trainer does."""

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -302,28 +302,60 @@ def run_forked(
     return subprocess.CompletedProcess([*command], ended[key], *said)
 
 
-def run_cases(
-    cases: Sequence[dict[str, Any]], *, world_size: int, folder: Path, limit_s: float
-) -> tuple[dict[str, Any], str | None]:
-    """Trains the cases of ``worker.py`` one after the other in one job.
+SMALL_GPT = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --eval-iters 1 "
+    "--tokenizer-type NullTokenizer --vocab-size 255"
+)
+"""Flags of a model for ``worker.py``, without its layers and iterations.
 
-    Returns:
-        Results by case, up to the first case that failed, and what the ranks wrote if one did.
+255 tokens and the end of document: 256 rows for every tensor-parallel size.
+"""
+
+
+class CaseRuns:
+    """What the ranks of ``worker.py`` saw of each case.
+
+    All cases of a world size train in one job, which begins when one of them is asked for: starting
+    processes takes longer than training.
+
+    Args:
+        cases_of: the cases of a world size.
+        new_folder: makes a folder of a name, such as ``tmp_path_factory.mktemp``.
+        limit_s: of a job.
     """
-    given, taken = folder / "cases.json", folder / "results.json"
-    given.write_text(json.dumps(cases))
-    error = None
-    try:
-        torchrun(
-            WORKER,
-            [str(given), str(taken)],
-            world_size=world_size,
-            log=folder / "output.txt",
-            limit_s=limit_s,
-        )
-    except AssertionError as failure:
-        error = str(failure)
-    return json.loads(taken.read_text()) if taken.exists() else {}, error
+
+    def __init__(
+        self,
+        cases_of: Callable[[int], Sequence[dict[str, Any]]],
+        new_folder: Callable[[str], Path],
+        limit_s: float,
+    ) -> None:
+        self._cases_of = cases_of
+        self._new_folder = new_folder
+        self._limit_s = limit_s
+        self.folders: dict[int, Path] = {}
+        self._results: dict[int, dict[str, Any]] = {}
+        self._errors: dict[int, str] = {}
+
+    def __call__(self, size: int, name: str) -> dict[str, Any]:
+        """Returns what was seen of a case of a world size; an AssertionError if it did not end."""
+        if size not in self.folders:
+            self._train(size)
+        assert name in self._results[size], f"{name}: no result. {self._errors.get(size)}"
+        found: dict[str, Any] = self._results[size][name]
+        return found
+
+    def _train(self, size: int) -> None:
+        folder = self.folders[size] = self._new_folder(f"ranks{size}")
+        given, taken = folder / "cases.json", folder / "results.json"
+        given.write_text(json.dumps(self._cases_of(size)))
+        words, log = [str(given), str(taken)], folder / "output.txt"
+        try:
+            torchrun(WORKER, words, world_size=size, log=log, limit_s=self._limit_s)
+        except AssertionError as failure:
+            self._errors[size] = str(failure)
+        self._results[size] = json.loads(taken.read_text()) if taken.exists() else {}
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:

@@ -20,7 +20,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_schedule
 
 from .free_orders import ORIGINS, free_order, write_files
-from .launch import run_cases
+from .launch import SMALL_GPT, CaseRuns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
@@ -29,12 +29,7 @@ STEPS = 5
 SHORT_STEPS = 3  # of what is beyond shapes and schedules; validation comes after them
 REL = 1e-5
 
-# 255 tokens and the end of document: 256 rows for every tensor-parallel size.
-BASE = (
-    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 "
-    "--lr 1e-3 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 255"
-)
+BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 5"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 # Everything that the models of today do otherwise than GPT-2.
@@ -320,33 +315,19 @@ Outcome = Callable[[Case], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """What the ranks of a case saw.
-
-    The first case of a world size trains all selected cases of that size in one job: starting
-    processes takes longer than training.
-    """
+    """What the ranks of a case saw; all selected cases of a world size train in one job."""
     wanted = [case for item in request.session.items for case in cases_of(item)]
-    jobs: dict[int, tuple[dict[str, Any], str | None]] = {}
 
-    def look_up(case: Case) -> dict[str, Any]:
-        size = case.world_size
-        if size not in jobs:
-            mine = dict.fromkeys(other for other in wanted if other.world_size == size)
-            folder = tmp_path_factory.mktemp(f"ranks{size}")
-            write_files(folder)  # named relative to where the ranks run
-            jobs[size] = run_cases(
-                [other.to_json() for other in mine],
-                world_size=size,
-                folder=folder,
-                limit_s=LIMIT_S,
-            )
-        results, error = jobs[size]
-        if str(case) not in results:
-            pytest.fail(f"{case}: no result. {error}", pytrace=False)
-        found: dict[str, Any] = results[str(case)]
-        return found
+    def of_size(size: int) -> list[dict[str, Any]]:
+        return [case.to_json() for case in dict.fromkeys(wanted) if case.world_size == size]
 
-    return look_up
+    def new_folder(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        write_files(folder)  # named relative to where the ranks run
+        return folder
+
+    runs = CaseRuns(of_size, new_folder, LIMIT_S)
+    return lambda case: runs(case.world_size, str(case))
 
 
 def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
@@ -391,13 +372,8 @@ def test_all_shapes_are_there() -> None:
     assert len(SHAPES) == 3 * len(shapes)
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_shape_equals_one_process(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, REL)
-
-
-@pytest.mark.parametrize("case", ORDERS, ids=str)
-def test_order_equals_one_process(case: Case, outcome: Outcome) -> None:
+@pytest.mark.parametrize("case", [*SHAPES, *ORDERS, *TRANSPORTED, *OPTIONS, *PLACED], ids=str)
+def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, REL)
 
 
@@ -407,21 +383,6 @@ def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Ou
     schedule = free_order(case.extra.split()[-1])
     for rank, order in enumerate(outcome(case)["orders"]):
         assert order == [str(action) for action in schedule.orders[rank]]
-
-
-@pytest.mark.parametrize("case", TRANSPORTED, ids=str)
-def test_transport_equals_one_process(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, REL)
-
-
-@pytest.mark.parametrize("case", OPTIONS, ids=str)
-def test_option_equals_one_process(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, REL)
-
-
-@pytest.mark.parametrize("case", PLACED, ids=str)
-def test_other_placements_equal_one_process(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, REL)
 
 
 @pytest.mark.parametrize("case", HALF, ids=str)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .launch import run_cases
+from .launch import SMALL_GPT, CaseRuns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(250)]
 
 LIMIT_S = 200.0
 BASE = (
-    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 7 "
-    "--lr 1e-3 --lr-decay-iters 9 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 255 "
+    f"{SMALL_GPT} --num-layers 8 --train-iters 7 --lr-decay-iters 9 "
     "--attention-dropout 0.1 --hidden-dropout 0.1"
 )
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -61,7 +58,7 @@ def case(name: str, flags: str, steps: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str | None, Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
     """What all ranks saw, by case."""
     cases = []
     for name, (flags, first, second) in SHAPES.items():
@@ -69,29 +66,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
         cases.append(case(f"{name} still", flags, 7 if name == RESUMED else 5))
         cases.append(case(name, flags, 5, moves=moves))
     cases.append(case("resumed", SHAPES[RESUMED][0], 7, after=RESUMED))
-    folder = tmp_path_factory.mktemp("restage")
-    return *run_cases(cases, world_size=4, folder=folder, limit_s=LIMIT_S), folder
-
-
-def seen(results: tuple[dict[str, Any], str | None, Path], name: str) -> dict[str, Any]:
-    """What all ranks saw of a case."""
-    found, error, _ = results
-    assert name in found, error
-    return found[name]  # type: ignore[no-any-return]
+    return CaseRuns(lambda size: cases, tmp_path_factory.mktemp, LIMIT_S)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_training_is_the_same_to_the_last_bit(results: Any, name: str) -> None:
-    moved, still = seen(results, name), seen(results, f"{name} still")
+def test_training_is_the_same_to_the_last_bit(runs: CaseRuns, name: str) -> None:
+    moved, still = runs(4, name), runs(4, f"{name} still")
     assert moved["losses"] == [losses[:5] for losses in still["losses"]]
     assert moved["evaluated"] == still["evaluated"]
     assert moved["grad_norms"][0] == pytest.approx(still["grad_norms"][0][:5], rel=1e-5)
     assert moved["params_norm"][0] == pytest.approx(still["params_norm"][0], rel=1e-5)
 
 
-def test_a_checkpoint_has_the_new_partition_and_goes_on(results: Any) -> None:
-    resumed, still = seen(results, "resumed"), seen(results, f"{RESUMED} still")
-    (manifest,) = (results[2] / RESUMED).glob("*/manifest.json")
+def test_a_checkpoint_has_the_new_partition_and_goes_on(runs: CaseRuns) -> None:
+    resumed, still = runs(4, "resumed"), runs(4, f"{RESUMED} still")
+    (manifest,) = (runs.folders[4] / RESUMED).glob("*/manifest.json")
     settings = json.loads(manifest.read_text())["config"]
     assert settings["schedule"]["partition"] == layers(SHAPES[RESUMED][2])
     assert resumed["losses"] == [losses[5:] for losses in still["losses"]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +9,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from .launch import run_cases
+from .launch import SMALL_GPT, CaseRuns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
 LIMIT_S = 600.0
 STEPS = 4
 REL = 1e-5
-BASE = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 "
-    "--lr 1e-3 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 255 "
-    "--attention-dropout 0 --hidden-dropout 0"
-)
+BASE = f"{SMALL_GPT} --num-layers 4 --train-iters 4 --attention-dropout 0 --hidden-dropout 0"
 ONE = "--pipeline-schedule megatron"
 UNTIED = "--untie-embeddings-and-output-weights"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -108,26 +101,10 @@ def cases_of(size: int) -> list[dict[str, Any]]:
     return found
 
 
-Outcome = Callable[[int, str], tuple[dict[str, Any], Path]]
-
-
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """What a case saw, and its checkpoints; all of a world size train in one job."""
-
-    @lru_cache
-    def results(size: int) -> tuple[dict[str, Any], str | None, Path]:
-        folder = tmp_path_factory.mktemp(f"ranks{size}")
-        found = run_cases(cases_of(size), world_size=size, folder=folder, limit_s=LIMIT_S)
-        return (*found, folder)
-
-    def look_up(size: int, name: str) -> tuple[dict[str, Any], Path]:
-        found, error, folder = results(size)
-        if name not in found:
-            pytest.fail(f"{name}: no result. {error}", pytrace=False)
-        return found[name], folder / name
-
-    return look_up
+def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
+    """What every case saw."""
+    return CaseRuns(cases_of, tmp_path_factory.mktemp, LIMIT_S)
 
 
 def told(seen: dict[str, Any], key: str) -> list[float]:
@@ -153,10 +130,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def require_equal_numbers(
-    outcome: Outcome, size: int, name: str, changes: str, since: int = 0
+    runs: CaseRuns, size: int, name: str, changes: str, since: int = 0
 ) -> None:
-    seen, folder = outcome(size, name)
-    expected, reference = outcome(1, f"one {changes}".strip())
+    one = f"one {changes}".strip()
+    seen, expected = runs(size, name), runs(1, one)
     # bf16 has 8 bits: what is tested there is that nothing is lost or counted twice.
     rel = 0.02 if changes == HALF else REL
     for key in ("losses", "grad_norms"):
@@ -165,7 +142,7 @@ def require_equal_numbers(
         assert told(seen, key) == pytest.approx(told(expected, key), rel=rel, abs=0)
     if changes == HALF:
         return
-    here, there = weights(folder), weights(reference)
+    here, there = weights(runs.folders[size] / name), weights(runs.folders[1] / one)
     assert here.keys() == there.keys()
     for key, value in there.items():
         torch.testing.assert_close(here[key], value, rtol=1e-4, atol=2e-6, msg=key)
@@ -177,17 +154,17 @@ def require_equal_numbers(
     ids=str,
 )
 def test_unequal_stages_equal_one_process(
-    outcome: Outcome, size: int, changes: str, flags: str
+    runs: CaseRuns, size: int, changes: str, flags: str
 ) -> None:
-    require_equal_numbers(outcome, size, f"{changes} {flags}".strip(), changes)
+    require_equal_numbers(runs, size, f"{changes} {flags}".strip(), changes)
 
 
 @pytest.mark.parametrize("size", PARTS)
-def test_checkpoints_load_into_other_shapes_and_back(outcome: Outcome, size: int) -> None:
+def test_checkpoints_load_into_other_shapes_and_back(runs: CaseRuns, size: int) -> None:
     losses = []
     for number in range(len(PARTS[size])):
-        losses += told(outcome(size, part(size, number))[0], "losses")
-    expected = told(outcome(1, "one")[0], "losses")
+        losses += told(runs(size, part(size, number)), "losses")
+    expected = told(runs(1, "one"), "losses")
     assert losses == pytest.approx(expected, rel=REL, abs=0)
     since = PARTS[size][-2][1]
-    require_equal_numbers(outcome, size, part(size, len(PARTS[size]) - 1), "", since)
+    require_equal_numbers(runs, size, part(size, len(PARTS[size]) - 1), "", since)

@@ -147,10 +147,8 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
     config = job.config
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     count = config.parallel.microbatches_of(pp_rank, config.num_microbatches)
-    checkpoints = Checkpoints(job, job.config, run.chunks, run.optimizer, run.scheduler)
-    progress = checkpoints.load() or Progress(
-        iteration=0, consumed_train_samples=0, consumed_valid_samples=0, skipped_iterations=0
-    )
+    checkpoints = Checkpoints(run)
+    progress = checkpoints.load() or Progress()
     done, consumed = progress.iteration, progress.consumed_train_samples
     orders = Orders()
     if run.wiring is not None:
@@ -174,9 +172,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
         if (layers := case.get("moves", {}).get(str(iteration))) is not None:
             run = move_layers(run, layers)
             step = Step(run)
-            checkpoints = Checkpoints(
-                run.job, run.job.config, run.chunks, run.optimizer, run.scheduler
-            )
+            checkpoints = Checkpoints(run)
     if config.checkpoint.save is not None:
         taken = (case["steps"] - done) * config.batch.global_batch_size
         checkpoints.save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import TracedRun, calibrate, stage_layers
+from megatron.adaptive.planner.cluster import LinkSpeed, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.trace.read import read_run
 
@@ -30,7 +32,13 @@ def _model(layers: int) -> Model:
 def _traced(folder: Path, **changes: Any) -> TracedRun:
     settings: dict[str, Any] = {"num_ranks": 3, "schedule": "1f1b", "iterations": 12, "head": 2.0}
     write_synthetic(folder, SyntheticRun(**(settings | changes)))
-    return TracedRun(trace=read_run(folder), micro_batch=2, gpu="A", node="n")
+    trace = read_run(folder)
+    hosts = {rank.header.host: _node("n", "A") for rank in trace.ranks.values()}
+    return TracedRun(trace=trace, micro_batch=2, hosts=hosts)
+
+
+def _node(name: str, gpu: str) -> NodeType:
+    return NodeType(name=name, gpu=gpu, gpus=4, memory_bytes=1e9, intra=LinkSpeed(bytes_per_s=1e9))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +79,11 @@ def test_links_and_optimizer(tmp_path: Path) -> None:
 
 def test_hosts_tell_links_between_nodes_and_gpus(tmp_path: Path) -> None:
     traced = _traced(tmp_path, hosts=3)
-    names = {trace.header.host for trace in traced.trace.ranks.values()}
-    gpus = {host: f"gpu {i}" for i, host in enumerate(sorted(names))}
-    other = TracedRun(trace=traced.trace, micro_batch=2, gpus=gpus, nodes={min(names): "first"})
-    profile = calibrate(_model(12), [other])
+    names = enumerate(sorted(traced.hosts))
+    hosts = {host: _node("node" if i else "first", f"gpu {i}") for i, host in names}
+    profile = calibrate(_model(12), [replace(traced, hosts=hosts)])
     assert set(profile.links) == {("first", "node"), ("node", "node")}
-    assert {gpu for _, gpu, _, _ in profile.layers} == set(gpus.values())
+    assert {gpu for _, gpu, _, _ in profile.layers} == {"gpu 0", "gpu 1", "gpu 2"}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +107,5 @@ def test_refused(tmp_path: Path) -> None:
         calibrate(_model(11), [traced])
     with pytest.raises(ConfigError, match="no run"):
         calibrate(_model(12), [])
-    short = TracedRun(trace=traced.trace, micro_batch=2, skip=12)
     with pytest.raises(ConfigError, match="trace more"):
-        calibrate(_model(12), [short])
+        calibrate(_model(12), [replace(traced, skip=12)])

@@ -114,14 +114,7 @@ def test_memory_is_counted_for_each_placement() -> None:
 
 
 def test_one_chunk_has_its_own_schedules() -> None:
-    found = candidates(
-        num_ranks=4,
-        num_chunks=1,
-        num_microbatches=16,
-        placements=("loop",),
-        most=8.0,
-        splittable=True,
-    )
+    found = candidates(Placement(num_ranks=4, num_chunks=1), 16, most=8.0, splittable=True)
     assert {"1f1b", "zb-h1", "adaptive", "hinted"} == {c.name for c in found}
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.memory import default_cap, scaled_cap
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_policies, make_schedule, placement_for
-from megatron.adaptive.schedule.simulate import StageTimes, simulate
+from megatron.adaptive.schedule.registry import make_schedule
 from megatron.adaptive.schedule.validate import peak_units
 
 
@@ -38,21 +37,3 @@ def test_default_cap(ranks: int, chunks: int, microbatches: int, cap: float) -> 
 def test_a_cap_below_the_least_names_the_least(cap: float) -> None:
     with pytest.raises(ScheduleError, match=f"cap {cap} is below.*cap is 1 .one .* each of 2 ch"):
         scaled_cap(cap, 2)
-
-
-@given(
-    name=st.sampled_from(["1f1b", "interleaved", "zb-h1", "zb-v", "v-half"]),
-    ranks=st.integers(1, 5),
-    rounds=st.integers(1, 3),
-)
-def test_the_list_and_the_simulation_agree_on_the_peak(name: str, ranks: int, rounds: int) -> None:
-    placement = placement_for(name, ranks, 2)
-    schedule = make_schedule(name, placement, ranks * rounds)
-    result = simulate(
-        placement,
-        ranks * rounds,
-        make_policies(name, placement, ranks * rounds),
-        StageTimes.equal(placement.num_stages, forward_s=1, backward_s=1, weight_s=1),
-        weight_pieces=schedule.weight_pieces,
-    )
-    assert result.peak_units == pytest.approx(peak_units(schedule))

@@ -15,8 +15,6 @@ from megatron.adaptive.schedule.registry import (
     schedule_names,
     splits_backward,
 )
-from megatron.adaptive.schedule.simulate import StageTimes, simulate
-from megatron.adaptive.schedule.validate import validate
 
 STATIC = (
     "1f1b",
@@ -29,32 +27,6 @@ STATIC = (
     "zb-h1",
     "zb-v",
 )
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("name", "pieces"),
-    [(name, int(splits_backward(name))) for name in policy_names()]
-    + [(name, 2) for name in policy_names() if is_rule(name)],
-)
-def test_every_policy_runs_a_step(name: str, pieces: int, ranks: int) -> None:
-    placement = placement_for(name, ranks, 2)
-    policies = make_policies(name, placement, 4, cap=4.0, weight_pieces=pieces)
-    assert [policy.name for policy in policies] == [name] * ranks
-    result = simulate(
-        placement,
-        4,
-        policies,
-        StageTimes.equal(placement.num_stages, forward_s=1, backward_s=1, weight_s=1),
-        cap=4.0,
-        forward_only=name == "forward-only",
-        weight_pieces=pieces,
-    )
-    if ranks == 1:
-        assert result.bubble_fraction == (0.0,)
-    schedule = result.to_schedule(name)
-    validate(schedule)
-    assert schedule.weight_pieces == pieces
 
 
 def test_names() -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rules
@@ -64,34 +60,6 @@ def test_a_seed_gives_every_policy_the_same_durations() -> None:
 
     assert durations("gpipe") == pytest.approx(durations("adaptive"), abs=1e-9)
     assert len(set(durations("gpipe").values())) == 10
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    name=st.sampled_from(["gpipe", "interleaved"]),
-    ranks=st.integers(1, 4),
-    seed=st.integers(0, 10**9),
-)
-def test_static_schedules_run_as_listed_under_any_delays(name: str, ranks: int, seed: int) -> None:
-    placement = Placement(num_ranks=ranks, num_chunks=2)
-    schedule = make_schedule(name, placement, 2 * ranks)
-    rng = random.Random(seed)
-    result = simulate(
-        placement,
-        2 * ranks,
-        [Follow(order) for order in schedule.orders],
-        StageTimes(
-            forward_s=tuple(rng.random() for _ in range(2 * ranks)),
-            backward_s=tuple(rng.random() for _ in range(2 * ranks)),
-        ),
-        latency_s=rng.random(),
-        jitter=Jitter(seed=rng.randrange(10**9), action_sigma=0.4, latency_sigma=1.5),
-    )
-    assert result.to_schedule(name) == schedule
-    starts = [[span.start_s for span in spans] for spans in result.spans]
-    ends = [[span.end_s for span in spans] for spans in result.spans]
-    for rank_starts, rank_ends in zip(starts, ends, strict=True):
-        assert all(end <= start for end, start in zip(rank_ends, rank_starts[1:], strict=False))
 
 
 def test_a_deadlock_names_what_each_rank_waits_for() -> None:

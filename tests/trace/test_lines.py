@@ -7,9 +7,11 @@ import pytest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
+    CAUSES,
     COLUMNS,
     FORMAT_VERSION,
     KINDS,
+    REASONS,
     ClockSamples,
     IterationStart,
     TraceHeader,
@@ -48,7 +50,14 @@ def test_the_header_names_columns_kinds_and_reasons() -> None:
     assert (written["format"], written["version"]) == ("megatron-adaptive-trace", FORMAT_VERSION)
     assert tuple(written["columns"]) == COLUMNS
     assert tuple(written["kinds"]) == KINDS
-    assert written["clock"]
+    assert KINDS[:3] == ("F", "B", "W")
+    for words in (KINDS, REASONS, COLUMNS):
+        assert len(set(words)) == len(words)
+    assert set(CAUSES) < set(REASONS)
+    assert REASONS[0] == ""
+    # Processes of one machine have one clock.
+    assert written["clock"] == make_header(0).clock
+    assert written["unix_ns"] > written["monotonic_ns"] > 0
 
 
 def test_a_block_says_what_follows() -> None:

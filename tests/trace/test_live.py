@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
+from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import live
 from megatron.adaptive.trace.event import TraceHeader, trace_file_name
@@ -268,12 +268,13 @@ def test_a_run_without_traces_has_its_progress(tmp_path: Path) -> None:
     assert (snapshot.iteration, snapshot.step_ms, len(snapshot.ranks)) == (4, 3.0, 0)
 
 
-def test_the_latest_run_is_found(tmp_path: Path) -> None:
+def test_the_latest_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(TraceError, match="there is no runs/latest here"):
-        find_live(None, base=tmp_path)
+        find_live(None)
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("one")
-    assert find_live(None, base=tmp_path) == tmp_path / "runs" / "one"
+    assert find_live(None) == tmp_path / "runs" / "one"
     with pytest.raises(TraceError, match="gone does not exist; give the folder of a run"):
         find_live(tmp_path / "gone")
 
@@ -288,17 +289,18 @@ class TestSlowRanks:
             times[rank] = [usual * (1 + 0.02 * (turn % 3 - 1)) for turn in range(12)]
         return slow_ranks(headers, times)
 
-    def test_quiet_runs_have_none(self) -> None:
-        assert self.found(1, {}) == self.found(2, {}) == {}
-
-    def test_among_replicas(self) -> None:
-        found = self.found(2, {5: 1.3})
-        assert found.keys() == {5}
-        assert found[5].than == "replicas"
-        assert found[5].factor == pytest.approx(1.3, rel=0.05)
-
-    def test_among_stages(self) -> None:
-        assert {rank: s.than for rank, s in self.found(1, {2: 1.6}).items()} == {2: "stages"}
+    @pytest.mark.parametrize(
+        ("replicas", "factors", "than"),
+        [(1, {}, {}), (2, {}, {}), (2, {5: 1.3}, {5: "replicas"}), (1, {2: 1.6}, {2: "stages"})],
+    )
+    def test_against_replicas_and_stages(
+        self, replicas: int, factors: dict[int, float], than: dict[int, str]
+    ) -> None:
+        found = self.found(replicas, factors)
+        assert {rank: slow.than for rank, slow in found.items()} == than
+        assert [slow.factor for slow in found.values()] == pytest.approx(
+            list(factors.values()), rel=0.25 if replicas == 1 else 0.05
+        )
 
     def test_against_the_past(self) -> None:
         headers = {rank: make_header(rank) for rank in range(2)}
@@ -308,13 +310,6 @@ class TestSlowRanks:
     def test_spikes_are_no_slowness(self) -> None:
         headers = {rank: make_header(rank, pp_rank=0) for rank in range(2)}
         assert slow_ranks(headers, {0: [100.0] * 8, 1: [100.0, 300.0] * 4}) == {}
-
-
-def test_a_slow_rank_of_a_run_is_marked(tmp_path: Path) -> None:
-    slow = Fault(kind="slow-rank", rank=3, factor=1.4)
-    write_synthetic(tmp_path, SyntheticRun(num_ranks=2, replicas=2, iterations=6, faults=(slow,)))
-    marks = {r.rank: r.slowness for r in LiveRun(tmp_path).refresh().ranks if r.slowness}
-    assert marks.keys() == {3}
 
 
 class TestNow:
@@ -341,10 +336,3 @@ class TestNow:
         assert now is not None
         assert (now.iteration, now.doing) == (0, ENDED)  # nothing but the end is known
         assert read_run(tmp_path).iterations == (1,)
-
-    def test_the_end_is_said(self, tmp_path: Path) -> None:
-        with Recorder(tmp_path, make_header(0)) as recorder:
-            recorder.watch(lambda: {"iteration": 5, "doing": "optimizer"})
-        now = read_now(tmp_path, 0)
-        assert now is not None
-        assert (now.iteration, now.doing) == (5, ENDED)

@@ -13,30 +13,33 @@ from megatron.adaptive.trace.read import read_run
 
 
 @pytest.fixture
-def checkout(write_run: Callable[..., Path], tmp_path: Path) -> Path:
-    """A folder with ``runs/first`` (2 ranks) and ``runs/second`` (3 ranks); no ``latest`` yet."""
+def checkout(
+    write_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The current folder has ``runs/first`` (2 ranks), ``runs/second`` (3 ranks), no ``latest``."""
+    monkeypatch.chdir(tmp_path)
     for name, ranks in (("first", 2), ("second", 3)):
-        run_dir = tmp_path / "checkout" / "runs" / name
+        run_dir = tmp_path / "runs" / name
         write_run(ranks, folder=run_dir / "traces", run=name)
         write_legacy(read_run(run_dir / "traces"), run_dir / f"{legacy_name(ranks, 1)}.txt")
-    return tmp_path / "checkout"
+    return tmp_path
 
 
 def test_latest_as_link_and_as_file(checkout: Path) -> None:
     latest = checkout / "runs" / "latest"
     latest.symlink_to("second", target_is_directory=True)
-    assert load_run(None, base=checkout).run == "second"
+    assert load_run(None).run == "second"
     latest.unlink()
     latest.write_text("first\n")
-    assert load_run(None, 2, 1, base=checkout).run == "first"
+    assert load_run(None, 2, 1).run == "first"
     latest.write_text(str(checkout / "runs" / "second"))
-    assert load_run(None, base=checkout).run == "second"
+    assert load_run(None).run == "second"
 
 
 def test_a_dead_pointer_is_named(checkout: Path) -> None:
     (checkout / "runs" / "latest").symlink_to("gone")
     with pytest.raises(TraceError, match="gone, which is gone"):
-        load_run(None, base=checkout)
+        load_run(None)
 
 
 def test_given_folder_traces_folder_and_text_file(checkout: Path) -> None:
@@ -52,9 +55,9 @@ def test_the_text_form_serves_where_there_are_no_json_lines(checkout: Path) -> N
     shutil.rmtree(first / "traces")
     assert load_run(first).origin.name == "trace_pipeline_2_model_chunks_1.txt"
     shutil.copy(first / "trace_pipeline_2_model_chunks_1.txt", checkout)
-    assert load_run(None, 2, 1, base=checkout).run == "first"
+    assert load_run(None, 2, 1).run == "first"
     with pytest.raises(TraceError, match=r"nor trace_pipeline_4_model_chunks_1\.txt"):
-        load_run(None, 4, 1, base=checkout)
+        load_run(None, 4, 1)
 
 
 def test_another_shape_is_refused_with_the_run_that_has_it(checkout: Path) -> None:
@@ -63,12 +66,13 @@ def test_another_shape_is_refused_with_the_run_that_has_it(checkout: Path) -> No
         TraceError,
         match=r"has 3 pipeline ranks x 1 chunks, asked for 2 x 1; .*--run-dir .*runs/first",
     ):
-        load_run(None, 2, 1, base=checkout)
+        load_run(None, 2, 1)
 
 
-def test_nothing_to_find(tmp_path: Path) -> None:
+def test_nothing_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(TraceError, match="no trace found"):
-        load_run(None, base=tmp_path)
+        load_run(None)
     with pytest.raises(TraceError, match="does not exist"):
         load_run(tmp_path / "nowhere")
     with pytest.raises(TraceError, match="holds no trace"):

@@ -31,7 +31,12 @@ def bare_rows(run: RunTrace, iteration: int) -> list[list[tuple[str, int, int, i
     return [[(s.action, s.chunk, s.microbatch, s.start_ns, s.end_ns) for s in r] for r in rows]
 
 
-def test_one_iteration_as_text(write_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_last_twenty_iterations_or_one_as_text(
+    write_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = read_run(write_run(1, 1, 1, iterations=25, folder=tmp_path / "long"))
+    write_legacy(run, tmp_path / "order.txt")
+    assert read_legacy(tmp_path / "order.txt", 1, 1).iterations == tuple(range(6, 26))
     path = tmp_path / "order.txt"
     write_legacy(read_run(write_run(2, 2, 2, placement="loop")), path, 2)
     lines = path.read_text().splitlines()
@@ -49,14 +54,6 @@ def test_one_iteration_as_text(write_run: Callable[..., Path], tmp_path: Path) -
     # Backward numbers count chunks from the last one, so chunk 0 of microbatch 1 is 2 + 1.
     assert "0, 3, backward finished, 15.000000%" in lines
     assert lines[-1] == "rank 1 iteration ends at timestamp 13.000000% iteration 2"
-
-
-def test_by_default_the_last_twenty_iterations_are_written(
-    write_run: Callable[..., Path], tmp_path: Path
-) -> None:
-    run = read_run(write_run(1, 1, 1, iterations=25))
-    write_legacy(run, tmp_path / "order.txt")
-    assert read_legacy(tmp_path / "order.txt", 1, 1).iterations == tuple(range(6, 26))
 
 
 def test_weight_actions_survive(tmp_path: Path) -> None:

@@ -60,53 +60,40 @@ def test_missing_ranks_are_named_and_the_rest_is_read(write_run: Callable[..., P
     assert run.complete_iterations() == (1, 2, 3)
 
 
-def test_mixed_runs_are_refused_and_listed(write_run: Callable[..., Path], tmp_path: Path) -> None:
-    folder = write_run(2)
-    other = write_run(4, folder=tmp_path / "other", run="run-0")
-    for rank in (2, 3):
-        shutil.copy(other / trace_file_name(rank), folder)
-    with pytest.raises(TraceError, match=r"'run-1' \(ranks 0-1\); 'run-0' \(ranks 2-3\)"):
-        read_run(folder)
-
-
-def test_mixed_shapes_of_one_run_are_refused(
-    write_run: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("ranks", "run", "message"),
+    [
+        (4, "run-0", r"'run-1' \(ranks 0-1\); 'run-0' \(ranks 2-3\)"),
+        (3, "run-1", r"mixes shapes: 2x2x1 \(ranks 0-1\); 3x3x1 \(ranks 2\)"),
+    ],
+)
+def test_mixed_runs_and_shapes_are_refused_and_listed(
+    write_run: Callable[..., Path], tmp_path: Path, ranks: int, run: str, message: str
 ) -> None:
     folder = write_run(2)
-    other = write_run(3, folder=tmp_path / "other")
-    shutil.copy(other / trace_file_name(2), folder)
-    with pytest.raises(TraceError, match=r"mixes shapes: 2x2x1 \(ranks 0-1\); 3x3x1 \(ranks 2\)"):
+    other = write_run(ranks, folder=tmp_path / "other", run=run)
+    for rank in range(2, ranks):
+        shutil.copy(other / trace_file_name(rank), folder)
+    with pytest.raises(TraceError, match=message):
         read_run(folder)
 
 
-@pytest.mark.parametrize("make", [False, True])
-def test_an_empty_or_missing_folder_is_refused(tmp_path: Path, make: bool) -> None:
-    folder = tmp_path / "traces"
-    if make:
-        folder.mkdir()
-    with pytest.raises(TraceError, match="holds no trace_rank" if make else "does not exist"):
-        read_run(folder)
-
-
-def test_a_folder_of_empty_files_is_refused(tmp_path: Path) -> None:
+def test_folders_and_files_that_are_no_traces_of_theirs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="does not exist"):
+        read_run(tmp_path / "gone")
+    with pytest.raises(TraceError, match="holds no trace_rank"):
+        read_run(tmp_path)
     (tmp_path / trace_file_name(0)).write_text("")
     with pytest.raises(TraceError, match="empty"):
         read_run(tmp_path)
-
-
-def test_a_renamed_file_and_a_chunk_out_of_range_are_refused(tmp_path: Path) -> None:
     path = write_spans(tmp_path, make_header(0), [])
-    path.rename(tmp_path / trace_file_name(1))
+    other = path.rename(tmp_path / trace_file_name(1))
     with pytest.raises(TraceError, match=r"header of rank 0.*named after rank 1"):
         read_run(tmp_path)
-    (tmp_path / trace_file_name(1)).unlink()
+    other.unlink()
     write_spans(tmp_path, make_header(0), [Span("F", 1, 0, 1, 2, 1)])
     with pytest.raises(TraceError, match="chunk 1, the header says 1 chunks"):
         read_run(tmp_path).ranks[0].table()
-
-
-def test_a_file_that_goes_on_with_another_shape_is_refused(tmp_path: Path) -> None:
-    path = write_spans(tmp_path, make_header(0), [Span("F", 0, 0, 1, 2, 1)])
     path.write_text(path.read_text() + header_line(make_header(0, num_chunks=2)))
     with pytest.raises(
         TraceError, match=r"goes on with run 'run-1' \(2, 2, 2\) behind run 'run-1'"
@@ -128,11 +115,8 @@ def test_a_repeated_iteration_of_a_resumed_run_replaces_the_first(tmp_path: Path
 
 
 def test_the_microbatch_count_follows_the_marker(tmp_path: Path) -> None:
-    with Recorder(tmp_path, make_header(0, 1, num_microbatches=8)) as recorder:
-        recorder.begin_iteration(1, 2)
-        for microbatch in range(2):
-            record(recorder, "F", 0, microbatch, 1, 2)
-            record(recorder, "B", 0, microbatch, 3, 4)
+    spans = [Span(a, 0, m, 1, 2, 1) for a, m in FOUR]
+    write_spans(tmp_path, make_header(0, 1, num_microbatches=8), spans, num_microbatches=2)
     run = read_run(tmp_path)
     assert run.ranks[0].num_microbatches == {1: 2}
     assert run.complete_iterations() == (1,)
@@ -169,7 +153,6 @@ def test_only_what_is_asked_for_is_parsed(
     table = run.ranks[1].table([7, 30, 99])
     assert parsed == [2 * 17]
     assert sorted(set(table.iteration.tolist())) == [7, 30]
-    assert read_run(folder, ranks=[1]).missing_ranks == (0,)
 
 
 def test_a_clock_that_was_set_back_is_named(tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 
-__all__ = ["RankGroup"]
-
 _Result = TypeVar("_Result")
 
 # How a full disk, a damaged file or a missing permission shows itself; torch raises the last one as

@@ -39,16 +39,6 @@ from typing import Any
 
 from megatron.adaptive.errors import CheckpointError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "PIPELINE_FORMAT",
-    "CheckpointFolder",
-    "Manifest",
-    "PipelineFolder",
-    "StepFolders",
-    "make_pipeline_manifest",
-]
-
 FORMAT_VERSION = 1
 PIPELINE_FORMAT = 1
 _FORMAT = "megatron-adaptive-checkpoint"
@@ -151,15 +141,15 @@ class StepFolders:
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
         _write_durably(partial / self._manifest, "{\n" + ",\n".join(lines) + "\n}\n")
         for one in partial.iterdir():
-            _sync(one)
-        _sync(partial)
+            sync(one)
+        sync(partial)
         if check is not None:
             check()
         former = self.replaced_path(step)
         if complete.exists():
             complete.rename(former)
         partial.rename(complete)
-        _sync(self.path)
+        sync(self.path)
         self._track(step)
         if former.exists():
             shutil.rmtree(former)
@@ -351,7 +341,7 @@ class CheckpointFolder(StepFolders):
         temporary = self.path / f".{_TRACKER}.partial"
         _write_durably(temporary, f"{step}")
         temporary.replace(self.path / _TRACKER)
-        _sync(self.path)
+        sync(self.path)
 
 
 class PipelineFolder(StepFolders):
@@ -420,7 +410,7 @@ def _write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make a file's content, or a folder's entries, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

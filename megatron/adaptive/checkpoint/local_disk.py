@@ -45,15 +45,6 @@ from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import is_over, require_current
 from megatron.adaptive.errors import CheckpointError
 
-__all__ = [
-    "BackgroundWrite",
-    "LocalDisk",
-    "LocalSettings",
-    "share_out",
-    "write_files",
-    "writing",
-]
-
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
 _KEPT = 2  # where the user names no number: the last one, and the one before while that is written

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,11 +24,10 @@ from megatron.adaptive.checkpoint.folder import (
     CheckpointFolder,
     PipelineFolder,
     make_pipeline_manifest,
+    sync,
 )
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotFile
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
-
-__all__ = ["assemble", "main", "write"]
 
 _ANSWER_S = 30.0
 _HEAD = "head.json"
@@ -62,24 +60,30 @@ def write(order: Mapping[str, Any]) -> None:
     """
     import torch
 
+    from megatron.adaptive.checkpoint.torch_dist import overlay, write_file
+
     folder = _folder(order).partial_path(order["step"])
     name = f"__{order['index']}_0.distcp"
-    index: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
+    tensors: list[Any] = []
     lines: list[Any] = []
     files = [(part, _open(part)) for part in order["parts"]]
-    with (folder / name).open("wb") as output:
-        for part, file in files:
-            slot = file.steps().get(order["step"])
-            if slot is None:
-                raise CheckpointError(f"the copy of rank {part['rank']} is gone")
-            lines.append(json.loads(_extra(file, slot)[0]))
-            for entry in file.head["entries"]:
-                if entry["need"] in part["needs"]:
-                    at = output.tell()
-                    torch.save(_tensor(file, slot, entry), output)
-                    index.append({**entry, "path": name, "at": at, "length": output.tell() - at})
-        output.flush()
-        os.fsync(output.fileno())
+    for part, file in files:
+        slot = file.steps().get(order["step"])
+        if slot is None:
+            raise CheckpointError(f"the copy of rank {part['rank']} is gone")
+        lines.append(json.loads(_extra(file, slot)[0]))
+        needed = [entry for entry in file.head["entries"] if entry["need"] in part["needs"]]
+        for entry in needed:
+            at, kind = file.tensors_offset(slot) + entry["at"], getattr(torch, entry["type"])
+            tensors.append(overlay(file.memory, at, kind, entry["size"]))
+        entries += needed
+    places = write_file(folder / name, tensors)
+    sync(folder / name)
+    index = [
+        {**entry, "path": name, "at": at, "length": length}
+        for entry, (at, length) in zip(entries, places, strict=True)
+    ]
     if order["has_common"]:
         part, file = next(one for one in files if one[1].head["has_common"])
         _write_common(folder, file, file.steps()[order["step"]])
@@ -136,21 +140,6 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
     if not descriptors:
         raise CheckpointError(f"the copy of rank {part['rank']} is gone")
     return SnapshotFile(descriptors[0])
-
-
-def _tensor(file: SnapshotFile, slot: int, entry: Mapping[str, Any]) -> Any:
-    import torch
-
-    kind, size = getattr(torch, entry["type"]), entry["size"]
-    if not math.prod(size):
-        return torch.empty(size, dtype=kind)
-    at = file.tensors_offset(slot) + entry["at"]
-    # A copy, for what is saved is all the memory that a tensor lies in.
-    return (
-        torch.frombuffer(file.memory, dtype=kind, count=math.prod(size), offset=at)
-        .clone()
-        .view(size)
-    )
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:

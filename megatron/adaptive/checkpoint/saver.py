@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +35,6 @@ from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import require_current
 from megatron.adaptive.errors import CheckpointError, ConfigError
-
-__all__ = ["CheckpointSaver", "SaveRequest", "require_seen"]
 
 _LOG = logging.getLogger(__name__)
 _ALIGN = 64
@@ -133,6 +132,13 @@ class CheckpointSaver:
         self._pending = BackgroundWrite(lambda: self._write(request, state, ranks), request.step)
         self._pending.start()
         return None
+
+    def reading(
+        self, path: Path, step: int, save_id: str, files: Mapping[str, int]
+    ) -> AbstractContextManager[Path]:
+        """Give a folder to read a checkpoint from; see :meth:`LocalDisk.reading`."""
+        local = self.local
+        return nullcontext(path) if local is None else local.reading(path, step, save_id, files)
 
     def completed(self) -> tuple[int, Path] | None:
         """Return step and folder of a checkpoint that was completed behind training; each once."""

@@ -40,15 +40,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-__all__ = [
-    "ALIGN",
-    "SLOTS",
-    "Buddy",
-    "SnapshotFile",
-    "SnapshotKeeper",
-    "slot_bytes",
-]
-
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096

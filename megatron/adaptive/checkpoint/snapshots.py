@@ -34,21 +34,9 @@ from megatron.adaptive.checkpoint.snapshot_keeper import (
     SnapshotFile,
     slot_bytes,
 )
-from megatron.adaptive.checkpoint.torch_dist import Part, Piece, entry_of
+from megatron.adaptive.checkpoint.torch_dist import Part, Piece, entry_of, overlay
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.profiling.memory import available_host_bytes
-
-__all__ = [
-    "Need",
-    "NoSnapshots",
-    "RankParts",
-    "SnapshotPlan",
-    "SnapshotSettings",
-    "SnapshotState",
-    "Snapshots",
-    "make_plan",
-    "why_not",
-]
 
 _SHARE = 0.8  # of the memory that is left
 _GIB = 1024**3
@@ -313,13 +301,7 @@ class Snapshots(NoSnapshots):
         for tensor, entry in zip(tensors, entries, strict=True):
             for slot in range(SLOTS):
                 at = self._file.tensors_offset(slot) + entry["at"]
-                if tensor.numel():
-                    flat = torch.frombuffer(
-                        memory, dtype=tensor.dtype, count=tensor.numel(), offset=at
-                    )
-                else:
-                    flat = torch.empty(0, dtype=tensor.dtype)
-                self._slots[slot].append(flat.view(tensor.shape))
+                self._slots[slot].append(overlay(memory, at, tensor.dtype, tensor.shape))
         self._sources = tensors
 
     def _versions(self) -> list[int]:

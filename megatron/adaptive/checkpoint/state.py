@@ -34,28 +34,6 @@ from megatron.adaptive.checkpoint.torch_dist import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-__all__ = [
-    "METADATA",
-    "RNG",
-    "StateParts",
-    "addresses",
-    "require_same_groups",
-    "has_parameters",
-    "is_sharded",
-    "load_model",
-    "load_optimizer",
-    "load_rng",
-    "load_scheduler",
-    "mesh_shape",
-    "padded_vocab_size",
-    "refresh_optimizer",
-    "sharded_model",
-    "sharded_optimizer",
-    "sharded_rng",
-    "with_own_storage",
-    "without_local_copies",
-]
-
 # How megatron-core shall name and cut things. One key per layer loads into every partition, and
 # optimizer state in the shape of the parameters into every mesh.
 METADATA = {

@@ -18,6 +18,7 @@ of Python holds up the thread that trains.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,18 +38,6 @@ from torch.distributed.checkpoint.metadata import (
 
 if TYPE_CHECKING:
     from megatron.adaptive.checkpoint.collective_errors import RankGroup
-
-__all__ = [
-    "METADATA",
-    "Entry",
-    "Part",
-    "Piece",
-    "ShardWriter",
-    "TakenState",
-    "entry_of",
-    "index_of",
-    "pickled",
-]
 
 METADATA = ".metadata"
 
@@ -141,7 +130,7 @@ class ShardWriter:
         every: list[Any] = [*tensors, *objects.values()]
         own = [one for number, one in enumerate(every) if number in self._own]
         path = folder / f"__{ranks.rank}_0.distcp"
-        written = ranks.together(lambda: _write_file(path, own))
+        written = ranks.together(lambda: write_file(path, own))
         if ranks.any(written != self._written):
             self._place(written, ranks)
         return {**state.once, METADATA: self._index} if ranks.is_first else {}
@@ -197,7 +186,7 @@ def index_of(entries: Iterable[Entry]) -> bytes:
     return pickle.dumps(index)
 
 
-def _write_file(path: Path, data: Sequence[Any]) -> list[tuple[int, int]]:
+def write_file(path: Path, data: Iterable[Any]) -> list[tuple[int, int]]:
     """Write a rank's file of tensors and pickled objects.
 
     Returns:
@@ -224,6 +213,13 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
+
+
+def overlay(memory: Any, at: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
+    """Return a tensor that lies in a buffer, from an offset in bytes on."""
+    if not (count := math.prod(size)):
+        return torch.empty(size, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(size)
 
 
 def pickled(value: Any) -> bytes:

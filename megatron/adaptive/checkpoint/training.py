@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
@@ -46,17 +45,6 @@ from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.gpt.step import gather_parameters
 
-__all__ = [
-    "Checkpoints",
-    "Progress",
-    "RunState",
-    "finish_former",
-    "make_local_disk",
-    "make_snapshots",
-    "require_same_model",
-    "require_same_optimizer",
-]
-
 _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
@@ -68,33 +56,16 @@ _NOTHING = pickled([None])  # the empty object that most layers have beside thei
 
 # Settings that give the weights their shape, or say which weights there are.
 _SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "kv_channels",
-    "query_groups",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "normalization",
-    "qk_layernorm",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
+    *("query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
+    *("qk_layernorm", "swiglu", "add_bias_linear", "add_qkv_bias"),
     "untie_embeddings_and_output_weights",
 )
 # Settings that say what is computed with them; a fine-tuning may change these.
 _MEANINGS = (
-    "squared_relu",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
+    *("squared_relu", "norm_epsilon", "apply_layernorm_1p", "rotary_base", "rotary_percent"),
+    *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
+    *("rope_scaling_factor", "apply_residual_connection_post_layernorm"),
 )
 _FLAGS = {"query_groups": "--num-query-groups"}
 
@@ -110,22 +81,20 @@ class Progress:
         skipped_iterations: iterations without an update, for an overflow.
     """
 
-    iteration: int
-    consumed_train_samples: int
-    consumed_valid_samples: int
-    skipped_iterations: int
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
 
 
 class Checkpoints:
     """Saves and loads one run. Every method is collective over all ranks.
 
     Args:
-        job: this process within the job.
-        config: the run's settings; ``config.checkpoint`` says what is saved and loaded.
-        chunks: this rank's model chunks, wrapped for data parallelism.
-        optimizer: megatron-core's optimizer over their parameters.
-        scheduler: megatron-core's schedule of learning rate and weight decay.
+        run: the built run, which is not kept, only its model, optimizer and schedule.
         local: the node's own disk, where checkpoints go first, ``None`` for ``--save`` at once.
+        config: its settings, by default as they are; ``config.checkpoint`` says what is saved and
+            loaded.
 
     Attributes:
         saver: writes them.
@@ -133,22 +102,17 @@ class Checkpoints:
 
     def __init__(
         self,
-        job: Job,
-        config: TrainerConfig,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: Any,
-        scheduler: Any,
+        run: Run,
         local: LocalDisk | None = None,
+        config: TrainerConfig | None = None,
     ) -> None:
-        self._local = local
-        self._config = config
-        self._config_dict = config.to_dict()
-        self._settings = config.checkpoint
-        self._chunks = chunks
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._all = RankGroup(job.rank, job.control_group)
-        self.saver = CheckpointSaver(job, local)
+        self._config = run.job.config if config is None else config
+        self._config_dict = self._config.to_dict()
+        self._settings = self._config.checkpoint
+        self._chunks, self._optimizer = run.chunks, run.optimizer
+        self._scheduler = run.scheduler
+        self._all = RankGroup(run.job.rank, run.job.control_group)
+        self.saver = CheckpointSaver(run.job, local)
         self._sharing: FullyParallelSaveStrategyWrapper | None = None
         self._is_checked = False
         self._standing: tuple[state.StateParts, list[int]] | None = None
@@ -235,17 +199,12 @@ class Checkpoints:
             return None
         path, manifest = found
         self._standing = None
-        if self._local is None:
-            self._read(path, path, manifest)
-        else:
-            step = int(manifest.progress["iteration"])
-            with self._local.reading(path, step, manifest.save_id, manifest.files) as near:
-                self._read(path, near, manifest)
-        progress = Progress(**manifest.progress)
-        if self._settings.finetune:
-            progress = Progress(**{field.name: 0 for field in dataclasses.fields(Progress)})
-        if self._local is not None:
-            self._local.resumed = progress.iteration
+        step = int(manifest.progress["iteration"])
+        with self.saver.reading(path, step, manifest.save_id, manifest.files) as near:
+            self._read(path, near, manifest)
+        progress = Progress() if self._settings.finetune else Progress(**manifest.progress)
+        if self.saver.local is not None:
+            self.saver.local.resumed = progress.iteration
         return progress
 
     def _request(self, progress: Progress) -> SaveRequest:
@@ -471,7 +430,7 @@ class RunState:
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)
-        self._checkpoints = Checkpoints(run.job, config, run.chunks, run.optimizer, run.scheduler)
+        self._checkpoints = Checkpoints(run, config=config)
         self._parts: state.StateParts | None = None
 
     def pieces(self) -> Mapping[Part, Piece] | None:

@@ -106,6 +106,8 @@ def _master(argv: Sequence[str]) -> int:
     conf = load_conf(options.conf, changes, options.plan)
     check_files(conf)
     logs = conf.path("LOG_DIR")
+    if conf.world_size is not None:  # else once all nodes have counted their GPUs
+        check_trainer(conf, conf.world_size, logs / "job")
     make_folder(logs, "LOG_DIR")
     _check_alone(logs)
     interface = options.ifname or conf["IFNAME"]

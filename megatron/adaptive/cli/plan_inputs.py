@@ -7,9 +7,8 @@ themselves; fitting is ``planner.calibrate``'s.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,12 +17,12 @@ from typing import Any
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.calibrate import TracedRun, calibrate
-from megatron.adaptive.planner.cluster import Cluster, known_gpu, read_cluster
+from megatron.adaptive.planner.cluster import Cluster, NodeType, known_gpu, read_cluster
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import complete_profile
-from megatron.adaptive.trace.progress import PROGRESS_NAME, progress_file
+from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
 
 __all__ = [
@@ -32,8 +31,7 @@ __all__ = [
     "calibrated",
     "parse_counts",
     "read_inputs",
-    "traced_run",
-    "types_of_hosts",
+    "traced_runs",
 ]
 
 
@@ -99,7 +97,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
     """Reads the model, in the precision of the profile, or the best that all GPUs have."""
-    fused = {"fused": True, "unfused": False, None: None}[options.attention]
+    fused = None if options.attention is None else options.attention == "fused"
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
     if any(part is not None and "bf16" not in part.flops for part in parts):
@@ -168,9 +166,7 @@ def calibrated(
     """
     if not options.calibrate:
         return profile
-    hosts = types_of_hosts(options, cluster)
-    runs = [traced_run(folder, model, cluster, hosts) for folder in options.calibrate]
-    found = calibrate(model, runs)
+    found = calibrate(model, traced_runs(options.calibrate, options, model, cluster))
     base = profile or Profile(model=model.name)
     tables = "layers links intra_links all_reduce optimizer_s_per_parameter step_s".split()
     merged: dict[str, Any] = {
@@ -179,62 +175,55 @@ def calibrated(
     return replace(base, **merged)
 
 
-def types_of_hosts(options: argparse.Namespace, cluster: Cluster) -> dict[str, str]:
-    """Returns the node type by host, as ``--calibrate-host`` says it.
-
-    Raises:
-        ConfigError: it is not HOST=TYPE, or the cluster has no such type.
-    """
-    given: Sequence[str] = options.calibrate_host
-    names = [node.name for node in cluster.types]
-    hosts = {}
-    for text in given:
-        host, sign, name = text.partition("=")
-        if not (host and sign and name in names):
-            raise ConfigError(
-                f"--calibrate-host {text}: give HOST=TYPE with one of the cluster's types"
-                f" {', '.join(names)}"
-            )
-        hosts[host] = name
-    return hosts
-
-
-def traced_run(folder: Path, model: Model, cluster: Cluster, hosts: Mapping[str, str]) -> TracedRun:
-    """Reads a run and adds what its traces do not hold.
+def traced_runs(
+    folders: Iterable[Path], options: argparse.Namespace, model: Model, cluster: Cluster
+) -> list[TracedRun]:
+    """Reads runs and adds what their traces do not hold.
 
     Args:
-        folder: of its traces, with the trainer's progress beside them.
-        model: that it trained.
-        cluster: whose node types its hosts are of.
-        hosts: node type by host; a cluster of one type needs none.
+        folders: of the traces of each, with the trainer's progress beside them.
+        options: with ``--calibrate-host``, which a cluster of one node type does not need.
+        model: that they trained.
+        cluster: whose node types the hosts are of.
 
     Raises:
-        ConfigError: the type of a host is not given, or it was another model.
+        ConfigError: the type of a host is not given or unknown, or it was another model.
         TraceError: a trace is damaged.
     """
-    trace = read_run(folder)
     types = {node.name: node for node in cluster.types}
-    nodes = {}
-    for host in sorted({rank.header.host for rank in trace.ranks.values()}):
-        if host not in hosts and len(types) > 1:
+    given: dict[str, NodeType] = {}
+    for text in options.calibrate_host:
+        host, sign, name = text.partition("=")
+        if not (host and sign and name in types):
             raise ConfigError(
-                f"{folder}: the cluster has several node types: say of which host"
-                f" {host} is, with --calibrate-host {host}=TYPE"
+                f"--calibrate-host {text}: give HOST=TYPE with one of the cluster's types"
+                f" {', '.join(types)}"
             )
-        nodes[host] = hosts.get(host, next(iter(types)))
-    return TracedRun(
-        trace=trace,
-        micro_batch=_micro_batch(folder, trace, model),
-        nodes=nodes,
-        gpus={host: types[name].gpu for host, name in nodes.items()},
-    )
+        given[host] = types[name]
+    runs = []
+    for folder in folders:
+        trace = read_run(folder)
+        hosts = sorted({rank.header.host for rank in trace.ranks.values()})
+        for host in hosts:
+            if host not in given and len(types) > 1:
+                raise ConfigError(
+                    f"{folder}: the cluster has several node types: say of which host"
+                    f" {host} is, with --calibrate-host {host}=TYPE"
+                )
+        only = cluster.types[0]
+        nodes = {host: given.get(host, only) for host in hosts}
+        size = _micro_batch(folder, trace, model)
+        runs.append(TracedRun(trace=trace, micro_batch=size, hosts=nodes))
+    return runs
 
 
 def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     """Returns the samples of a microbatch, from the tokens of a step in the run's progress file."""
+    progress = ProgressTail(progress_file(folder), kept=None)
+    progress.refresh()
     tokens = [
         line["tokens_per_s"] * line["step_ms"] / 1e3
-        for line in _lines(progress_file(folder))
+        for line in progress.records
         if line.get("tokens_per_s") and line.get("step_ms")
     ]
     if not tokens:
@@ -243,8 +232,7 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
             " step had: give the folder as the trainer wrote it"
         )
     headers = [rank.header for rank in trace.ranks.values()]
-    replicas = 1 + max(header.dp_rank for header in headers)
-    microbatches = replicas * headers[0].num_microbatches
+    microbatches = headers[0].num_microbatches * (1 + max(one.dp_rank for one in headers))
     samples: float = median(tokens) / model.tokens_per_sample / microbatches
     size = round(samples)
     if size < 1 or abs(samples - size) > 0.05 * size:
@@ -254,19 +242,3 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
             " model that was trained"
         )
     return size
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue  # a line that was cut off at the end of a run that was killed
-        if isinstance(value, dict):
-            found.append(value)
-    return found

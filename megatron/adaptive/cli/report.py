@@ -62,7 +62,10 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(job).absolute()
         job, logs = folder.name, folder.parent
     target = options.output or logs / job / "report.html"
-    write_report(gather(job, logs), target)
+    found = gather(job, logs)
+    data = [("report-data", found)]
+    package = "megatron.adaptive.cluster"
+    write_html(target, str(found["title"]), package, "report", data, ["report.js"])
     print(target.resolve())
     return 0
 
@@ -264,23 +267,6 @@ def _messages(
                 )
     found.sort(key=lambda one: one["kind"])
     return found, notes
-
-
-def write_report(found: Mapping[str, Any], target: Path) -> None:
-    """Writes the page, replacing the file.
-
-    Args:
-        found: what ``gather`` returns.
-        target: the file, ``.html``.
-
-    Raises:
-        TraceError: the file cannot be written.
-        SetupError: plotly is not installed.
-    """
-    data = [("report-data", found)]
-    write_html(
-        target, str(found["title"]), "megatron.adaptive.cluster", "report", data, ["report.js"]
-    )
 
 
 MAX_BARS = 60_000

@@ -22,12 +22,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.adaptive.config.command_parser import CommandParser, count
+from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.adaptive.cluster.layouts import Chooser
     from megatron.adaptive.cluster.ranks import JobSpec, Policy
+    from megatron.adaptive.config.schedule import ScheduleConfig
 
 _SAVE = "--save"
 _TRAINER = "pretrain_gpt.py"
@@ -137,9 +138,9 @@ def _above_zero(word: str, unit: str) -> float:
 
 
 def _agent() -> int:
-    from megatron.adaptive.cluster.agent import Agent, spec_from_input
+    from megatron.adaptive.cluster.agent import Agent
 
-    agent = Agent(spec_from_input())
+    agent = Agent.from_input()
     asyncio.run(agent.run())
     return 1 if agent.status is None else agent.status
 
@@ -147,7 +148,7 @@ def _agent() -> int:
 def _tell(options: argparse.Namespace) -> int:
     from megatron.adaptive.cluster.job import read_state, render_state
 
-    folder = options.status or options.checkpoint or _saved_in(options.arguments)
+    folder = options.status or options.checkpoint or last_value(options.arguments, _SAVE)
     if not folder:
         raise ConfigError("--status: name the folder of checkpoints of the job")
     state = read_state(Path(folder))
@@ -156,7 +157,7 @@ def _tell(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron.adaptive.cluster.layouts import choose_layout
+    from megatron.adaptive.cluster.layouts import as_asked
     from megatron.adaptive.cluster.manager import Manager, Participant
     from megatron.adaptive.cluster.ranks import JobSpec, is_trainer
 
@@ -171,15 +172,14 @@ def _run(options: argparse.Namespace) -> int:
         arguments, folder = _of_pipeline(options)
         on_straggler: Policy = options.on_straggler or "replan"  # where it writes traces
     else:
-        folder = options.checkpoint or _saved_in(options.arguments)
+        folder = options.checkpoint or last_value(options.arguments, _SAVE)
         if not folder:
             raise ConfigError(
                 "run: a job that moves needs checkpoints: add --checkpoint DIR or --save"
             )
         arguments = (*options.arguments, _SAVE, str(folder))
         # Says what is wrong with the trainer's arguments before anything starts.
-        choose_layout(arguments, [1])
-        on_straggler = _on_straggler(options.on_straggler, arguments)
+        on_straggler = _on_straggler(options.on_straggler, as_asked(arguments).schedule)
     given = vars(options)
     spec = JobSpec(
         **{one.name: given[one.name] for one in fields(JobSpec) if one.name in given}
@@ -218,11 +218,8 @@ def _of_pipeline(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
     return tuple(options.arguments), options.checkpoint
 
 
-def _on_straggler(given: Policy | None, arguments: Sequence[str]) -> Policy:
+def _on_straggler(given: Policy | None, schedule: ScheduleConfig) -> Policy:
     """Returns what is done about slow nodes; they are known where the running job is diagnosed."""
-    from megatron.adaptive.cluster.layouts import as_asked
-
-    schedule = as_asked(arguments).schedule
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
     if given in ("replan", "exclude") and not is_diagnosed:
         what = "--diagnose-interval 0" if schedule.trace_dir is not None else "no --trace-dir"
@@ -250,20 +247,9 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks; before numpy is imported there
     model = model_file(spec.checkpoints) if spec.is_pipeline else None
-    given = options.plan_with, spec.arguments, options.plan_s, say
+    given = options.plan_with, spec.arguments, options.plan_s
     chooser = PlannerChooser(*given, unequal=options.unequal, model=model)
     stack.enter_context(contextlib.closing(chooser))
     if model is None and (late := chooser.check(spec.machines)):
         say(f"warning: no plan before the start: {late}; shapes may be chosen without it")
     return chooser
-
-
-def _saved_in(arguments: Sequence[str]) -> str | None:
-    """Returns the folder that the trainer's ``--save`` names, the last one if there are several."""
-    found = None
-    for at, word in enumerate(arguments):
-        if word == _SAVE and at + 1 < len(arguments):
-            found = arguments[at + 1]
-        elif word.startswith(f"{_SAVE}="):
-            found = word.partition("=")[2]
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import os
 import shlex
 import signal
@@ -83,28 +84,15 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     for name, (default, text) in _SIZES.items():
         flags = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        add(
-            *flags,
-            dest=name,
-            type=count,
-            default=default,
-            metavar="N",
-            help=f"{text} ({default})",
-        )
-    add(
-        "--schedule",
-        default="adaptive",
-        choices=("adaptive", "1f1b", "interleaved", "megatron"),
-        help="order of work in the pipeline (adaptive)",
-    )
+        text = f"{text} ({default})"
+        add(*flags, dest=name, type=count, default=default, metavar="N", help=text)
+    schedules = ("adaptive", "1f1b", "interleaved", "megatron")
+    text = "order of work in the pipeline (adaptive)"
+    add("--schedule", default="adaptive", choices=schedules, help=text)
     add("--resume", action="store_true", help="go on with the latest run instead of a new one")
     add("--runs-dir", type=Path, default=_ROOT / "runs", help="where runs are kept (runs)")
-    add(
-        "--data-dir",
-        type=Path,
-        default=_ROOT / "data" / "stdlib",
-        help="where the corpus is, or is made (data/stdlib)",
-    )
+    text = "where the corpus is, or is made (data/stdlib)"
+    add("--data-dir", type=Path, default=_ROOT / "data" / "stdlib", help=text)
     return parser
 
 
@@ -119,11 +107,8 @@ def _default_flags(options: argparse.Namespace, trainer: Sequence[str]) -> list[
     if _LAYERS % stages:
         flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
     given = {word.split("=", 1)[0] for word in trainer}
-    if (
-        options.pipeline_parallel > 1
-        and options.schedule != "megatron"
-        and not given & _FIXED_STAGES
-    ):
+    may_move = options.pipeline_parallel > 1 and options.schedule != "megatron"
+    if may_move and not given & _FIXED_STAGES:
         flags += ["--repartition", "auto", "--repartition-interval", str(_REPARTITION_INTERVAL)]
     return flags
 
@@ -151,17 +136,15 @@ def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
 
 def _new_folder(runs: Path, name: str) -> Path:
     """Makes a folder that no other run has, also where two start within one second."""
-    number = 1
-    while True:
+    for number in itertools.count(1):
         run = runs / (name if number == 1 else f"{name}-{number}")
         try:
             run.mkdir(parents=True)
+            break
         except FileExistsError:
             if not run.is_dir():
                 raise
-            number += 1
-        else:
-            return run
+    return run
 
 
 def _point(latest: Path, target: str) -> None:

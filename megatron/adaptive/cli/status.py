@@ -22,7 +22,7 @@ from typing import Any
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cluster.host import ENDED
 from megatron.adaptive.cluster.node import ROOT
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, last_value
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 
@@ -177,17 +177,17 @@ def read_record(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def tail(path: Path, size: int = TAIL_BYTES) -> list[str]:
+def tail(path: Path) -> list[str]:
     """Returns the last lines of a file, of its latest start only."""
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
-            file.seek(max(0, length - size))
+            file.seek(max(0, length - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
     lines = text.splitlines()
-    if length > size:
+    if length > TAIL_BYTES:
         lines = lines[1:]
     starts = [index for index, line in enumerate(lines) if _START.match(line)]
     return lines[starts[-1] + 1 :] if starts else lines
@@ -491,9 +491,9 @@ def progress_of(
         record: its ``run.json``; flags of the user's may name another folder.
         kept: lines to keep, ``None`` for all.
     """
-    path, flags = progress_file(folder), record.get("flags", [])
-    if not path.is_file() and "--progress-dir" in flags:
-        path = Path(flags[-flags[::-1].index("--progress-dir")]) / PROGRESS_NAME
+    path, named = progress_file(folder), last_value(record.get("flags", []), "--progress-dir")
+    if not path.is_file() and named:
+        path = Path(named) / PROGRESS_NAME
     return ProgressTail(path, kept)
 
 

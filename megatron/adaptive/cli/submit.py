@@ -10,9 +10,10 @@ import shlex
 import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.adaptive.cluster.conf import LaunchConf, LaunchGroup, load_conf
 from megatron.adaptive.cluster.node import (
@@ -21,6 +22,7 @@ from megatron.adaptive.cluster.node import (
     check_files,
     check_trainer,
     make_folder,
+    mounts_of,
     python_of,
 )
 from megatron.adaptive.config.command_parser import CommandParser
@@ -120,8 +122,7 @@ fi
 """
 
 
-@dataclass(frozen=True)
-class _Partition:
+class _Partition(NamedTuple):
     """Holds ``sinfo``'s line about some nodes of a partition."""
 
     name: str
@@ -171,9 +172,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
     logs = conf.path("LOG_DIR")
     head = ["#!/bin/bash", *_directives(_job_options(conf, logs))]
     for index, group in enumerate(conf.groups):
-        if index:
-            head.append("#SBATCH hetjob")
-        head += _directives(_group_options(conf, group))
+        head += ["#SBATCH hetjob"] * bool(index) + _directives(_group_options(conf, group))
     names = {
         "root": str(ROOT),
         "logs": str(logs),
@@ -246,9 +245,8 @@ def _srun(conf: LaunchConf) -> list[str]:
     if len(conf.groups) > 1:
         words.append(f"--het-group=0-{len(conf.groups) - 1}")
     if conf["CONTAINER"] == "pyxis":
-        mounts = [f"{ROOT}:{ROOT}", f"{conf.path('LOG_DIR')}:{conf.path('LOG_DIR')}"]
-        mounts += [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
-        words += [f"--container-image={conf['IMAGE']}", f"--container-mounts={','.join(mounts)}"]
+        mounts = ",".join(mounts_of(conf, conf.path("LOG_DIR")))
+        words += [f"--container-image={conf['IMAGE']}", f"--container-mounts={mounts}"]
         if not conf["RELOAD_CONTAINER"]:
             words.append(f"--container-name={conf['JOB_NAME']}")
     return words
@@ -281,10 +279,10 @@ def check_cluster(conf: LaunchConf) -> None:
 
 def _check_group(conf: LaunchConf, group: LaunchGroup, offers: Sequence[_Partition]) -> None:
     place = f"partition {group.partition}" if group.partition else "the cluster"
-    if not group.partition and offers:
-        most = max(_sums(offers).values())
-    else:
-        most = sum(offer.nodes for offer in offers)
+    sums: Counter[str] = Counter()
+    for offer in offers:
+        sums[offer.name] += offer.nodes
+    most = max(sums.values(), default=0)
     if group.nodes is not None and group.nodes > most:
         raise ConfigError(f"NNODES={group.nodes}: {place} has {most} nodes; ask for fewer")
     if conf["DEVICE"] != "gpu" or group.gres == "none" or group.processes is None:
@@ -302,13 +300,6 @@ def _check_group(conf: LaunchConf, group: LaunchGroup, offers: Sequence[_Partiti
         f"NPROC_PER_NODE={group.processes}: a node of {place} has at most {max(counts)} of "
         f"{group.gres}; ask for fewer on more nodes"
     )
-
-
-def _sums(offers: Sequence[_Partition]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for offer in offers:
-        sums[offer.name] = sums.get(offer.name, 0) + offer.nodes
-    return sums
 
 
 def _gpus(offered: str, wanted: str) -> int:

@@ -14,7 +14,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _console(width: int | None) -> Any:
 def _keys() -> Iterator[Any]:
     """Give a function that waits some seconds and returns the keys pressed meanwhile."""
     if not sys.stdin.isatty():
-        yield _no_keys
+        yield lambda seconds: select.select([], [], [], seconds) and ""
         return
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
@@ -119,11 +119,6 @@ def _keys() -> Iterator[Any]:
         yield pressed
     finally:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
-
-
-def _no_keys(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,26 +137,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument(
         "--interval",
-        type=_seconds,
+        type=_number(float, 0.05, 3600, "time from 0.05 to 3600 s"),
         default=PERIOD_S,
         metavar="SECONDS",
         help=f"time between two frames ({PERIOD_S})",
     )
     parser.add_argument(
-        "--width", type=_columns, metavar="COLUMNS", help="width of a frame (the terminal's)"
+        "--width",
+        type=_number(int, 40, 1000, "number of columns from 40 to 1000"),
+        metavar="COLUMNS",
+        help="width of a frame (the terminal's)",
     )
     return parser
 
 
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0.05 <= (value := float(text)) <= 3600:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is no time from 0.05 to 3600 s")
+def _number(kind: type[float], least: float, most: float, what: str) -> Callable[[str], float]:
+    """Returns the ``type`` of an option that takes a number within limits."""
 
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
 
-def _columns(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if 40 <= (value := int(text)) <= 1000:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of columns from 40 to 1000")
+    return read

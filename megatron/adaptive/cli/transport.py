@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from megatron.adaptive.config.arguments import options_of
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
@@ -98,24 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--master-port", type=int, help="its port")
     group = parser.add_argument_group("as in training")
     for spec in fields_of(TransportConfig):
-        assert spec.flag is not None
-        words: dict[str, Any] = {"dest": spec.dest, "default": spec.default, "help": spec.flag.help}
-        if spec.is_switch:
-            words["action"] = "store_true"
-        else:
-            words |= {"type": _checked(spec.convert), "metavar": spec.unit or "NAME"}
-        group.add_argument(spec.name, **words)
+        group.add_argument(*spec.names, **options_of(spec))
     return parser
-
-
-def _checked(convert: Any) -> Any:
-    def read(word: str) -> Any:
-        try:
-            return convert(word)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
@@ -160,9 +145,8 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
     """Take part in the check as one rank."""
     from megatron.adaptive.profiling.transport_check import TransportCheck
 
-    config = TransportConfig(
-        **{spec.dest: getattr(options, spec.dest) for spec in fields_of(TransportConfig)}
-    )
+    names = {spec.dest for spec in fields_of(TransportConfig)} & vars(options).keys()
+    config = TransportConfig(**{name: getattr(options, name) for name in names})
     if environment.world_size < 2:
         raise ConfigError("transport: one rank has nobody to reach; start two or more")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))

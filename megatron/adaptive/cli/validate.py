@@ -20,8 +20,7 @@ from megatron.adaptive.cli.plan_inputs import (
     Inputs,
     add_input_arguments,
     read_inputs,
-    traced_run,
-    types_of_hosts,
+    traced_runs,
 )
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.schedule import format_partition
@@ -183,11 +182,8 @@ def _read_runs(found: Mapping[str, Path], options: argparse.Namespace) -> list[M
         if getattr(options, name) is None:
             raise ConfigError(f"traces of run {next(iter(found))}: give --{name} of these runs too")
     given = read_inputs(options)
-    hosts = types_of_hosts(options, given.cluster)
-    return [
-        _measured(name, traced_run(folder, given.model, given.cluster, hosts), given, options)
-        for name, folder in found.items()
-    ]
+    runs = traced_runs(found.values(), options, given.model, given.cluster)
+    return [_measured(name, run, given, options) for name, run in zip(found, runs, strict=True)]
 
 
 def _measured(name: str, run: TracedRun, given: Inputs, options: argparse.Namespace) -> MeasuredRun:
@@ -246,7 +242,7 @@ def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
     for rank in sorted(run.trace.ranks):
         host = run.trace.ranks[rank].header.host
         if host not in nodes:
-            name = run.node_of(host)
+            name = run.hosts[host].name
             free = [
                 number
                 for number, node in enumerate(cluster.nodes)
@@ -262,7 +258,7 @@ def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
         if gpu >= cluster.nodes[nodes[host]].gpus:
             raise ConfigError(
                 f"{run.trace.origin}: host {host} had more ranks than its type"
-                f" {run.node_of(host)} has GPUs, {gpu}: give the cluster on which it ran"
+                f" {run.hosts[host].name} has GPUs, {gpu}: give the cluster on which it ran"
             )
         used[host] = gpu + 1
         places[rank] = (nodes[host], gpu)

@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
@@ -24,50 +23,61 @@ from megatron.adaptive.cluster.connection import Connection
 from megatron.adaptive.cluster.host import count_gpus
 from megatron.adaptive.errors import SetupError
 
-__all__ = ["Agent", "AgentSpec", "spec_from_input"]
-
 _CONNECT_S = 20.0
 _END_S = 20.0
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentSpec:
-    """Holds what an agent needs to join.
+class Agent:
+    """Takes one node's part in the job.
 
-    Attributes:
+    Args:
         name: of the node, unique in the job.
         address: of the manager.
         port: of the manager.
         secret: that the manager knows its agents by.
         slots: processes of this node, ``None`` for one on each GPU.
-    """
-
-    name: str
-    address: str
-    port: int
-    secret: str
-    slots: int | None = None
-
-
-class Agent:
-    """Takes one node's part in the job.
-
-    Args:
-        spec: where to join.
         keeper: of copies of the state, ``None`` for one that ends with the agent.
     """
 
-    def __init__(self, spec: AgentSpec, keeper: SnapshotKeeper | None = None) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        *,
+        name: str,
+        address: str,
+        port: int,
+        secret: str,
+        slots: int | None = None,
+        keeper: SnapshotKeeper | None = None,
+    ) -> None:
+        self._name = name
+        self._address = address
+        self._port = port
+        self._secret = secret
+        self._slots = slots
         self._owns_keeper = keeper is None
-        self._keeper = keeper or SnapshotKeeper("127.0.0.1" if spec.address == "127.0.0.1" else "")
+        self._keeper = keeper or SnapshotKeeper("127.0.0.1" if address == "127.0.0.1" else "")
         self.status: int | None = None  # of its order to end, where it gave one
         self.why = ""  # the manager let it go, where it said so
         self.notice: signal.Signals | None = None  # that the node will be taken
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
+        self._asked: dict[str, int] = {}
+
+    @classmethod
+    def from_input(cls) -> Agent:
+        """Makes the agent that a manager starts, which sends a line of JSON on standard input.
+
+        Raises:
+            SetupError: it is not there, as where somebody else starts the program so.
+        """
+        try:
+            return cls(**json.loads(sys.stdin.readline()))
+        except (ValueError, TypeError):
+            raise SetupError(
+                "--agent is for the manager of a job, which sends an agent the rest"
+            ) from None
 
     async def run(self) -> None:
         """Serves until the manager lets the agent go, or is gone.
@@ -75,14 +85,13 @@ class Agent:
         Raises:
             SetupError: the manager cannot be reached or refuses.
         """
-        try:
-            await self._run(self._spec)
-        finally:
+        with contextlib.ExitStack() as stack:
             if self._owns_keeper:
-                self._keeper.close()
+                stack.callback(self._keeper.close)
+            await self._run()
 
-    async def _run(self, spec: AgentSpec) -> None:
-        self._link = link = await self._join(spec)
+    async def _run(self) -> None:
+        self._link = link = await self._join()
         forkserver = await self._start_forkserver()
         loop = asyncio.get_running_loop()
         for number in _NOTICES:
@@ -101,22 +110,22 @@ class Agent:
                 await forkserver.wait()
             await link.close()
 
-    async def _join(self, spec: AgentSpec) -> Connection:
+    async def _join(self) -> Connection:
         try:
-            link = await Connection.connect(spec.address, spec.port, _CONNECT_S)
+            link = await Connection.connect(self._address, self._port, _CONNECT_S)
         except OSError as error:
             raise SetupError(
-                f"node {spec.name} does not reach the manager of the job at {spec.address}:"
-                f"{spec.port} ({error.strerror or error}): let this port, and all above 1023"
+                f"node {self._name} does not reach the manager of the job at {self._address}:"
+                f"{self._port} ({error.strerror or error}): let this port, and all above 1023"
                 " between the nodes, through the firewall"
             ) from None
         link.send(
             "join",
-            secret=spec.secret,
-            name=spec.name,
+            secret=self._secret,
+            name=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            slots=spec.slots or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1,
+            slots=self._slots or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 1,
             copies_port=self._keeper.port,
             unix_ns=time.time_ns(),
         )
@@ -124,7 +133,7 @@ class Agent:
         if answer is None or answer["what"] != "welcome":
             await link.close()
             why = "did not answer" if answer is None else answer.get("why", "refused")
-            raise SetupError(f"node {spec.name}: the manager at {link.peer} {why}")
+            raise SetupError(f"node {self._name}: the manager at {link.peer} {why}")
         link.beat()
         return link
 
@@ -134,13 +143,9 @@ class Agent:
         environment.setdefault("OMP_NUM_THREADS", "1")
         # When a rank is lost, torch would print a stack of C++ for each other one as a warning.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        module = "megatron.adaptive.cluster.rank_forkserver"
         forkserver = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "megatron.adaptive.cluster.rank_forkserver",
-                str(theirs.fileno()),
-            ),
+            *(sys.executable, "-m", module, str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             env=environment,
@@ -158,15 +163,17 @@ class Agent:
                 return
             what = message["what"]
             if what == "port":
-                link.send("port", port=_free_port())
+                link.send("answer", number=message["number"], port=_free_port())
             elif what == "start":
                 added = self._prepare(message.get("copies"))
                 for rank in message["ranks"]:
                     rank["variables"] |= added
+                    if "number" in message:  # the manager waits for its end
+                        self._asked[rank["key"]] = message["number"]
                     self._order(start=rank)
             elif what == "inventory":
                 held = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
-                link.send("inventory", held=held)
+                link.send("answer", number=message["number"], held=held)
             elif what == "signal":
                 self._order(signal=message["number"])
             elif what == "leave":
@@ -199,7 +206,11 @@ class Agent:
             async for line in reader:
                 values = json.loads(line)
                 if "ended" in values:
-                    self._link.send("ended", key=values["ended"], status=values["status"])
+                    key, status = values["ended"], values["status"]
+                    if (number := self._asked.pop(key, None)) is None:
+                        self._link.send("ended", key=key, status=status)
+                    else:
+                        self._link.send("answer", number=number, status=status)
                 elif "started" in values:
                     self._link.send("started", key=values["started"], pid=values["pid"])
                 else:
@@ -211,20 +222,6 @@ class Agent:
         assert self._link is not None
         self.notice = self.notice or signal.Signals(number)
         self._link.send("notice", signal=signal.Signals(number).name, unix_ns=time.time_ns())
-
-
-def spec_from_input() -> AgentSpec:
-    """Reads what the manager sends an agent that it starts: a line of JSON on the standard input.
-
-    Raises:
-        SetupError: it is not there, as where somebody else starts the program so.
-    """
-    try:
-        return AgentSpec(**json.loads(sys.stdin.readline()))
-    except (ValueError, TypeError):
-        raise SetupError(
-            "--agent is for the manager of a job, which sends an agent the rest"
-        ) from None
 
 
 def _free_port() -> int:

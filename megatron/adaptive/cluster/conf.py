@@ -6,6 +6,7 @@ its default. Rules of the trainer itself are checked by the trainer's own parser
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -17,21 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.adaptive.config.plan import read_plan
-from megatron.adaptive.config.schedule import parse_partition, parse_widths
 from megatron.adaptive.errors import ConfigError, SetupError
-
-__all__ = [
-    "PASSED_ON",
-    "SETTINGS",
-    "LaunchConf",
-    "LaunchGroup",
-    "Setting",
-    "check_names",
-    "load_conf",
-    "make_conf",
-    "read_value",
-    "read_variables",
-]
 
 Kind = Literal["count", "number", "switch", "choice", "text", "port"]
 
@@ -120,8 +107,8 @@ PASSED_ON = (
     *("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "CUDA_", "OMP_", "MKL_", "UCX_", "HF_"),
     *("PYTORCH_", "NVTE_", "MEGATRON_ADAPTIVE_", "PYTHONUNBUFFERED", "TRITON_", "LD_LIBRARY_"),
 )
-_TRUE = ("true", "1", "yes", "on")
-_FALSE = ("false", "0", "no", "off")
+_SWITCH = dict.fromkeys(("true", "1", "yes", "on"), True)
+_SWITCH |= dict.fromkeys(("false", "0", "no", "off"), False)
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
@@ -154,37 +141,23 @@ def read_value(name: str, text: str) -> object:
     text = text.strip() or setting.default
     if not text:
         return None
+    value: object = text
+    rule = f"one of {', '.join(setting.choices)}"
     if setting.kind in ("count", "port"):
-        limit = 65535 if setting.kind == "port" else 10**9
-        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= limit):
-            what = (
-                "a port from 1 to 65535" if setting.kind == "port" else "a whole number from 1 on"
-            )
-            raise _wrong(name, text, what)
-        return int(text)
-    if setting.kind == "number":
-        return _number(name, text)
-    if setting.kind == "switch":
-        if text.lower() not in _TRUE + _FALSE:
-            raise _wrong(name, text, "true or false")
-        return text.lower() in _TRUE
-    if setting.kind == "choice" and text not in setting.choices:
-        raise _wrong(name, text, f"one of {', '.join(setting.choices)}")
-    return text
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise _wrong(name, text, "a number above 0")
+        most = 65535 if setting.kind == "port" else 10**9
+        rule = "a port from 1 to 65535" if setting.kind == "port" else "a whole number from 1 on"
+        value = int(text) if text.isascii() and text.isdigit() and 1 <= int(text) <= most else None
+    elif setting.kind == "number":
+        rule, value = "a number above 0", None
+        with contextlib.suppress(ValueError):
+            value = number if 0 < (number := float(text)) < float("inf") else None
+    elif setting.kind == "switch":
+        rule, value = "true or false", _SWITCH.get(text.lower())
+    elif setting.kind == "choice" and text not in setting.choices:
+        value = None
+    if value is None:
+        raise ConfigError(f"{name}={text}: it must be {rule} ({setting.meaning})")
     return value
-
-
-def _wrong(name: str, text: str, rule: str) -> ConfigError:
-    return ConfigError(f"{name}={text}: it must be {rule} ({SETTINGS[name].meaning})")
 
 
 _LIMIT_S = 20.0
@@ -439,11 +412,13 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
             "HOMOGENEOUS_CLUSTER=false: mixed nodes are named in NODES, as in NODES='a10:2x4 "
             "v100:1x2' for two nodes of four GPUs and one of two"
         )
-    matches = {word: _GROUP.fullmatch(word) for word in values["NODES"].split()}
-    for word, match in matches.items():
+    matches = []
+    for word in values["NODES"].split():
+        match = _GROUP.fullmatch(word)
         if match is None:
             raise ConfigError(f"NODES={values['NODES']}: {word!r} is not TYPE:NODESxGPUS")
-    kinds = [match[1] for match in matches.values() if match]
+        matches.append(match)
+    kinds = [match[1] for match in matches]
     partitions = _by_kind("SLURM_PARTITION", values["SLURM_PARTITION"] or "", kinds)
     gres = _by_kind("SLURM_GRES", values["SLURM_GRES"], kinds)
     return tuple(
@@ -454,8 +429,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
             partition=partitions[match[1]],
             gres=gres[match[1]],
         )
-        for match in matches.values()
-        if match
+        for match in matches
     )
 
 
@@ -484,56 +458,30 @@ def _check_sizes(conf: LaunchConf) -> None:
             f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES says it for each node type; "
             "leave it out"
         )
-    if values["WORLD_SIZE"] is not None and processes is not None:
-        size = sum(processes)
-        if values["WORLD_SIZE"] != size:
-            counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
-            raise ConfigError(
-                f"WORLD_SIZE={values['WORLD_SIZE']}: it must be the sum of all nodes' processes, "
-                f"{counts} = {size}; leave it out to have it computed"
-            )
-    size = conf.world_size or 0
+    size, copies = conf.world_size or 0, values["DP_SIZE"]
+    if values["WORLD_SIZE"] not in (None, size):
+        assert processes is not None  # else it would be the size
+        counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
+        raise ConfigError(
+            f"WORLD_SIZE={values['WORLD_SIZE']}: it must be the sum of all nodes' processes, "
+            f"{counts} = {size}; leave it out to have it computed"
+        )
     if values["STAGE_DP_SIZES"] is not None:
-        _check_stage_sizes(values, size)
+        if copies is not None:
+            raise ConfigError(
+                f"STAGE_DP_SIZES={values['STAGE_DP_SIZES']}: DP_SIZE={copies} is for stages that"
+                " are all alike; leave one of them out"
+            )
         return
     model = values["TENSOR_MP_SIZE"] * values["PIPELINE_MP_SIZE"]
     names = "TENSOR_MP_SIZE x PIPELINE_MP_SIZE"
     product = f"{names} = {values['TENSOR_MP_SIZE']} x {values['PIPELINE_MP_SIZE']} = {model}"
     if size and size % model:
         raise ConfigError(f"WORLD_SIZE={size}: it must be a multiple of {product}")
-    copies = values["DP_SIZE"]
     if size and copies is not None and copies * model != size:
         raise ConfigError(
             f"DP_SIZE={copies}: {product} times DP_SIZE must be WORLD_SIZE = {size}, so DP_SIZE "
             f"must be {size // model}"
-        )
-    _check_batch(values, copies or (size // model if size else 0))
-
-
-def _check_stage_sizes(values: Mapping[str, Any], size: int) -> None:
-    """Checks that the ranks of unequal stages are those of the job."""
-    text = values["STAGE_DP_SIZES"]
-    try:
-        sizes = parse_widths(text)
-    except ValueError as error:
-        raise ConfigError(f"STAGE_DP_SIZES={text}: {error}") from error
-    if values["DP_SIZE"] is not None:
-        raise ConfigError(
-            f"STAGE_DP_SIZES={text}: DP_SIZE={values['DP_SIZE']} is for stages that are all alike; "
-            "leave one of them out"
-        )
-    ranks = sum(sizes) * values["TENSOR_MP_SIZE"]
-    if size and ranks != size:
-        raise ConfigError(f"STAGE_DP_SIZES={text}: its {ranks} ranks must be WORLD_SIZE = {size}")
-
-
-def _check_batch(values: Mapping[str, Any], copies: int) -> None:
-    batch = values["GLOBAL_BATCH_SIZE"]
-    each = values["MICRO_BATCH_SIZE"] * copies
-    if batch is not None and copies and batch % each:
-        raise ConfigError(
-            f"GLOBAL_BATCH_SIZE={batch}: it must be a multiple of MICRO_BATCH_SIZE x DP_SIZE = "
-            f"{values['MICRO_BATCH_SIZE']} x {copies} = {each}"
         )
 
 
@@ -544,17 +492,6 @@ def _check_words(conf: LaunchConf) -> None:
             shlex.split(values[name] or "")
         except ValueError as error:
             raise ConfigError(f"{name}={values[name]}: {error}; close the quotes") from error
-    stages = values["PIPELINE_MP_SIZE"] * values["MODEL_CHUNKS"]
-    if values["PARTITION"] is not None:
-        try:
-            layers = parse_partition(values["PARTITION"])
-        except ValueError as error:
-            raise ConfigError(f"PARTITION={values['PARTITION']}: {error}") from error
-        if len(layers) != stages:
-            raise ConfigError(
-                f"PARTITION={values['PARTITION']}: it has {len(layers)} stages, but "
-                f"PIPELINE_MP_SIZE x MODEL_CHUNKS = {stages}"
-            )
     if values["CONTAINER"] != "none" and values["IMAGE"] is None:
         raise ConfigError(f"CONTAINER={values['CONTAINER']}: IMAGE must name the image it runs")
     if values["NSYS"] and values["NCU"]:

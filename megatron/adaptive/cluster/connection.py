@@ -15,8 +15,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-__all__ = ["Connection", "listen"]
-
 BEAT_S = 1.0
 SILENCE_S = 20.0
 _LONGEST = 1 << 22

@@ -27,21 +27,6 @@ import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
-__all__ = [
-    "ENDED",
-    "RdmaPort",
-    "ResourceSampler",
-    "count_gpus",
-    "interface_of",
-    "interface_variables",
-    "is_loopback",
-    "own_address",
-    "rdma_ports",
-    "rdma_variables",
-    "resolve",
-    "why_no_gpu_use",
-]
-
 # Reserved for documentation: a socket connected to it finds the default route, nothing is sent.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
@@ -113,10 +98,9 @@ def own_address(interface: str | None, peer: str | None = None) -> str:
     routed = _towards(peer or _ANYWHERE)
     if routed is not None and (peer is not None or not is_loopback(routed)):
         return routed
-    for addresses in known.values():
-        for address in addresses:
-            if not is_loopback(address):
-                return address
+    every = [address for addresses in known.values() for address in addresses]
+    if far := [address for address in every if not is_loopback(address)]:
+        return far[0]
     raise SetupError(
         f"{socket.gethostname()} has no network address but the loopback: other nodes cannot reach "
         "it; bring an interface up, or name one with IFNAME or --ifname"
@@ -125,10 +109,8 @@ def own_address(interface: str | None, peer: str | None = None) -> str:
 
 def interface_of(address: str) -> str | None:
     """Returns the interface that has ``address``, ``None`` if none has."""
-    for name, addresses in _addresses().items():
-        if address in addresses:
-            return name
-    return None
+    found = (name for name, addresses in _addresses().items() if address in addresses)
+    return next(found, None)
 
 
 def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict[str, str]:
@@ -225,17 +207,6 @@ ENDED = "ended"
 _PERIOD_S = 5.0
 
 
-def _nvml() -> Any:
-    """Returns NVML's bindings, ready, or ``None`` where there is no NVIDIA driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no package, no driver, no permission: there is nothing to sample
-        return None
-    return pynvml
-
-
 def why_no_gpu_use() -> str | None:
     """Returns why the use of GPUs cannot be sampled here, ``None`` if it can."""
     try:
@@ -244,9 +215,18 @@ def why_no_gpu_use() -> str | None:
         return "the package nvidia-ml-py is missing"
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+    except Exception as error:  # no driver, no permission
         return f"NVML does not start: {error}"
     return None
+
+
+def _nvml() -> Any:
+    """Returns NVML's bindings, ready, or ``None`` where there is no NVIDIA driver."""
+    if why_no_gpu_use() is not None:
+        return None
+    import pynvml
+
+    return pynvml
 
 
 def count_gpus(visible: str | None) -> int:
@@ -269,13 +249,11 @@ class ResourceSampler:
     Args:
         pid: the process.
         path: the file that lines are appended to.
-        period_s: time between two samples.
     """
 
-    def __init__(self, pid: int, path: Path, period_s: float = _PERIOD_S) -> None:
+    def __init__(self, pid: int, path: Path) -> None:
         self._pid = pid
         self._path = path
-        self._period_s = period_s
         self._known: dict[int, psutil.Process] = {}
         self._nvml = _nvml()
         self._done = threading.Event()
@@ -292,7 +270,7 @@ class ResourceSampler:
             over = False
             while not over:
                 self._write(file, {})
-                over = self._done.wait(self._period_s)
+                over = self._done.wait(_PERIOD_S)
             self._write(file, {ENDED: True})
 
     def _write(self, file: IO[str], more: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,6 @@ from typing import Any
 from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
-
-__all__ = [
-    "MEASURES",
-    "Incarnation",
-    "IncarnationProgress",
-    "ProgressReader",
-    "SlowRank",
-    "StateFile",
-    "end_incarnations",
-    "incarnation_folder",
-    "job_folder",
-    "phases",
-    "read_state",
-    "render_state",
-    "say",
-]
 
 _STATE = "state.json"
 _FORMAT = 1
@@ -278,12 +262,10 @@ class StateFile:
 
     Args:
         folder: of the job.
-        say: prints a line when the folder cannot be written; the state then stays as it was.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._say = say
         self._is_failing = False
         self._before: dict[str, Any] = {}
         self._earlier: list[Any] = []
@@ -314,7 +296,7 @@ class StateFile:
         return {**state, "lost_steps": lost, "earlier": self._earlier[-_MOST_EARLIER:]}
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Replaces the file.
+        """Replaces the file; says so once where it cannot be written and stays as it was.
 
         Args:
             state: what is known of the job.
@@ -328,7 +310,7 @@ class StateFile:
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:  # once for as long as it lasts
-                self._say(
+                say(
                     f"warning: cannot write the state of the job in {self._folder}:"
                     f" {error.strerror}; the job goes on, --status shows the time before"
                 )

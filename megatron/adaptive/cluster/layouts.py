@@ -14,18 +14,10 @@ from itertools import accumulate, pairwise
 
 from megatron.adaptive.cluster.job import MEASURES
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.command_parser import last_value
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-
-__all__ = [
-    "Chooser",
-    "Offer",
-    "ParallelLayout",
-    "as_asked",
-    "choose_layout",
-    "relative_time",
-]
 
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
@@ -133,9 +125,7 @@ class Chooser:
         Returns:
             The layout, ``None`` where none fits.
         """
-        return choose_layout(
-            arguments, [one.slots for one in offers], [one.slowness for one in offers]
-        )
+        return choose_layout(arguments, offers)
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
         """Returns whether a job should leave a layout for another one.
@@ -151,15 +141,12 @@ class Chooser:
         return layout.world_size > running.world_size
 
 
-def choose_layout(
-    arguments: Sequence[str], slots: Sequence[int], slowness: Sequence[float] = ()
-) -> ParallelLayout | None:
+def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> ParallelLayout | None:
     """Chooses a layout by the rule above.
 
     Args:
         arguments: of the trainer, as the user gave them.
-        slots: processes of each node, in the order of the ranks.
-        slowness: of each node, see :class:`Offer`; empty where all are as they should be.
+        offers: the nodes, in the order of the ranks.
 
     Returns:
         The layout, ``None`` where none fits.
@@ -169,12 +156,8 @@ def choose_layout(
     """
     asked = as_asked(arguments)
     tensor = asked.parallel.tensor_model_parallel_size
-    usable = sum(count // tensor for count in slots)
-    by_rank = [
-        slow
-        for count, slow in zip(slots, slowness, strict=False)
-        for _ in range(count // tensor * tensor)
-    ]
+    by_rank = [one.slowness for one in offers for _ in range(one.slots // tensor * tensor)]
+    usable = len(by_rank) // tensor
     for replicas, pipeline in _degrees(asked, usable):
         for chunks in dict.fromkeys((asked.parallel.num_chunks, 1)):
             stages = pipeline * chunks
@@ -264,12 +247,7 @@ def _unit(words: Sequence[str]) -> int:
     """Counts the processes of one replica by the flags."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        value = "1"
-        for at, word in enumerate(words):
-            if word == name and at + 1 < len(words):
-                value = words[at + 1]
-            elif word.startswith(f"{name}="):
-                value = word.partition("=")[2]
+        value = last_value(words, name) or "1"
         unit *= int(value) if value.isdecimal() and int(value) else 1
     return unit
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.errors import SetupError
+import psutil
 
-__all__ = ["Lease", "LeaseTakenError"]
+from megatron.adaptive.errors import SetupError
 
 BEAT_S = 2.0
 STALE_S = 10.0
@@ -147,7 +147,7 @@ class Lease:
         if first == _ENDED:
             return False
         owner = self._facts(number)
-        if owner.get("boot") == _boot() and not _runs(owner.get("pid")):
+        if owner.get("boot") == _boot() and not psutil.pid_exists(owner["pid"]):
             return False
         end_s = time.monotonic() + STALE_S
         while time.monotonic() < end_s:
@@ -202,15 +202,3 @@ def _boot() -> str:
     except OSError:
         own = ""
     return f"{_read(Path('/proc/sys/kernel/random/boot_id')).strip()} {own}"
-
-
-def _runs(pid: object) -> bool:
-    if not isinstance(pid, int):
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

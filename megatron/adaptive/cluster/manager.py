@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
-from megatron.adaptive.cluster.agent import Agent, AgentSpec
+from megatron.adaptive.cluster.agent import Agent
 from megatron.adaptive.cluster.job import (
     Incarnation,
     IncarnationProgress,
@@ -58,8 +58,6 @@ from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
 
-__all__ = ["Manager", "Participant"]
-
 _TICK_S = 2.0
 _SETTLE_S = 0.5
 _GRACE_S = 8.0
@@ -87,13 +85,13 @@ class Manager:
     ) -> None:
         self._spec = spec
         self._chooser = chooser
-        self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments, say)
+        self._stragglers = Stragglers(spec.on_straggler, chooser, spec.arguments)
         self._folder = job_folder(spec.checkpoints)
-        self._state = StateFile(self._folder, say)
+        self._state = StateFile(self._folder)
         self._program = spec.program
         self._lease = Lease(self._folder)
         self._secret = secrets.token_hex(16)
-        self._members = Membership(spec.machines, own, spec.address, self._secret, say)
+        self._members = Membership(spec.machines, own, spec.address, self._secret)
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
         folder = self._program.folder
@@ -110,7 +108,6 @@ class Manager:
         self._before: IncarnationProgress | None = None
         self._progress = ProgressReader()
         self._failures = self._ended_ns = 0
-        self._ports: dict[str, int] = {}
 
     async def run(self) -> int:
         """Runs the job to its end.
@@ -143,11 +140,10 @@ class Manager:
                 raise self._lease.taken()
             self._status = "complete" if status == 0 else f"ended with status {status}"
             return EXIT_LEFT if self._stop is not None and self._own is not None else status
-        except AdaptiveError as error:
+        except (AdaptiveError, OSError) as error:
             self._status = f"ended: {error}"
-            raise
-        except OSError as error:
-            self._status = f"ended: {error}"
+            if not isinstance(error, OSError):
+                raise
             raise SetupError(
                 f"cannot write {error.filename or self._folder}: {error.strerror}; free space there"
                 " or name another folder with --checkpoint"
@@ -165,7 +161,7 @@ class Manager:
     async def _run(self) -> int:
         await self._first_nodes()
         if self._lease.is_taken_over:
-            await self._copies.recover(self._next, self._spec.stop_s)
+            await self._recover()
         reason = "start"
         while True:
             found = await self._layout()
@@ -177,10 +173,15 @@ class Manager:
                 continue
             await self._watch(running)
             if running.fault:  # while all nodes that are left are here
-                await self._copies.recover(self._next, self._spec.stop_s)
+                await self._recover()
             status, reason = self._judge(running)
             if status is not None:
                 return status
+
+    async def _recover(self) -> None:
+        await self._copies.recover(self._spec.stop_s)
+        while not self._members.events.empty():  # what came meanwhile
+            await self._next(None)
 
     async def _first_nodes(self) -> None:
         """Waits until the machines of the file have answered, or enough came by themselves."""
@@ -190,11 +191,8 @@ class Manager:
             expected, limit_s = max(1, self._before_us - 1), min(limit_s, _RETURN_S)
         until_s = time.monotonic() + limit_s
         while self._stop is None and time.monotonic() < until_s:
-            members = self._members
-            enough = len(members.usable()) >= expected
-            if enough and not members.are_starting:
-                return
-            if self._spec.machines is not None and not members.are_starting:
+            enough = len(self._members.usable()) >= expected
+            if not self._members.are_starting and (enough or self._spec.machines is not None):
                 return
             await self._next(until_s)
 
@@ -205,10 +203,8 @@ class Manager:
         said = False
         while self._stop is None:
             # A job that was training need not wait for what a new node imports.
-            if (
-                found := await self._fitting(ready=bool(self._incarnations))
-                or await self._fitting()
-            ):
+            is_ready = bool(self._incarnations)
+            if found := await self._fitting(ready=is_ready) or await self._fitting():
                 return found
             why = f" ({self._chooser.why})" if self._chooser.why else ""
             slots = sum(node.slots for node in self._members.usable())
@@ -239,8 +235,11 @@ class Manager:
         if len(places) < layout.world_size:
             return None
         first = places[0]
-        port = await self._port_of(first)
-        if port is None or not self._holds():
+        try:
+            port = (await self._members.ask(first.name, "port", _PORT_S))["port"]
+        except OSError:
+            return None
+        if not self._holds():
             return None
         end_incarnations(self._folder)
         incarnation = self._next_incarnation(layout, places, reason)
@@ -300,28 +299,14 @@ class Manager:
         self._notice_ns = None
         return incarnation
 
-    async def _port_of(self, node: Node) -> int | None:
-        self._ports.pop(node.name, None)
-        assert node.link is not None
-        node.link.send("port")
-        until_s = time.monotonic() + _PORT_S
-        while node.name not in self._ports:
-            if node.status != "present" or time.monotonic() >= until_s:
-                return None
-            await self._next(until_s)
-        return self._ports[node.name]
-
     async def _watch(self, running: RunningRanks) -> None:
         """Waits until every rank has ended or its node is lost."""
         while running.alive:
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
-            if (
-                event is not None
-                and event.kind == "ended"
-                and event.message["key"] in running.where
-            ):
+            kind = "" if event is None else event.kind
+            if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            left = event.node if event is not None and event.kind == "lost" else None
+            left = event.node if event is not None and kind == "lost" else None
             for key in running.alive:
                 name = running.where[key]  # may have come back since
                 if name == left or self._members.nodes[name].status in ("lost", "gone"):
@@ -329,7 +314,7 @@ class Manager:
                     running.at_fault(lost := f"node {name} was lost", 0.0, gone=lost)
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
-            if event is not None and event.kind == "tick" and not running.stopping:
+            if kind == "tick" and not running.stopping:
                 # Of this incarnation: the event may be of the one before.
                 slow, nodes = self._progress.read(running.folder).slow, self._members.usable()
                 if reason := await self._stragglers.handle(slow, running, nodes):
@@ -448,8 +433,6 @@ class Manager:
         elif event.kind == "ready":  # training need not wait for what a new node imports
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
-        elif event.kind == "port":
-            self._ports[node.name] = event.message["port"]
         elif event.kind == "failed":
             say(f"warning: machine {node.name} is left out: {node.why}")
         elif event.kind == "lost":
@@ -574,20 +557,18 @@ class Participant:
             status = None if self._notice is not None else await self._join(owner)
             if status is not None:
                 return status
-        print(f"[elastic] node {self._name} leaves: {self._notice.name}", flush=True)
+        say(f"node {self._name} leaves: {self._notice.name}")
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
         """Joins as a node of the job; ``None`` where its manager is lost or not there yet."""
         agent = Agent(
-            AgentSpec(
-                name=self._name,
-                address=owner.get("address", ""),
-                port=owner.get("port", 0),
-                secret=owner.get("secret", ""),
-                slots=self._slots,
-            ),
-            self._keeper,
+            name=self._name,
+            address=owner.get("address", ""),
+            port=owner.get("port", 0),
+            secret=owner.get("secret", ""),
+            slots=self._slots,
+            keeper=self._keeper,
         )
         try:
             await agent.run()
@@ -599,9 +580,9 @@ class Participant:
         # The manager may never have heard of the notice.
         await self._over(agent.notice)
         if agent.status is not None:
-            print(f"[elastic] node {self._name} leaves: {agent.why}", flush=True)
+            say(f"node {self._name} leaves: {agent.why}")
             return agent.status
-        print("[elastic] the manager of the job is lost: looking for another", flush=True)
+        say("the manager of the job is lost: looking for another")
         self._until_s = time.monotonic() + self._spec.join_s
         return None
 

@@ -22,17 +22,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.agent import AgentSpec
 from megatron.adaptive.cluster.connection import Connection, listen
 from megatron.adaptive.cluster.host import interface_of, own_address
+from megatron.adaptive.cluster.job import say
 from megatron.adaptive.errors import ConfigError, SetupError
-
-__all__ = ["Event", "Machine", "Membership", "Node", "read_machines"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _KEYS = ("slots", "name")
@@ -132,7 +130,7 @@ class Event(NamedTuple):
 
     Attributes:
         kind: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``, ``lost``, ``ended``,
-            ``port``, ``stop`` or ``tick``.
+            ``stop`` or ``tick``.
         node: where, the empty text for the manager itself.
         message: what the agent sent.
     """
@@ -157,6 +155,7 @@ class Node:
         is_ready: whether a rank would start at once there: what it needs is imported.
         copies_port: at which it takes copies of other nodes' state.
         link: connection with its agent.
+        asked: what :meth:`Membership.ask` waits for, by number.
     """
 
     name: str
@@ -170,6 +169,7 @@ class Node:
     copies_port: int = 0
     link: Connection | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
+    asked: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns its entry in the state of the job."""
@@ -185,7 +185,6 @@ class Membership:
         own: the node of the manager itself where it is not of the file.
         address: at which other machines reach this one, ``None`` to find out.
         secret: that agents show.
-        say: prints a line for the user.
     """
 
     def __init__(
@@ -194,12 +193,10 @@ class Membership:
         own: Machine | None,
         address: str | None,
         secret: str,
-        say: Callable[[str], None],
     ) -> None:
         self._path = machines
         self._address = address
         self._secret = secret
-        self._say = say
         self._read = () if machines is None else read_machines(machines)
         self._own = own
         self._stamp = self._file_stamp()
@@ -207,6 +204,7 @@ class Membership:
         self._is_alone = machines is not None and all(one.has_loopback for one in self._read)
         self._server: asyncio.Server | None = None
         self._is_closing = False
+        self._asked = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.nodes: dict[str, Node] = {}
         self.events: asyncio.Queue[Event] = asyncio.Queue()
@@ -246,6 +244,33 @@ class Membership:
             if (link := self.nodes[name].link) is not None:
                 link.send("signal", number=int(number))
 
+    async def ask(self, name: str, what: str, limit_s: float, **values: Any) -> dict[str, Any]:
+        """Sends a message to a node's agent and waits for its answer.
+
+        Args:
+            name: of the node.
+            what: the message's kind.
+            limit_s: time limit.
+            values: of the message.
+
+        Raises:
+            TimeoutError: there was none in time; says so.
+            ConnectionError: the node was lost; says so.
+        """
+        node = self.nodes[name]
+        if node.link is None or node.status not in ("present", "leaving"):
+            raise ConnectionError(f"{name} was lost as well")
+        self._asked += 1
+        number = self._asked
+        answer = node.asked[number] = asyncio.get_running_loop().create_future()
+        node.link.send(what, number=number, **values)
+        try:
+            return await asyncio.wait_for(answer, limit_s)
+        except asyncio.TimeoutError:
+            raise TimeoutError(f"{name} did not end in time") from None
+        finally:
+            node.asked.pop(number, None)
+
     def usable(self) -> list[Node]:
         """Lists nodes that can run ranks, in the order of the file or as they came."""
         order = {machine.name: at for at, machine in enumerate(self._read)}
@@ -277,10 +302,10 @@ class Membership:
         try:
             now = read_machines(self._path)
         except ConfigError as error:
-            self._say(f"warning: {error}; the job goes on with the machines it had")
+            say(f"warning: {error}; the job goes on with the machines it had")
             return
         if self.port and self.address == "127.0.0.1" and not all(one.is_local for one in now):
-            self._say(
+            say(
                 "warning: other machines cannot reach a manager that began with localhost alone;"
                 " they are left out until the job is started anew"
             )
@@ -335,13 +360,11 @@ class Membership:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _file_stamp(self) -> tuple[int, int] | None:
-        if self._path is None:
-            return None
-        try:
-            status = self._path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                status = self._path.stat()
+                return status.st_mtime_ns, status.st_size
+        return None
 
     def _start_agent(self, machine: Machine) -> None:
         node = self.nodes[machine.name] = Node(name=machine.name, machine=machine)
@@ -360,13 +383,8 @@ class Membership:
             words = ["env", *exported, *command]
             command = [*_SSH, machine.host, f"cd {shlex.quote(os.getcwd())} && exec "]
             command[-1] += shlex.join(words)
-        spec = AgentSpec(
-            name=machine.name,
-            address=self.address,
-            port=self.port,
-            secret=self._secret,
-            slots=machine.slots,
-        )
+        place = {"name": machine.name, "address": self.address, "port": self.port}
+        spec = {**place, "secret": self._secret, "slots": machine.slots}
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -380,7 +398,7 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        process.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
+        process.stdin.write(json.dumps(spec).encode() + b"\n")
         process.stdin.close()
         said = ""
         if process.stderr is not None:
@@ -421,8 +439,15 @@ class Membership:
         link.beat()
         self.events.put_nowait(Event("joined", node.name, {"unix_ns": time.time_ns()}))
         while (message := await link.receive()) is not None:
+            if message["what"] == "answer":
+                if (answer := node.asked.get(message["number"])) is not None and not answer.done():
+                    answer.set_result(message)
+                continue
             node.is_ready = node.is_ready or message["what"] == "ready"
             self.events.put_nowait(Event(message["what"], node.name, message))
+        for answer in node.asked.values():
+            if node.link is link and not answer.done():
+                answer.set_exception(ConnectionError(f"{node.name} was lost as well"))
         await link.close()
         if node.link is link and node.status in ("present", "leaving"):
             node.status, node.why = "lost", "its connection ended without a notice"

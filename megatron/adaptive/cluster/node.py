@@ -37,24 +37,7 @@ from megatron.adaptive.cluster.host import ResourceSampler
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.model import model_flags
 from megatron.adaptive.config.plan import run_flags
-from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError, SetupError
-
-__all__ = [
-    "EXIT_STOPPED_EARLY",
-    "ROOT",
-    "NodePlace",
-    "check_files",
-    "check_port",
-    "check_trainer",
-    "in_container",
-    "make_folder",
-    "node_command",
-    "python_of",
-    "run_node",
-    "run_record",
-    "trainer_flags",
-]
 
 ROOT = Path(__file__).resolve().parents[3]
 _MOCK_VOCABULARY = "50303"
@@ -112,13 +95,20 @@ def _data_flags(conf: LaunchConf) -> list[str]:
     if conf["DATA"] == "mock":
         return f"--mock-data --tokenizer-type NullTokenizer --vocab-size {_MOCK_VOCABULARY}".split()
     data = conf.path("DATA")
-    files = {"VOCAB_FILE": "vocab.json", "MERGE_FILE": "merges.txt"}
-    paths = {
-        name: str(conf.path(name) if conf[name] else data.parent / default)
-        for name, default in files.items()
-    }
     flags = ["--data-path", str(data), "--tokenizer-type", "GPT2BPETokenizer"]
-    return [*flags, "--vocab-file", paths["VOCAB_FILE"], "--merge-file", paths["MERGE_FILE"]]
+    for name, flag, default in (
+        ("VOCAB_FILE", "--vocab-file", "vocab.json"),
+        ("MERGE_FILE", "--merge-file", "merges.txt"),
+    ):
+        flags += [flag, str(conf.path(name) if conf[name] else data.parent / default)]
+    return flags
+
+
+# Variables that the trainer has as flags.
+_FLAGS = (
+    *("TENSOR_MP_SIZE", "PIPELINE_MP_SIZE", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "SCHEDULE"),
+    *("PARTITION", "STAGE_DP_SIZES", "MODEL_CHUNKS"),
+)
 
 
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
@@ -127,21 +117,21 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
     Raises:
         ConfigError: names the variable where the rule is about one, else the trainer's flag.
     """
-    flags = trainer_flags(conf, run_dir)
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
             f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']}: checkpoints there are on their"
             " way to CHECKPOINT_DIR, which is not given: give it, on storage that all nodes share"
         )
-    if conf["PARTITION"] is not None and "--num-layers" in flags:
-        layers = flags[len(flags) - 1 - flags[::-1].index("--num-layers") + 1]
-        total = sum(parse_partition(conf["PARTITION"]))
-        if layers.isdigit() and total != int(layers):
-            raise ConfigError(
-                f"PARTITION={conf['PARTITION']}: it holds {total} layers, but MODEL="
-                f"{conf['MODEL']} has {layers}"
-            )
-    parse(flags, world_size=world_size, last_wins=True)
+    try:
+        parse(trainer_flags(conf, run_dir), world_size=world_size, last_wins=True)
+    except ConfigError as error:
+        text = str(error).replace("--num-layers is", f"--num-layers of MODEL={conf['MODEL']} is")
+        for name in _FLAGS:
+            flag = run_flags({name: "2"})[0]
+            if flag not in (conf["TRAINER_FLAGS"] or ""):
+                text = re.sub(rf"{flag} (?=\d)", f"{name}=", text)
+                text = re.sub(rf"{flag}(?![\w-])", name, text)
+        raise ConfigError(text) from None
 
 
 def python_of(conf: LaunchConf) -> str:
@@ -160,28 +150,30 @@ def node_command(conf: LaunchConf, place: NodePlace, run_dir: Path) -> list[str]
 
 
 def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
-    target = str(run_dir / f"profile-node{node_rank}")
+    words = ""
     if conf["NSYS"]:
-        flags = "--trace cuda,nvtx,osrt --capture-range cudaProfilerApi --capture-range-end stop"
-        return ["nsys", "profile", "--force-overwrite", "true", "-o", target, *flags.split()]
-    if conf["NCU"]:
-        flags = "--target-processes all --profile-from-start off"
-        return ["ncu", "--force-overwrite", "-o", target, *flags.split()]
-    return []
+        words = "nsys profile --force-overwrite true --trace cuda,nvtx,osrt"
+        words += " --capture-range cudaProfilerApi --capture-range-end stop -o"
+    elif conf["NCU"]:
+        words = "ncu --force-overwrite --target-processes all --profile-from-start off -o"
+    return [*words.split(), str(run_dir / f"profile-node{node_rank}")] if words else []
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
     """Returns ``command`` as it runs inside the image; pyxis is Slurm's to start."""
-    if conf["CONTAINER"] not in ("apptainer", "enroot"):
-        return list(command)
-    mounts = [f"{ROOT}:{ROOT}", f"{run_dir}:{run_dir}"]
-    mounts += [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
-    if conf["CONTAINER"] == "apptainer":
-        binds = [word for mount in mounts for word in ("--bind", mount)]
-        return ["apptainer", "exec", *gpu, *binds, str(conf["IMAGE"]), *command]
-    binds = [word for mount in mounts for word in ("--mount", mount)]
-    return ["enroot", "start", "--rw", *binds, str(conf["IMAGE"]), *command]
+    starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
+    if conf["CONTAINER"] not in starts:
+        return list(command)
+    *start, flag = starts[conf["CONTAINER"]]
+    binds = [word for mount in mounts_of(conf, run_dir) for word in (flag, mount)]
+    return [conf["CONTAINER"], *start, *binds, str(conf["IMAGE"]), *command]
+
+
+def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
+    """Lists the folders that the container gets, ``FROM:TO``."""
+    more = [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
+    return [f"{ROOT}:{ROOT}", f"{logs}:{logs}", *more]
 
 
 def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
@@ -267,9 +259,8 @@ def run_node(
                 _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped),
             ]
             if reach_s is not None:
-                threads.append(
-                    _in_thread(_end_unreached, job, place, name, reach_s, err, over, is_cut)
-                )
+                reach = job, place, name, reach_s, err, over, is_cut
+                threads.append(_in_thread(_end_unreached, *reach))
             status = job.wait()
             over.set()
             for thread in threads:

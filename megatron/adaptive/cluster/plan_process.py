@@ -13,17 +13,16 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.cluster.job import say
 from megatron.adaptive.cluster.layouts import WORTH_A_MORPH, Chooser, Offer, ParallelLayout
 from megatron.adaptive.cluster.planning import Planning, ScriptPlanning
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
-
-__all__ = ["PlannerChooser"]
 
 _FIRST_S = 180.0
 """Time limit of the first plan on a machine, which compiles the search."""
@@ -41,7 +40,6 @@ class PlannerChooser(Chooser):
         paths: see ``planning.Planning``.
         arguments: of the trainer.
         within_s: time limit of a plan.
-        say: prints a line for the user.
         unequal: see ``planning.Planning``.
         model: file of what was measured of a script's model, ``None`` for the trainer.
     """
@@ -51,13 +49,11 @@ class PlannerChooser(Chooser):
         paths: Sequence[Path],
         arguments: Sequence[str],
         within_s: float,
-        say: Callable[[str], None],
         *,
         unequal: bool = False,
         model: Path | None = None,
     ) -> None:
         self._within_s = within_s
-        self._say = say
         self._model = model
         self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
         spawn = multiprocessing.get_context("spawn")
@@ -149,17 +145,17 @@ class PlannerChooser(Chooser):
                 found = await asyncio.to_thread(self._plan, offers, limit_s)
             except SetupError as error:
                 if self._model is None:
-                    self._say(f"warning: no plan: {error}; the layout is chosen without it")
+                    say(f"warning: no plan: {error}; the layout is chosen without it")
                     self.why = ""
                     return await super().choose(arguments, offers)
-                self._say(f"warning: no plan: {error}; the busiest stage alone decides")
+                say(f"warning: no plan: {error}; the busiest stage alone decides")
                 try:
                     found = ScriptPlanning(self._model).plan(offers, timed=False), ""
                 except ConfigError as refused:
                     found = None, str(refused)
             self._known[key] = found
             if found[0] is not None and found[1]:
-                self._say(f"warning: left out: {found[1]}")
+                say(f"warning: left out: {found[1]}")
         layout, text = self._known[key]
         self.why = "" if layout is not None else text
         return layout

@@ -58,8 +58,6 @@ from megatron.adaptive.planner.running import Running, choose_option, least_larg
 from megatron.adaptive.planner.search import SearchOptions
 from megatron.adaptive.schedule.registry import policy_names
 
-__all__ = ["PLAN_WITH", "Planning", "ScriptPlanning"]
-
 PLAN_WITH = "--plan-with"
 _ANY_NUMBER = 1 << 20
 _Names = dict[str, dict[str, None]]

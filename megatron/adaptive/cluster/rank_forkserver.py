@@ -33,11 +33,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["main"]
-
 _SET_DEATH_SIGNAL = 1
 _MODULES = (
-    *("training.pretrain", "training.loop", "training.hooks", "training.logging"),
+    *("training.pretrain", "training.loop", "training.logging"),
     *("gpt.initialize", "gpt.setup", "checkpoint.training", "engine.stop"),
     *("modules.pipeline", "modules.loop", "modules.checkpoint", "modules.sizes"),
 )

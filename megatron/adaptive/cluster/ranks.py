@@ -29,23 +29,6 @@ from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, Jo
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
-__all__ = [
-    "EXIT_LEFT",
-    "JobSpec",
-    "Policy",
-    "Program",
-    "RunningRanks",
-    "ScriptProgram",
-    "TrainerProgram",
-    "assign",
-    "earliest",
-    "how_ended",
-    "is_trainer",
-    "is_well",
-    "model_file",
-    "rank_orders",
-]
-
 _TRAINER = "pretrain_gpt"
 _MODEL = "model.json"
 _MOST_MEASURED = 3

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,12 @@ from megatron.adaptive.checkpoint import restore_snapshots
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.job import IncarnationProgress, say
-from megatron.adaptive.cluster.membership import Event, Membership, Node
-
-__all__ = [
-    "HeldSnapshot",
-    "JobSnapshots",
-    "SnapshotSource",
-    "buddies",
-    "newest",
-    "read_inventories",
-]
+from megatron.adaptive.cluster.membership import Membership, Node
 
 _ANSWER_S = 20.0
 _SETTLE_S = 5.0
 _HERE = ("present", "leaving")
 _NONE: Mapping[str, Any] = {"run": "", "secret": "", "buddy": None, "settings": {}}
-
-Next = Callable[[float | None], Awaitable[Event | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +68,7 @@ class SnapshotSource:
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
-    """Return the node that keeps copies for each: the next one on another machine.
+    """Returns the node that keeps copies for each: the next one on another machine.
 
     Where all are on one machine, as where a job is tried out, just the next one.
     """
@@ -95,7 +84,7 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
 def read_inventories(
     kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]],
 ) -> tuple[list[HeldSnapshot], dict[tuple[str, int], Sequence[Mapping[str, Any]]]]:
-    """Return what :func:`newest` takes.
+    """Returns what :func:`newest` takes.
 
     Args:
         kept: names of nodes, and what their keepers gave as inventory.
@@ -114,7 +103,7 @@ def read_inventories(
 def newest(
     held: Sequence[HeldSnapshot], needs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 ) -> SnapshotSource:
-    """Find the newest step that is whole.
+    """Finds the newest step that is whole.
 
     Args:
         held: on all nodes that are left.
@@ -182,7 +171,7 @@ class JobSnapshots:
         self._written = 0
 
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
-        """Return what the agent of each node gets with the ranks that it starts.
+        """Returns what the agent of each node gets with the ranks that it starts.
 
         Args:
             epoch: its number.
@@ -218,7 +207,7 @@ class JobSnapshots:
         return found
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Return where an epoch goes on from, and how many steps are done again.
+        """Returns where an epoch goes on from, and how many steps are done again.
 
         Args:
             resumed: the iteration that it goes on from.
@@ -235,25 +224,24 @@ class JobSnapshots:
                 source += f": {last.why}"
         return source, max(0, done - resumed)
 
-    async def recover(self, following: Next, limit_s: float) -> None:
-        """Make a checkpoint of the newest step that is left, if it is newer than the last one.
+    async def recover(self, limit_s: float) -> None:
+        """Makes a checkpoint of the newest step that is left, if it is newer than the last one.
 
         Args:
-            following: waits for the next event.
             limit_s: for the nodes to write it.
         """
         if self._settings is None:
             return
         try:
-            await self._recover(following, limit_s)
+            await self._recover(limit_s)
         finally:
             if self._kept is not None:
                 self._kept[1].close()
                 self._kept = None
 
-    async def _recover(self, following: Next, limit_s: float) -> None:
+    async def _recover(self, limit_s: float) -> None:
         latest = self._folder.latest() or 0
-        self._last = source = await self._ask(following)
+        self._last = source = await self._ask()
         if source.step <= latest:
             if source.why and latest < source.seen:
                 say(f"warning: {source.why}: going on from the checkpoint of {latest}")
@@ -261,9 +249,9 @@ class JobSnapshots:
         begun_s = time.monotonic()
         try:
             self._folder.begin(source.step)
-            why = await self._write(source, following, begun_s + limit_s)
+            why = await self._write(source, begun_s + limit_s)
         except OSError as error:
-            why = f"{error.filename}: {error.strerror}"
+            why = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
         if why:
             self._folder.abandon(source.step)
             why = f"the copies of iteration {source.step} could not be written: {why}"
@@ -276,28 +264,29 @@ class JobSnapshots:
             f" {time.monotonic() - begun_s:.1f} s; the last checkpoint was of {latest}"
         )
 
-    async def _ask(self, following: Next) -> SnapshotSource:
-        """Ask all nodes what they keep."""
-        nodes = [node for node in self._members.nodes.values() if node.status in _HERE]
-        for node in nodes:
-            assert node.link is not None
-            node.link.send("inventory", within_s=_SETTLE_S)
-        waiting = {node.name for node in nodes}
-        kept: list[tuple[str, Sequence[Mapping[str, Any]]]] = []
+    async def _ask(self) -> SnapshotSource:
+        """Asks all nodes what they keep."""
+
+        async def held(name: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
+            try:
+                ask = self._members.ask(name, "inventory", _ANSWER_S, within_s=_SETTLE_S)
+                return name, (await ask)["held"]
+            except OSError:
+                return name, ()
+
+        names = [node.name for node in self._members.nodes.values() if node.status in _HERE]
+        kept = await asyncio.gather(*map(held, names))
         if self._kept is not None:
             own, keeper = self._kept
             kept.append((own, await asyncio.to_thread(keeper.inventory, _SETTLE_S)))
-        until_s = time.monotonic() + _ANSWER_S
-        while waiting and time.monotonic() < until_s:
-            event = await following(until_s)
-            if event is not None and event.kind == "inventory" and event.node in waiting:
-                kept.append((event.node, event.message["held"]))
-                waiting.discard(event.node)
-            waiting = {name for name in waiting if self._members.nodes[name].status in _HERE}
         return newest(*read_inventories(kept))
 
-    async def _write(self, source: SnapshotSource, following: Next, until_s: float) -> str:
-        """Let the nodes write a step; returns what went wrong."""
+    async def _write(self, source: SnapshotSource, until_s: float) -> str:
+        """Lets the nodes write a step; returns which of them failed.
+
+        Raises:
+            OSError: one was lost, or did not end in time.
+        """
         by_node: dict[str, list[dict[str, Any]]] = {}
         common = next(one for one, _ in source.parts if one.has_common)
         for one, indices in source.parts:
@@ -318,40 +307,30 @@ class JobSnapshots:
             }
             for index, (name, parts) in enumerate(by_node.items())
         }
-        why = await self._run(orders, following, until_s)
+        why = await self._run(orders, until_s)
         if why:
             return why
         last = {**common_order, "what": "assemble", "count": len(orders)}
-        return await self._run({common.node: last}, following, until_s)
+        return await self._run({common.node: last}, until_s)
 
-    async def _run(
-        self, orders: Mapping[str, Mapping[str, Any]], following: Next, until_s: float
-    ) -> str:
-        """Run the program on nodes at once and wait for all; returns what went wrong."""
+    async def _run(self, orders: Mapping[str, Mapping[str, Any]], until_s: float) -> str:
+        """Runs the program on nodes at once and waits for all; returns which of them failed."""
         self._written += 1
-        keys = {}
-        for name, order in orders.items():
-            key = f"restore-{self._written}/{name}"
-            link = self._members.nodes[name].link
-            assert link is not None
+
+        async def run(name: str, order: Mapping[str, Any]) -> int:
             rank = {
-                "key": key,
+                "key": f"restore-{self._written}/{name}",
                 "variables": {},
                 "script": str(Path(restore_snapshots.__file__).resolve()),
                 "arguments": [json.dumps(order)],
                 "folder": str(Path.cwd()),
             }
-            link.send("start", ranks=[rank])
-            keys[key] = name
-        while keys:
-            if time.monotonic() >= until_s:
-                return f"{', '.join(keys.values())} did not end in time"
-            event = await following(until_s)
-            if event is not None and event.kind == "ended" and event.message["key"] in keys:
-                name = keys.pop(event.message["key"])
-                if event.message["status"]:
-                    return f"{name} ended with status {event.message['status']}"
-            for name in keys.values():
-                if self._members.nodes[name].status not in _HERE:
-                    return f"{name} was lost as well"
+            within_s = max(0.0, until_s - time.monotonic())
+            answer = await self._members.ask(name, "start", within_s, ranks=[rank])
+            return int(answer["status"])
+
+        statuses = await asyncio.gather(*(run(*order) for order in orders.items()))
+        for name, status in zip(orders, statuses, strict=True):
+            if status:
+                return f"{name} ended with status {status}"
         return ""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.adaptive.cluster.job import SlowRank
+from megatron.adaptive.cluster.job import SlowRank, say
 from megatron.adaptive.cluster.layouts import (
     WORTH_A_MORPH,
     Chooser,
@@ -25,8 +25,6 @@ from megatron.adaptive.cluster.layouts import (
 )
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.cluster.ranks import Policy, RunningRanks, assign
-
-__all__ = ["Stragglers"]
 
 _IN_A_ROW = 2
 _LEAST = 1.1
@@ -43,7 +41,6 @@ class Stragglers:
         policy: ``ignore``; ``replan``, to move layers away; ``exclude``, to leave the node out.
         chooser: of layouts.
         arguments: of the trainer.
-        say: prints a line for the user.
     """
 
     def __init__(
@@ -51,12 +48,10 @@ class Stragglers:
         policy: Policy,
         chooser: Chooser,
         arguments: Sequence[str],
-        say: Callable[[str], None],
     ) -> None:
         self._policy = policy
         self._chooser = chooser
         self._arguments = arguments
-        self._say = say
         self._slowness: dict[str, float] = {}
         self._aside: dict[str, str] = {}
         self._judged: set[str] = set()
@@ -173,7 +168,7 @@ class Stragglers:
         _slow_down(running, name, excess)
         now_s = time.monotonic()
         if len(self._moves) == _MOST_MOVES and now_s - self._moves[0] < _WITHIN_S:
-            self._say(f"warning: {text}; it stays: the job has moved {_MOST_MOVES} times for such")
+            say(f"warning: {text}; it stays: the job has moved {_MOST_MOVES} times for such")
             return ""
         others = [
             node for node in self.wanted(nodes) if self._policy == "replan" or node.name != name
@@ -181,7 +176,7 @@ class Stragglers:
         layout = await self._choose(others) if others else None
         if layout is None or not self._is_faster(layout, others, running):
             other = "without it" if self._policy == "exclude" else "with fewer layers for it"
-            self._say(f"warning: {text}; it stays: no layout {other} is faster")
+            say(f"warning: {text}; it stays: no layout {other} is faster")
             return ""
         if self._policy == "exclude":
             self._aside[name] = _LEFT_OUT

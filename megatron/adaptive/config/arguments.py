@@ -24,7 +24,7 @@ from megatron.adaptive.config.refused import reason_for, refused_flags
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["FlagRow", "flag_table", "make_parser", "only_groups", "parse"]
+__all__ = ["FlagRow", "flag_table", "make_parser", "only_groups", "options_of", "parse"]
 
 _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
 _HELP_FLAGS = ("-h", "--help")
@@ -161,7 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     for kind in groups().values():
         group = parser.add_argument_group(_title(kind))
         for spec in _flagged(kind):
-            group.add_argument(*spec.names, **_options_of(spec))
+            group.add_argument(*spec.names, **options_of(spec))
     return parser
 
 
@@ -171,7 +171,7 @@ def _complaint(message: str) -> str:
 
 
 def _flagged(kind: type) -> list[FieldSpec]:
-    return [spec for spec in fields_of(kind) if spec.flag is not None]
+    return [spec for spec in fields_of(kind) if spec.has_flag]
 
 
 def _all_specs() -> dict[str, FieldSpec]:
@@ -183,25 +183,23 @@ def _title(kind: type) -> str:
 
 
 def _help_of(spec: FieldSpec) -> str:
-    assert spec.flag is not None
     if not spec.flag.choices:
         return spec.flag.help
     return f"{spec.flag.help} One of: {', '.join(map(str, spec.flag.choices))}."
 
 
 def _metavar(spec: FieldSpec) -> str:
-    assert spec.flag is not None
     fallback = {int: "N", float: "X", str: "TEXT", bool: "True|False"}[spec.base]
     return (spec.unit or fallback) + (" ..." if _takes_any_number(spec) else "")
 
 
 def _takes_any_number(spec: FieldSpec) -> bool:
     """Returns whether one or more words follow the flag."""
-    return spec.many and spec.length is None and spec.flag is not None and not spec.flag.convert
+    return spec.many and spec.length is None and not spec.flag.convert
 
 
-def _options_of(spec: FieldSpec) -> dict[str, Any]:
-    """Keyword arguments of ``add_argument``."""
+def options_of(spec: FieldSpec) -> dict[str, Any]:
+    """Keyword arguments of ``add_argument``; a flag that is not given is absent from the result."""
     text = _help_of(spec).replace("%", "%%")
     if spec.is_switch:
         return {
@@ -217,7 +215,6 @@ def _options_of(spec: FieldSpec) -> dict[str, Any]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    assert spec.flag is not None
     options: dict[str, Any] = {
         "dest": spec.dest,
         "type": convert,

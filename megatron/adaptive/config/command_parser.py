@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["CommandParser", "count"]
+__all__ = ["CommandParser", "count", "last_value"]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -60,3 +60,14 @@ def count(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
     return int(word)
+
+
+def last_value(words: Sequence[str], flag: str) -> str | None:
+    """Returns the value that a flag has in an unparsed command line, the last one of several."""
+    found = None
+    for at, word in enumerate(words):
+        if word == flag and at + 1 < len(words):
+            found = words[at + 1]
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found

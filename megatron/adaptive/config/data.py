@@ -16,10 +16,7 @@ from megatron.adaptive.config.flags import (
     switch,
 )
 
-__all__ = [
-    "BatchConfig",
-    "DataConfig",
-]
+__all__ = ["BatchConfig", "DataConfig"]
 
 _DEFAULT_SPLIT = "969,30,1"
 _NO_PACKAGE = (

@@ -15,13 +15,7 @@ from typing import Any
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = [
-    "EXIT_MEASURED",
-    "Environment",
-    "Installed",
-    "JOB_VARIABLE",
-    "JobOrder",
-]
+__all__ = ["EXIT_MEASURED", "Environment", "Installed", "JOB_VARIABLE", "JobOrder"]
 
 _LAUNCHER = "start the program with torchrun or unset the variable"
 

@@ -32,8 +32,6 @@ from megatron.adaptive.data.preprocess import PreprocessSpec, Progress, preproce
 from megatron.adaptive.data.tokenizer import END_OF_DOCUMENT
 from megatron.adaptive.errors import ConfigError, DataError
 
-__all__ = ["Corpus", "CorpusSpec", "make_corpus", "source_files"]
-
 _FORMAT = 1
 _MANIFEST = "corpus.json"
 _FILES = (

@@ -39,8 +39,6 @@ from megatron.adaptive.data.indexed import INDEX_CACHE, check_indexed, check_voc
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
-__all__ = ["Blend", "Samples", "build_datasets", "parse_blend"]
-
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
 

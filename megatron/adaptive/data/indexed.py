@@ -30,8 +30,6 @@ import numpy.typing as npt
 
 from megatron.adaptive.errors import DataError
 
-__all__ = ["INDEX_CACHE", "IndexedInfo", "check_indexed", "check_vocabulary_fits"]
-
 INDEX_CACHE = "index_cache"
 """Folder beside the data where shuffling indices go unless ``--data-cache-path`` names another."""
 

@@ -40,8 +40,6 @@ import numpy.typing as npt
 from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
-__all__ = ["PreprocessSpec", "PreprocessSummary", "expand_inputs", "preprocess"]
-
 _BATCH_BYTES = 1 << 20
 _BATCHES_PER_WORKER = 3
 

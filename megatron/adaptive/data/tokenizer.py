@@ -23,16 +23,6 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.adaptive.errors import ConfigError, DataError
 
-__all__ = [
-    "END_OF_DOCUMENT",
-    "TOKENIZER_TYPES",
-    "GPT2BPETokenizer",
-    "NullTokenizer",
-    "Tokenizer",
-    "build_tokenizer",
-    "padded_vocab_size",
-]
-
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_TYPES = ("GPT2BPETokenizer", "NullTokenizer")
 

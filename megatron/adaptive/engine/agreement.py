@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.adaptive.engine.decision_channel import Describe, Links, Reader, Writer
 from megatron.adaptive.errors import AdaptiveError, DeadlineError, PeerLostError, ScheduleError
-from megatron.adaptive.schedule.action import KINDS, NUMBER, Action
+from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import (
@@ -158,7 +158,7 @@ class Leader(Agreement):
         """Implements :class:`Agreement`."""
         action = policy.pick(state)
         if action is not None and not self._is_static:
-            self._decisions.publish(encode_action(action), timeout_s)
+            self._decisions.publish(encode(action, action.piece), timeout_s)
         return action
 
     def missing(self) -> str:
@@ -202,7 +202,9 @@ class Leader(Agreement):
                         f"{self._describe(rank)}, of the same tensor-parallel group, lost its "
                         "channel to another stage"
                     )
-                self._completions.put(Notice(decode_label(word), rank))
+                kind, chunk, microbatch, step = decode(word)
+                label = Label(step, Action(kind, chunk, microbatch))
+                self._completions.put(Notice(label, rank))
             reader.close()
         except Exception as error:
             self._completions.put(error)
@@ -266,7 +268,7 @@ class Follower(Agreement):
                 "the first rank of the tensor-parallel group has ended, while this one waits for "
                 "its next decision; the ranks ran different numbers of steps"
             )
-        return decode_action(word)
+        return Action(*decode(word))
 
     def close(self) -> None:
         """Implements :class:`Agreement`."""
@@ -298,7 +300,7 @@ class Follower(Agreement):
                 return
             self._reported.add(label.action)
             try:
-                self._reports.publish(encode_label(label), self._timeout_s)
+                self._reports.publish(encode(label.action, label.step), self._timeout_s)
             except AdaptiveError:
                 self._has_ended = True
                 raise
@@ -345,43 +347,21 @@ def connect(
     return agreement
 
 
-def encode_action(action: Action) -> int:
-    """Return an action as a number of 63 bits.
+def encode(action: Action, rest: int) -> int:
+    """Return an action and the piece or step that belongs to it as a number of 63 bits.
 
     Raises:
-        ScheduleError: there are more chunks, pieces or microbatches than such a number can say.
+        ScheduleError: there are more chunks, microbatches, pieces or steps than it can say.
     """
-    chunk, microbatch, piece = action.chunk, action.microbatch, action.piece
-    if chunk >> 13 or microbatch >> 32 or piece >> 16:
-        raise _too_large(action)
-    return NUMBER[action.kind] << 61 | piece << 45 | chunk << 32 | microbatch
-
-
-def decode_action(word: int) -> Action:
-    """Return the action of :func:`encode_action`."""
-    return Action(KINDS[word >> 61], word >> 32 & 0x1FFF, word & 0xFFFFFFFF, word >> 45 & 0xFFFF)
-
-
-def encode_label(label: Label) -> int:
-    """Return the label of a forward or backward as a number of 63 bits.
-
-    Raises:
-        ScheduleError: there are more chunks, microbatches or steps than such a number can say.
-    """
-    action = label.action
     chunk, microbatch = action.chunk, action.microbatch
-    if chunk >> 10 or microbatch >> 20 or label.step >> 32:
-        raise _too_large(action)
-    return label.step << 31 | NUMBER[action.kind] << 30 | chunk << 20 | microbatch
+    if chunk >> 10 or microbatch >> 20 or rest >> 31:
+        raise ScheduleError(
+            f"{action} cannot be agreed on by a tensor-parallel group: use at most 1024 chunks and "
+            "1048576 microbatches, and fewer than 2^31 steps and pieces"
+        )
+    return rest << 32 | NUMBER[action.kind] << 30 | chunk << 20 | microbatch
 
 
-def decode_label(word: int) -> Label:
-    """Return the label of :func:`encode_label`."""
-    return Label(word >> 31, Action(KINDS[word >> 30 & 1], word >> 20 & 0x3FF, word & 0xFFFFF))
-
-
-def _too_large(action: Action) -> ScheduleError:
-    return ScheduleError(
-        f"{action} cannot be agreed on by a tensor-parallel group: use at most 1024 chunks, 65536 "
-        "pieces and 1048576 microbatches"
-    )
+def decode(word: int) -> tuple[ActionKind, int, int, int]:
+    """Return kind, chunk, microbatch and the rest of what :func:`encode` took."""
+    return KINDS[word >> 30 & 3], word >> 20 & 0x3FF, word & 0xFFFFF, word >> 32

@@ -222,19 +222,18 @@ def _connect(
     """
     if len(members) == 1:
         return None
-    rank = dist.get_rank()
-    groups = ProcessGroups(
-        members=members,
-        gather=_gather,
-        accelerator=accelerator,
-        payloads=payloads,
-        describe=describe,
-        timeout_s=timeout_s,
-    )
+    rank, device = dist.get_rank(), accelerator.device
+    common: dict[str, Any] = {
+        "gather": _gather,
+        "payloads": payloads,
+        "describe": describe,
+        "timeout_s": timeout_s,
+    }
+    groups = ProcessGroups(members=members, accelerator=accelerator, **common)
     own = own_endpoint(
         rank,
         places[rank],
-        device=accelerator.device,
+        device=device,
         own_gpu=accelerator.backend == "nccl",
         options=options,
         address=network_address(
@@ -246,14 +245,11 @@ def _connect(
     return connect_ranks(
         own=own,
         peers=peers,
-        gather=_gather,
         groups=groups,
         options=options,
-        payloads=payloads,
-        device=accelerator.device,
-        describe=describe,
-        timeout_s=timeout_s,
+        device=device,
         log=lambda line: print(line, flush=True),
+        **common,
     )
 
 

@@ -13,15 +13,16 @@ What the numbers mean is ``agreement``'s business; they are not negative.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,79 +88,60 @@ class Reader(Protocol):
         """
 
 
-class MemoryWriter:
-    """A writer in shared memory; needs the C++ extension.
+class _MemoryEnd:
+    """An end in shared memory; needs the C++ extension.
 
     Args:
-        log: the extension's writer.
-        readers: global ranks of its readers, in the order of their index.
+        log: the extension's end.
+        peers: text for those at the other end.
         describe: names a rank in errors.
     """
 
-    def __init__(self, log: Any, readers: Sequence[int], describe: Describe) -> None:
+    def __init__(self, log: Any, peers: str, describe: Describe) -> None:
         self._log = log
-        self._readers = ", ".join(describe(rank) for rank in readers)
+        self._peers = peers
         self._describe = describe
 
+    def _raise(self, lack: str, error: TransportError) -> NoReturn:
+        """Name ranks in an error of the extension: who is silent, or who gave up."""
+        if isinstance(error, DeadlineError):
+            raise DeadlineError(f"{lack} {self._peers}: {error}") from error
+        if (rank := self._log.abort_reason) is not None:
+            raise PeerLostError(
+                f"{self._describe(rank)} ended the step of its tensor-parallel group: it lost "
+                "another rank"
+            ) from error
+        raise error
+
+
+class _MemoryWriter(_MemoryEnd):
     def publish(self, value: int, timeout_s: float) -> None:
-        """Implements :class:`Writer`."""
         try:
             self._log.publish(value, timeout_s)
-        except DeadlineError as error:
-            raise DeadlineError(f"no room for a word to {self._readers}: {error}") from error
         except TransportError as error:
-            _name_who_gave_up(self._log, self._describe, error)
-            raise
+            self._raise("no room for a word to", error)
 
     def close(self) -> None:
-        """Implements :class:`Writer`."""
         self.publish(_CLOSED, _CLOSE_S)
         self._log.close()
 
 
-class MemoryReader:
-    """A reader in shared memory; needs the C++ extension.
-
-    Args:
-        log: the extension's reader.
-        rank: global rank of this process.
-        writer: that of the writer.
-        describe: names a rank in errors.
-    """
-
-    def __init__(self, log: Any, rank: int, writer: int, describe: Describe) -> None:
-        self._log = log
-        self._rank = rank
-        self._writer = writer
-        self._describe = describe
-
+class _MemoryReader(_MemoryEnd):
     def next(self, timeout_s: float) -> int | None:
-        """Implements :class:`Reader`."""
         try:
             value = int(self._log.next(timeout_s))
-        except DeadlineError as error:
-            raise DeadlineError(f"no word of {self._describe(self._writer)}: {error}") from error
         except TransportError as error:
-            _name_who_gave_up(self._log, self._describe, error)
-            raise
+            self._raise("no word of", error)
         return None if value == _CLOSED else value
 
     def give_up(self) -> None:
-        """Implements :class:`Reader`; whoever waits is woken."""
-        self._log.abort(self._rank)
+        self._log.abort(dist.get_rank())
 
     def close(self) -> None:
-        """Implements :class:`Reader`."""
+        pass
 
 
-def _name_who_gave_up(log: Any, describe: Describe, error: TransportError) -> None:
-    if (rank := log.abort_reason) is not None:
-        raise PeerLostError(
-            f"{describe(rank)} ended the step of its tensor-parallel group: it lost another rank"
-        ) from error
-
-
-class MessageWriter:
+class _MessageWriter:
     """A writer of small gloo messages, for members on several nodes or without the extension.
 
     Args:
@@ -173,29 +155,24 @@ class MessageWriter:
         self, group: dist.ProcessGroup, readers: Sequence[int], describe: Describe
     ) -> None:
         self._group = group
-        self._readers = [(rank, dist.get_group_rank(group, rank)) for rank in readers]
-        self._describe = describe
+        self._readers = [(describe(rank), dist.get_group_rank(group, rank)) for rank in readers]
         self._count = 0
         # gloo's ``Work`` must be waited for before it is dropped, and its tensor kept until then.
-        self._sent: deque[list[tuple[int, Any, torch.Tensor]]] = deque()
+        self._sent: deque[list[tuple[str, Any, torch.Tensor]]] = deque()
 
     def publish(self, value: int, timeout_s: float) -> None:
-        """Implements :class:`Writer`."""
         message = torch.tensor([value], dtype=torch.int64)
         tag = self._count % _SLOTS
         self._count += 1
         sent = []
-        for rank, index in self._readers:
-            try:
-                sent.append((rank, self._group.send([message], index, tag), message))
-            except RuntimeError as error:
-                raise self._lost(rank, timeout_s, error) from error
+        for name, index in self._readers:
+            with _lost(f"{name}, of the same tensor-parallel group, took no word", timeout_s):
+                sent.append((name, self._group.send([message], index, tag), message))
         self._sent.append(sent)
         if len(self._sent) == _SLOTS:
             self._wait_for_oldest(timeout_s)
 
     def close(self) -> None:
-        """Implements :class:`Writer`."""
         # One for each receive that a reader has posted, so that none stays behind in gloo.
         for _ in range(_SLOTS):
             self.publish(_CLOSED, _CLOSE_S)
@@ -203,27 +180,13 @@ class MessageWriter:
             self._wait_for_oldest(_CLOSE_S)
 
     def _wait_for_oldest(self, timeout_s: float) -> None:
-        for rank, work, _ in self._sent.popleft():
-            try:
+        for name, work, _ in self._sent.popleft():
+            with _lost(f"{name}, of the same tensor-parallel group, took no word", timeout_s):
                 work.wait(_limit(timeout_s))
-            except RuntimeError as error:
-                raise self._lost(rank, timeout_s, error) from error
-
-    def _lost(self, rank: int, timeout_s: float, error: RuntimeError) -> PeerLostError:
-        return PeerLostError(
-            f"{self._describe(rank)}, of the same tensor-parallel group, took no word within "
-            f"{timeout_s:g} s: {_first_line(error)}"
-        )
 
 
-class MessageReader:
-    """The reader of a :class:`MessageWriter`; receives are posted ahead.
-
-    Args:
-        group: the writer's group.
-        writer: global rank of the writer.
-        describe: names a rank in errors.
-    """
+class _MessageReader:
+    """The reader of a :class:`_MessageWriter`; receives are posted ahead."""
 
     def __init__(self, group: dist.ProcessGroup, writer: int, describe: Describe) -> None:
         self._group = group
@@ -235,7 +198,6 @@ class MessageReader:
             self._post()
 
     def next(self, timeout_s: float) -> int | None:
-        """Implements :class:`Reader`."""
         value = self._take(timeout_s)
         if value == _CLOSED:
             return None
@@ -243,10 +205,9 @@ class MessageReader:
         return value
 
     def give_up(self) -> None:
-        """Implements :class:`Reader`, which messages cannot: users end with the processes."""
+        pass  # messages cannot: users end with the processes
 
     def close(self) -> None:
-        """Implements :class:`Reader`."""
         while self._posted:
             if self._take(_CLOSE_S) != _CLOSED:
                 self._post()
@@ -261,13 +222,8 @@ class MessageReader:
         if not self._posted:
             return _CLOSED
         work, message = self._posted.popleft()
-        try:
+        with _lost(f"no word of {self._name}, of the same tensor-parallel group,", timeout_s):
             work.wait(_limit(timeout_s))
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"no word of {self._name}, of the same tensor-parallel group, within "
-                f"{timeout_s:g} s: {_first_line(error)}"
-            ) from error
         return int(message)
 
 
@@ -287,11 +243,11 @@ class Links:
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
         """Return the writing end of a channel to the global ranks ``readers``."""
-        return MessageWriter(self._group, readers, self.describe)
+        return _MessageWriter(self._group, readers, self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
         """Return end number ``index`` of a channel from global rank ``writer``."""
-        return MessageReader(self._group, writer, self.describe)
+        return _MessageReader(self._group, writer, self.describe)
 
     def close(self) -> None:
         """Remove what was needed for setting up; the channels stay. Collective."""
@@ -325,7 +281,7 @@ class MemoryLinks(Links):
         """Implements :class:`Links`."""
         log = self._module.DecisionLog.create(len(readers), _CAPACITY, self._local)
         _hand_out(log.fd, self._place / name, len(readers))
-        return MemoryWriter(log, readers, self.describe)
+        return _MemoryWriter(log, ", ".join(map(self.describe, readers)), self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
         """Implements :class:`Links`."""
@@ -334,7 +290,7 @@ class MemoryLinks(Links):
             log = self._module.DecisionLog.attach(fd, index, self._local)
         finally:
             os.close(fd)
-        return MemoryReader(log, dist.get_rank(), writer, self.describe)
+        return _MemoryReader(log, self.describe(writer), self.describe)
 
     def close(self) -> None:
         """Implements :class:`Links`."""
@@ -387,5 +343,11 @@ def _limit(timeout_s: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=min(max(timeout_s, _SHORTEST_S), _LONGEST_S))
 
 
-def _first_line(error: RuntimeError) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+@contextlib.contextmanager
+def _lost(lack: str, timeout_s: float) -> Iterator[None]:
+    """Turn gloo's errors into one of a lost peer."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PeerLostError(f"{lack} within {timeout_s:g} s: {reason}") from error

@@ -198,13 +198,16 @@ def _rewrite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_rewrite(element) for element in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: _rewrite(getattr(value, field.name)) for field in _fields(value)}
+        fields = {name: _rewrite(given) for name, given in _fields(value)}
         return dataclasses.replace(value, **fields)
     return value
 
 
-def _fields(value: Any) -> Sequence[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(value) if field.init]
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of what an instance of a dataclass is made from."""
+    for field in dataclasses.fields(value):
+        if field.init:
+            yield field.name, getattr(value, field.name)
 
 
 def defer_outer_layers(model: GPTModel) -> None:
@@ -294,5 +297,5 @@ def _linear_layers(value: Any, name: str = "") -> Iterator[tuple[str, type]]:
         for element in value:
             yield from _linear_layers(element, name)
     elif dataclasses.is_dataclass(value):
-        for field in _fields(value):
-            yield from _linear_layers(getattr(value, field.name), field.name)
+        for field, given in _fields(value):
+            yield from _linear_layers(given, field)

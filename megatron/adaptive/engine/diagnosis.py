@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RunningDiagnosis"]
-
 _ROOT = Path(__file__).resolve().parents[3]
 _WATCH = "megatron.adaptive.trace.diagnose.watch"
 _LAST_S = 10.0

@@ -174,10 +174,9 @@ class Executor:
     ) -> None:
         self._pp_rank = pp_rank
         self._num_chunks = placement.num_chunks
-        chunks = range(placement.num_chunks)
         self._targets = {
-            ActionKind.F: [placement.next_of(pp_rank, chunk) for chunk in chunks],
-            ActionKind.B: [placement.previous_of(pp_rank, chunk) for chunk in chunks],
+            kind: [placement.target_of(kind, pp_rank, n) for n in range(placement.num_chunks)]
+            for kind in ActionKind
         }
         self._route = route or (lambda position, microbatch: (position, microbatch))
         self._transport = transport
@@ -250,7 +249,9 @@ class Executor:
         self._codes.clear()
         self._held_bytes = 0
         self._is_running = True
-        self._log = self._new_log(policy, state)
+        recorder = self._recorder
+        is_traced = recorder is not None and recorder.is_recording and not state.forward_only
+        self._log = StepLog(policy, self._num_chunks) if is_traced else None
         is_static = isinstance(policy, Follow)
         self._agreement.begin(self._step, is_static=is_static)
         self._decides = self._agreement.decides
@@ -297,11 +298,6 @@ class Executor:
             actions=actions,
         )
 
-    def _new_log(self, policy: Policy, state: RankState) -> StepLog | None:
-        if self._recorder is None or state.forward_only or not self._recorder.is_recording:
-            return None
-        return StepLog(policy, self._num_chunks)
-
     def _next_action(self, policy: Policy, state: RankState) -> Action | None:
         log = None if self._decides else self._log
         asked_ns = 0 if log is None else log.now_ns()
@@ -329,16 +325,16 @@ class Executor:
         state.start(action)
         kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
         self._codes.append(NUMBER[kind] * self._num_chunks + chunk)
+        held = self._held_bytes
         if kind is ActionKind.F:
             output = stages.forward(chunk, microbatch, received)
             if not state.forward_only:
-                self._held_bytes += stages.activation_bytes(chunk)
-            held = self._held_bytes
+                held += stages.activation_bytes(chunk)
+                self._held_bytes = held
             state.finish(action)
             nbytes += self._hand(action, output, state)
             stages.release(chunk, microbatch)
         elif kind is ActionKind.B:
-            held = self._held_bytes
             gradient = stages.backward(chunk, microbatch, received)
             self._held_bytes -= stages.activation_bytes(chunk)
             if state.weight_pieces:
@@ -346,7 +342,6 @@ class Executor:
             state.finish(action)
             nbytes += self._hand(action, gradient, state)
         else:
-            held = self._held_bytes
             stages.weights(chunk, microbatch, action.piece, state.weight_pieces)
             if action.piece == state.weight_pieces - 1:
                 self._held_bytes -= stages.retained_bytes(chunk)
@@ -452,17 +447,6 @@ class StepLog:
         policy: picks the actions.
         num_chunks: chunks of the rank.
     """
-
-    __slots__ = (
-        "_by_group",
-        "_cause",
-        "_num_chunks",
-        "_policy",
-        "_rows",
-        "_since_ns",
-        "_until_ns",
-        "_waker",
-    )
 
     def __init__(self, policy: Policy, num_chunks: int) -> None:
         self._policy = policy

@@ -156,7 +156,6 @@ class ForwardBackward:
         """
         self._stores = stores
         self._meter = ActivationMeter()
-        self._orders.renew()
 
     def candidate(self, num_microbatches: int) -> Candidate:
         """Returns what runs; see :meth:`Orders.candidate`."""

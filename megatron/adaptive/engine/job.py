@@ -14,8 +14,6 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError
 
-__all__ = ["Job", "destroy_groups", "environment_of_rank", "process_groups"]
-
 T = TypeVar("T")
 
 

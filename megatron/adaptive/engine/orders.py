@@ -21,8 +21,6 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.widths import Widths
 
-__all__ = ["Orders", "weight_pieces"]
-
 
 def weight_pieces(pieces: int, *, splits: bool, is_rule: bool) -> int:
     """Returns the parts of each weight gradient, 0 for whole backwards.
@@ -110,10 +108,6 @@ class Orders:
         self.schedule = candidate.name
         self.weight_pieces = candidate.weight_pieces
         self._cap = candidate.cap
-        self._policies.clear()
-
-    def renew(self) -> None:
-        """Makes further policies anew."""
         self._policies.clear()
 
     def candidate(self, num_microbatches: int) -> Candidate:

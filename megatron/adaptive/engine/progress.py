@@ -29,15 +29,6 @@ from pathlib import Path
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.trace.progress import PROGRESS_NAME
 
-__all__ = [
-    "COMPLETE",
-    "ProgressFile",
-    "is_over",
-    "mark_over",
-    "require_current",
-    "saved_line",
-]
-
 COMPLETE = "all iterations are done"
 """Reason of a training's end that did all that it was to do."""
 

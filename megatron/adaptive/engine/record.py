@@ -30,8 +30,6 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, actions_of
 from megatron.adaptive.trace.files import replaced
 
-__all__ = ["RecordShape", "Recording", "Replay", "ScheduleRecord"]
-
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
 
@@ -86,9 +84,8 @@ class ScheduleRecord:
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        self._orders: dict[Codes, int] = {}
-        self._by_number: list[Codes] = []
-        self._steps: dict[int, tuple[int, ...]] = {}
+        self._orders: dict[Codes, Codes] = {}  # each once
+        self._steps: dict[int, tuple[Codes, ...]] = {}
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -97,7 +94,8 @@ class ScheduleRecord:
 
     def add(self, step: int, orders: Sequence[Sequence[int]]) -> None:
         """Keep a step's orders, one per rank; in the place of earlier ones of that step."""
-        self._steps[step] = tuple(self._number(tuple(order)) for order in orders)
+        own = self._orders
+        self._steps[step] = tuple(own.setdefault(order, order) for order in map(tuple, orders))
 
     def drop_after(self, step: int) -> None:
         """Forget all steps after ``step``."""
@@ -109,12 +107,15 @@ class ScheduleRecord:
         Raises:
             TraceError: it cannot be written there.
         """
+        numbers = {order: number for number, order in enumerate(self._orders)}
         content = {
             "format": _FORMAT,
             "version": _VERSION,
             "shape": asdict(self.shape),
-            "orders": self._by_number,
-            "steps": {str(step): self._steps[step] for step in self.steps},
+            "orders": list(numbers),
+            "steps": {
+                str(step): [numbers[order] for order in self._steps[step]] for step in self.steps
+            },
         }
         with replaced(path) as temporary:
             temporary.write_text(json.dumps(content, separators=(",", ":")), encoding="ascii")
@@ -191,7 +192,7 @@ class ScheduleRecord:
                 f"step {step} is not in {self._source}, which holds {_ranges(self.steps)}; train "
                 "other iterations, or record more"
             )
-        codes = self._by_number[self._steps[step][rank]]
+        codes = self._steps[step][rank]
         recorded = codes.count(0)
         if recorded != num_microbatches:
             raise ConfigError(
@@ -200,12 +201,6 @@ class ScheduleRecord:
                 "recorded run"
             )
         return codes
-
-    def _number(self, order: Codes) -> int:
-        number = self._orders.setdefault(order, len(self._by_number))
-        if number == len(self._by_number):
-            self._by_number.append(order)
-        return number
 
 
 class Recording:
@@ -313,28 +308,6 @@ class Replay:
             order = actions_of(codes, shape.chunks, shape.weight_pieces)
             self._policies[codes] = Follow(order, "replay")
         return self._policies[codes]
-
-
-def load_on_all(path: str | Path, group: Any) -> ScheduleRecord:
-    """Read a record on the first rank of ``group`` and hand it to the others. Collective.
-
-    Raises:
-        ConfigError: as :meth:`ScheduleRecord.load`, on every rank.
-    """
-    import torch.distributed as dist
-
-    first = dist.get_process_group_ranks(group)[0]
-    message: list[Any] = [None]
-    if dist.get_rank() == first:
-        try:
-            message = [ScheduleRecord.load(path)]
-        except ConfigError as error:
-            message = [error]
-    dist.broadcast_object_list(message, src=first, group=group)
-    if isinstance(message[0], ConfigError):
-        raise message[0]
-    record: ScheduleRecord = message[0]
-    return record
 
 
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:

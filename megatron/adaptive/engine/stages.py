@@ -82,10 +82,8 @@ class GradientSync:
 
     def after_last_backward(self, chunk: int) -> None:
         """The chunk's gradients are complete: reduce them where that is explicit."""
-        start = self._start[chunk]
-        if start is not None:
-            self._let_go(chunk)
-            start(self._chunks[chunk].parameters())
+        if self._start[chunk] is not None:
+            self._reduce(chunk)
 
     def after_last_weights(self, chunk: int) -> None:
         """The chunk's gradients are complete, its backwards having been split.
@@ -195,7 +193,6 @@ class MegatronStages:
         self._collect_non_loss_data = collect_non_loss_data
         self._first_val_step = first_val_step
         stages = [placement.stage_of(pp_rank, chunk) for chunk in range(len(chunks))]
-        self._is_first = [stage == 0 for stage in stages]
         self._is_last = [stage == placement.num_stages - 1 for stage in stages]
         self._inputs: dict[tuple[int, int], torch.Tensor | None] = {}
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}

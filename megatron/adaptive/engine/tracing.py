@@ -29,9 +29,6 @@ from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.trace.event import KINDS, Row
 from megatron.adaptive.trace.recorder import Recorder
 
-__all__ = ["OutsideTrace", "Tracing"]
-
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -166,8 +166,7 @@ def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
+class _Task(NamedTuple):
     """One call whose weight gradient is due."""
 
     call: LayerCall
@@ -175,56 +174,32 @@ class _Task:
     gradient: torch.Tensor
 
 
-class _Unit:
-    """The tasks of one weight in one microbatch: mostly one, more where a weight is shared.
+@dataclass(slots=True)
+class _Backlog:
+    """Holds what one microbatch has left to do, in the order of its backward.
+
+    A unit is the tasks of one weight: mostly one, more where a weight is shared.
+    """
+
+    microbatch: int
+    units: deque[list[_Task]]
+    counts: list[int] = field(default_factory=list)
+    next_piece: int = 0
+
+
+def _run_unit(unit: Sequence[_Task]) -> None:
+    """Compute a weight's gradient of a microbatch.
 
     Autograd sums a microbatch's gradients of a parameter before they are added to those of
     earlier microbatches; so does this.
     """
-
-    __slots__ = ("size_bytes", "tasks")
-
-    def __init__(self) -> None:
-        self.tasks: list[_Task] = []
-        self.size_bytes = 0
-
-    def flops(self) -> float:
-        return sum(task.call.flops(task.gradient) for task in self.tasks)
-
-    def run(self) -> None:
-        totals: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for task in self.tasks:
-            for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
-                total = totals.get(parameter)
-                totals[parameter] = gradient if total is None else total.add_(gradient)
-        for parameter, total in totals.items():
-            accumulate(parameter, total)
-
-
-class _Backlog:
-    """Holds what one microbatch has left to do, in the order of its backward."""
-
-    __slots__ = ("counts", "microbatch", "next_piece", "units")
-
-    def __init__(self, microbatch: int, tasks: Sequence[_Task]) -> None:
-        self.microbatch = microbatch
-        self.next_piece = 0
-        self.counts: list[int] = []
-        units: dict[torch.nn.Parameter, _Unit] = {}
-        for task in tasks:
-            units.setdefault(task.call.weight, _Unit()).tasks.append(task)
-        self.units = deque(units.values())
-        seen: set[int] = set()
-        for unit in reversed(self.units):  # a tensor lives until its last use
-            for task in unit.tasks:
-                for tensor in (task.given, task.gradient):
-                    storage = tensor.untyped_storage()
-                    if storage.data_ptr() not in seen:
-                        seen.add(storage.data_ptr())
-                        unit.size_bytes += storage.nbytes()
-
-    def cut(self, pieces: int) -> None:
-        self.counts = piece_sizes([unit.flops() for unit in self.units], pieces)
+    totals: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for task in unit:
+        for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
+            total = totals.get(parameter)
+            totals[parameter] = gradient if total is None else total.add_(gradient)
+    for parameter, total in totals.items():
+        accumulate(parameter, total)
 
 
 def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
@@ -258,7 +233,6 @@ class WeightGradientStore:
         self._collected: list[_Task] | None = None
         self._last_collected = -1
         self._backlog: deque[_Backlog] = deque()
-        self._held_bytes = 0
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
 
@@ -266,11 +240,6 @@ class WeightGradientStore:
     def pending(self) -> int:
         """Microbatches whose weight gradients are not all computed."""
         return len(self._backlog)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the inputs and gradients that are kept now."""
-        return self._held_bytes
 
     @property
     def microbatch_bytes(self) -> int:
@@ -305,11 +274,14 @@ class WeightGradientStore:
             tasks = self._collected
         finally:
             self._collected = None
-        backlog = _Backlog(microbatch, tasks)
-        size_bytes = sum(unit.size_bytes for unit in backlog.units)
-        self._backlog.append(backlog)
-        self._held_bytes += size_bytes
-        self._microbatch_bytes = self._microbatch_bytes or size_bytes
+        units: dict[torch.nn.Parameter, list[_Task]] = {}
+        for task in tasks:
+            units.setdefault(task.call.weight, []).append(task)
+        self._backlog.append(_Backlog(microbatch, deque(units.values())))
+        if not self._microbatch_bytes:
+            tensors = [tensor for task in tasks for tensor in (task.given, task.gradient)]
+            kept = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+            self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, given: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep what a call's weight gradient needs; within :meth:`collect` only.
@@ -343,12 +315,11 @@ class WeightGradientStore:
         self._check_turn(microbatch, piece, pieces)
         backlog = self._backlog[0]
         if piece == 0:
-            backlog.cut(pieces)
+            costs = [sum(t.call.flops(t.gradient) for t in unit) for unit in backlog.units]
+            backlog.counts = piece_sizes(costs, pieces)
         backlog.next_piece += 1
         for _ in range(backlog.counts[piece]):
-            unit = backlog.units.popleft()
-            unit.run()
-            self._held_bytes -= unit.size_bytes
+            _run_unit(backlog.units.popleft())
         if backlog.next_piece == pieces:
             self._backlog.popleft()
 
@@ -357,7 +328,6 @@ class WeightGradientStore:
         self._collected = None
         self._last_collected = -1
         self._backlog.clear()
-        self._held_bytes = 0
 
     def _check_turn(self, microbatch: int, piece: int, pieces: int) -> None:
         asked = f"weight gradients of microbatch {microbatch}, piece {piece} of {pieces}"

@@ -234,13 +234,6 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """Build this rank's chunks with megatron-core's data-parallel wrapper around each.
 
-    Args:
-        config: the run's settings.
-        core: their translation, see :func:`transformer_config`.
-        accelerator: where parameters live.
-        placement: where stages live.
-        padded_vocab_size: rows of the embedding.
-
     Returns:
         The chunks in order.
     """
@@ -412,13 +405,7 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
-    """Return megatron-core's schedule of learning rate and weight decay, counted in samples.
-
-    Args:
-        config: the run's settings.
-        optimizer: what it steers.
-        train_samples: samples of the whole run.
-    """
+    """Return megatron-core's schedule of learning rate and weight decay, counted in samples."""
     settings = config.optimizer
     batch = config.batch.global_batch_size
 
@@ -497,10 +484,6 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
 
     By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
     the loss move through memory comes on top.
-
-    Args:
-        cfg: the run's settings.
-        padded_vocab_size: rows of the embedding.
     """
     work = [float(layers) for layers in cfg.layers_per_stage]
     work[-1] += cfg.model.hidden_size * padded_vocab_size / _layer(cfg)

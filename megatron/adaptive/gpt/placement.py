@@ -239,12 +239,7 @@ _ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
-    """Make megatron-core's process groups for stages of unequal widths. Collective over all ranks.
-
-    Args:
-        widths: of the stages.
-        timeout_minutes: limit of a collective.
-    """
+    """Make megatron-core's groups for stages of unequal widths. Collective over all ranks."""
     # One stage over all ranks, whose groups are then replaced.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()

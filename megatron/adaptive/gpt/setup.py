@@ -16,15 +16,14 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.batch_sizes import BatchSizes
 from megatron.adaptive.data.datasets import build_datasets
-from megatron.adaptive.data.loader import MicrobatchLoader, OnRead
+from megatron.adaptive.data.loader import BatchSizes, MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.orders import Orders, weight_pieces
-from megatron.adaptive.engine.record import Recording, RecordShape, Replay, load_on_all
+from megatron.adaptive.engine.record import Recording, RecordShape, Replay, ScheduleRecord
 from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.initialize import TrainingJob
@@ -52,7 +51,8 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     pieces, given, replay = _weight_pieces(config), None, None
     if settings.replay_schedule is not None:
-        records = load_on_all(settings.replay_schedule, job.control_group)
+        path = settings.replay_schedule
+        records = job.on_first(lambda: ScheduleRecord.load(path))
         replay = Replay(records, RecordShape.of(placement, pieces), pp_rank)
     if settings.schedule_file is not None:
         given = _given_schedule(config, placement)

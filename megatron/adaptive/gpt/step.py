@@ -36,11 +36,7 @@ class StepResult:
 
 
 class Step:
-    """Takes the steps of a run.
-
-    Args:
-        run: the built run.
-    """
+    """Takes the steps of a run."""
 
     def __init__(self, run: Run) -> None:
         config = run.job.config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,12 +91,6 @@ def assemble(
 ) -> Assembly:
     """Cut the model, keep this rank's part of it and prepare to run that. Collective.
 
-    Args:
-        request: what the user asked for.
-        shape: of batches.
-        mesh: the job.
-        placement: where stages live.
-
     Raises:
         ConfigError: the model cannot be cut so.
     """
@@ -163,9 +157,9 @@ def _hold(
         eval_programs=programs(forwards.evaluation, eval_plans),
         held=held,
         largest_message=max(
-            layout.nbytes
+            MessageLayout.of(tape.values[number] for number in plan.sent).nbytes
             for tape, of in ((forwards.training, plans), (forwards.evaluation, eval_plans))
-            for layout in _layouts(tape, of)
+            for plan in of
         ),
         update=Update(
             mesh=mesh,
@@ -174,8 +168,3 @@ def _hold(
             groups=mesh.groups_of(dict.fromkeys(shared.values())),
         ),
     )
-
-
-def _layouts(tape: Tape, plans: Sequence[StagePlan]) -> Iterator[MessageLayout]:
-    for plan in plans:
-        yield MessageLayout.of([tape.values[number] for number in plan.sent])

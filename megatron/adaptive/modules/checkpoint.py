@@ -7,7 +7,6 @@ Running means of other replicas are not kept. Snapshots in memory hold the same 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -165,16 +164,12 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
         self.saver.finish()
-        ranks, local = self._ranks, self.saver.local
+        ranks = self._ranks
         path, manifest = ranks.on_first(lambda: PipelineFolder(folder).open(step), name_rank=False)
         ranks.together(lambda: require_seen(path, self._mesh))
         save_id, files = str(manifest.get("save_id", "")), manifest["files"]
         has_optimizer = optimizer and manifest["optimizer"] is not None
-        with (
-            contextlib.nullcontext(path)
-            if local is None
-            else local.reading(path, int(manifest["step"]), save_id, files)
-        ) as near:
+        with self.saver.reading(path, int(manifest["step"]), save_id, files) as near:
             states = self._read(path, near, manifest if has_optimizer else None)
             content = _read_state(path, near, manifest, state) if state else {}
         if has_optimizer:

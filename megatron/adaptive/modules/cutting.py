@@ -369,11 +369,6 @@ def keep_only(
     Parameters stay the same objects. What goes is replaced by a tensor on the ``meta`` device: its
     shape stays known, its memory is free.
 
-    Args:
-        model: the whole model.
-        names: first names of the parameters and buffers to keep.
-        device: the rank's.
-
     Returns:
         What was kept, by name.
     """

@@ -14,7 +14,7 @@ checkpoints appear and what is reported of them is as with the trainer: ``engine
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,7 @@ from megatron.adaptive.checkpoint.folder import PipelineFolder
 from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
 from megatron.adaptive.config.environment import JobOrder
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
-from megatron.adaptive.engine.progress import (
-    COMPLETE,
-    ProgressFile,
-    saved_line,
-)
+from megatron.adaptive.engine.progress import COMPLETE, ProgressFile, saved_line
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
@@ -97,7 +93,7 @@ class Loop:
         self._is_first = mesh.rank == 0
         self._given: int | None = None
         self._is_over = False
-        self._begun_s = 0.0
+        self._steps = self._run()
         loaded_s = self._resume()
         self._saved_at = pipeline.steps if pipeline.steps else -1
         self._waited_s = 0.0  # for the last checkpoint
@@ -135,22 +131,21 @@ class Loop:
         """
         if self._is_over:
             raise StopIteration
-        if self._given is not None:
+        return next(self._steps)
+
+    def _run(self) -> Iterator[int]:
+        pipeline = self._pipeline
+        while pipeline.steps < self._total:
+            self._given = pipeline.steps
+            self._begun_s = time.perf_counter()
+            yield self._given
             self._end_step()
-            if self._pipeline.steps >= self._total:
-                self._finish(COMPLETE)
-                raise StopIteration
-            if self._stop.agreed(self._group):
+            if pipeline.steps < self._total and self._stop.agreed(self._group):
                 assert self._stop.reason is not None
                 self._finish(self._stop.reason)
-                self._pipeline.close()
+                pipeline.close()
                 raise JobEnded(0)
-        elif self._pipeline.steps >= self._total:
-            self._finish(COMPLETE)
-            raise StopIteration
-        self._given = self._pipeline.steps
-        self._begun_s = time.perf_counter()
-        return self._given
+        self._finish(COMPLETE)
 
     def require(self, samples: int) -> None:
         """Refuse a batch that would not be the whole batch of the step over all replicas.
@@ -187,7 +182,8 @@ class Loop:
     def close(self) -> None:
         """Give the signals back and end the progress file. Collective; idempotent."""
         self._snapshots.close()
-        self._end_diagnosis()
+        if self._diagnosis is not None:
+            self._diagnosis.close()
         if self._saves_behind:
             self._pipeline._checkpointer.saver.close()
         if not self._is_over:
@@ -221,11 +217,6 @@ class Loop:
             lambda text: self._progress.report({"copies": text}),
             self._say,
         )
-
-    def _end_diagnosis(self) -> None:
-        diagnosis, self._diagnosis = self._diagnosis, None
-        if diagnosis is not None:
-            diagnosis.close()
 
     def _extra(self) -> dict[str, Any]:
         return {_BATCH: self._batch_size}
@@ -293,7 +284,8 @@ class Loop:
         self._is_over = True
         self._stop.finish()
         self._snapshots.close()
-        self._end_diagnosis()
+        if self._diagnosis is not None:
+            self._diagnosis.close()
         if self._saves_behind:
             try:
                 self._pipeline._checkpointer.saver.drain()

@@ -76,10 +76,15 @@ class Pipeline:
     Attributes:
         model: as given.
         plan: what the planner chose and why, ``None`` where it was not asked here.
+        device: of this process.
+        pipeline_size: processes of a pipeline.
+        replicas: pipelines.
+        replica: pipeline that this process belongs to, from 0 on.
         micro_batch_size: samples of a microbatch.
         partition: segments of each stage.
         weights: what each segment costs; empty where nobody asked.
         cut_points: names of all cut points in the order of the forward.
+        steps: training steps so far, those before a checkpoint that was loaded included.
         loss: of the last step.
         grad_norm: norm of the whole model's gradient in the last step, before clipping.
         times: of this process in the last step.
@@ -123,7 +128,7 @@ class Pipeline:
         self.times: RankTimes | None = None
         self._loop: Loop | None = None
         self._is_closed = False
-        self._step = 0
+        self.steps = 0
         request = PipelineRequest(
             forward=Forward(
                 model=model, loss=loss, arguments=arguments, mixed_precision=mixed_precision
@@ -145,6 +150,9 @@ class Pipeline:
         self._mesh, request, self.plan, self._order_of_job = place(request, timeout_s)
         assert request.micro_batch_size is not None
         self._batch_size, self.micro_batch_size = request.batch_size, request.micro_batch_size
+        self.device = self._mesh.accelerator.device
+        self.pipeline_size = self._mesh.pipeline_size
+        self.replicas, self.replica = self._mesh.dp_size, self._mesh.dp_rank
         sample = stretched(sample_batch, self.micro_batch_size)
         self._shape = BatchShape(sample, self.micro_batch_size)
         try:
@@ -161,9 +169,8 @@ class Pipeline:
             self._mesh.close()
             raise
         self._made, self._update = made, made.update
-        self.cut_points, self.partition, self.weights = (
-            made.cut_points, made.partition, made.weights
-        )  # fmt: skip
+        self.cut_points, self.partition = made.cut_points, made.partition
+        self.weights = made.weights
         if self._order_of_job is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
         self._trace_dir = trace_dir
@@ -200,31 +207,6 @@ class Pipeline:
         if mixed_precision == "fp16":
             self._update.scaler = LossScale()
         self._mesh.settle()
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self._mesh.accelerator.device
-
-    @property
-    def steps(self) -> int:
-        """Training steps so far, those before a checkpoint that was loaded included."""
-        return self._step
-
-    @property
-    def pipeline_size(self) -> int:
-        """Processes of a pipeline."""
-        return self._mesh.pipeline_size
-
-    @property
-    def replicas(self) -> int:
-        """Pipelines."""
-        return self._mesh.dp_size
-
-    @property
-    def replica(self) -> int:
-        """Pipeline that this process belongs to, from 0 on."""
-        return self._mesh.dp_rank
 
     def share(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this replica's part of a batch of all of them, for :meth:`step`.
@@ -298,11 +280,11 @@ class Pipeline:
             self._loop.require(count * self.micro_batch_size)
         elif self._order_of_job is not None:
             raise ConfigError(NO_LOOP)
-        self._step += 1
-        self._tracing.begin_iteration(self._step, count, is_traced=True)
+        self.steps += 1
+        self._tracing.begin_iteration(self.steps, count, is_traced=True)
         for parameter in self._update.parameters.values():
             parameter.grad = None
-        losses = self._run(batch, count, step=self._step, scale=self._update.scale)
+        losses = self._run(batch, count, step=self.steps, scale=self._update.scale)
         with self._tracing.span("reduce"):
             self._update.reduce()
             self.loss, self.grad_norm = self._update.totals(losses, count)
@@ -419,7 +401,7 @@ class Pipeline:
 
     def _head(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """Returns what a checkpoint of now says besides what it holds."""
-        return dict(self._checkpointer.head(self._step, self._random.seed, extra))
+        return dict(self._checkpointer.head(self.steps, self._random.seed, extra))
 
     def load(
         self,
@@ -445,7 +427,7 @@ class Pipeline:
             ConfigError: it has the state of an optimizer, and none is set.
         """
         found = self._checkpointer.load(folder, step=step, optimizer=optimizer, state=state)
-        self._step, self._random.seed = found["step"], found["seed"]
+        self.steps, self._random.seed = found["step"], found["seed"]
         extra: dict[str, Any] = found["extra"]
         return extra
 

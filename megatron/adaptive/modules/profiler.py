@@ -192,7 +192,13 @@ class Profiler:
             seconds=time.monotonic() - begin_s,
         )
         if job.rank == 0:
-            print(f"profile: {profile.summary}", flush=True)
+            sizes = ", ".join(map(str, profile.micro_batch_sizes))
+            print(
+                f"profile: {len(profile.cut_points) + 1} segments of {profile.name} with "
+                f"microbatches of {sizes} sample{'' if sizes == '1' else 's'} measured in "
+                f"{profile.seconds:.1f} s",
+                flush=True,
+            )
         return profile
 
     def _about(self, job: Job) -> dict[str, Any]:
@@ -346,15 +352,6 @@ class ModuleProfile:
         """Sizes that were measured on all kinds of devices, ascending."""
         sizes = [{one.micro_batch for one in part.samples} for part in self.parts]
         return tuple(sorted(set.intersection(*sizes)))
-
-    @property
-    def summary(self) -> str:
-        """Summarizes the profile in one line."""
-        sizes = ", ".join(map(str, self.micro_batch_sizes))
-        return (
-            f"{len(self.cut_points) + 1} segments of {self.name} with microbatches of {sizes} "
-            f"sample{'' if sizes == '1' else 's'} measured in {self.seconds:.1f} s"
-        )
 
     def weights(self, micro_batch: int) -> tuple[float, ...]:
         """Returns seconds of forward and backward of each piece on rank 0's device."""

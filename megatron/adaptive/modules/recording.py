@@ -177,7 +177,6 @@ class Tape:
         calls: all calls in order.
         cuts: names of the cut points in the order they were passed.
         loss: value of the loss.
-        loss_value: its number for the sample.
         device: where it was recorded.
         aliases: other names of a parameter or buffer, by its first name.
         autocast: element type of matrix products under mixed precision.
@@ -187,7 +186,6 @@ class Tape:
     calls: list[Call] = field(default_factory=list)
     cuts: list[str] = field(default_factory=list)
     loss: int = -1
-    loss_value: float = 0.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     autocast: torch.dtype | None = None
@@ -456,7 +454,6 @@ class _Recorder(TorchFunctionMode):
                 "computed from the batch; return one, or give loss=function(output, batch)"
             )
         self.tape.loss = number
-        self.tape.loss_value = float(loss.detach())
         self._kept.clear()
 
 

@@ -23,7 +23,7 @@ from megatron.adaptive.engine.executor import ActivationMeter
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan, slice_tape, uses_of
-from megatron.adaptive.modules.program import MessageLayout, ProgramStages, RandomKey, StageProgram
+from megatron.adaptive.modules.program import ProgramStages, RandomKey, StageProgram
 from megatron.adaptive.modules.recording import Forward, Forwards, Tape, mode_of, undisturbed
 from megatron.adaptive.profiling.timing import WARM_UP, time_call, time_microbatches
 
@@ -185,7 +185,11 @@ def _time(
         meter=meter,
         stores=[WeightGradientStore()] if split else None,
     )
-    gradient = _made_up(program.next_backward).to(device) if program.plan.sent else None
+    gradient = None
+    if program.plan.sent:
+        layout = program.next_backward
+        made_up = [torch.randn(shape, dtype=dtype) for _, _, shape, dtype in layout.places]
+        gradient = layout.pack(made_up, torch.device("cpu")).to(device)
     try:
         rows, output = time_microbatches(
             stages,
@@ -202,20 +206,8 @@ def _time(
     return rows, output.detach(), meter.bytes_of(0)
 
 
-def _made_up(layout: MessageLayout) -> torch.Tensor:
-    """Returns a message of gradients."""
-    host = torch.device("cpu")
-    values = [torch.randn(shape, dtype=dtype) for _, _, shape, dtype in layout.places]
-    return layout.pack(values, host)
-
-
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns how many numbers several pieces share, and the first and the last of these pieces.
-
-    Args:
-        tape: the forward.
-        tensors: the model's, by name.
-    """
+    """Returns how many numbers several pieces share, and the first and the last of these pieces."""
     shared = {name: used for name, used in uses_of(tape).items() if len(used) > 1}
     ends = [end for segments in shared.values() for end in (min(segments), max(segments))]
     count = sum(tensors[name].numel() for name in shared)

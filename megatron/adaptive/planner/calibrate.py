@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import LinkSpeed
+from megatron.adaptive.planner.cluster import LinkSpeed, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import OURS, Runtime
 from megatron.adaptive.planner.model import Model
@@ -60,32 +60,16 @@ class TracedRun:
     Attributes:
         trace: what its ranks recorded.
         micro_batch: samples of a microbatch.
-        gpus: accelerator by host; empty: all have ``gpu``.
-        gpu: name of the accelerator.
-        nodes: node type by host; empty: all are of type ``node``.
-        node: name of the node type.
+        hosts: type of the node by host.
         skip: iterations at the beginning that do not count.
         iterations: those that count, instead; empty for all but the skipped.
-        distributed_optimizer: whether replicas divided the optimizer state.
     """
 
     trace: RunTrace
     micro_batch: int
-    gpus: Mapping[str, str] = field(default_factory=dict)
-    gpu: str = "cpu"
-    nodes: Mapping[str, str] = field(default_factory=dict)
-    node: str = "node"
+    hosts: Mapping[str, NodeType]
     skip: int = 2
     iterations: tuple[int, ...] = ()
-    distributed_optimizer: bool = False
-
-    def gpu_of(self, host: str) -> str:
-        """Returns the name of the accelerator there."""
-        return self.gpus.get(host, self.gpu)
-
-    def node_of(self, host: str) -> str:
-        """Returns the name of the node type there."""
-        return self.nodes.get(host, self.node)
 
     @property
     def tp(self) -> int:
@@ -258,7 +242,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
             count = np.maximum(pieces[column, chunk], 1)
             # A weight gradient that was cut takes all its pieces.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
-            key = (run.gpu_of(host), run.tp, run.micro_batch)
+            key = (run.hosts[host].gpu, run.tp, run.micro_batch)
             stage = _Stage(
                 layers=layers,
                 seconds=(float(whole[_F]), float(whole[_B]), float(whole[_W])),
@@ -331,14 +315,12 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> None:
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
-    dp = run.dp
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
     held = _held_parameters(model, run, ranks)
     for i, header in enumerate(headers):
-        gpu = run.gpu_of(header.host)
-        updated = held[i] / (dp if run.distributed_optimizer else 1)
-        if column["optimizer"][i] > 0 and updated:
-            each = float(column["optimizer"][i]) / 1e9 / updated
+        gpu = run.hosts[header.host].gpu
+        if column["optimizer"][i] > 0 and held[i]:
+            each = float(column["optimizer"][i]) / 1e9 / held[i]
             found.optimizer.setdefault(gpu, []).append(each)
         rest = column["step"][i] - np.median(figures.step_ns[:, i])
         rest -= column["reduce"][i] + column["optimizer"][i]
@@ -369,7 +351,7 @@ def _learn_reduction(found: _Found, model: Model, run: TracedRun, figures: RunFi
         mine = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
         size = round(held[mine[0]] * model.precision.reduce_bytes)
         seconds = min(float(reduce[i]) for i in mine) / 1e9
-        key = (run.node_of(headers[0].host), dp)
+        key = (run.hosts[headers[0].host].name, dp)
         if seconds > 0 and size:
             found.reduce.setdefault(key, {}).setdefault(size, []).append(seconds)
 
@@ -383,7 +365,7 @@ def _messages(found: _Found, run: TracedRun, figures: RunFigures) -> None:
     for i in np.flatnonzero(messages.seen):
         ends = [int(messages.source[i]), int(messages.target[i])]
         hosts = [run.trace.ranks[rank].header.host for rank in ends]
-        one, other = sorted(run.node_of(host) for host in hosts)
+        one, other = sorted(run.hosts[host].name for host in hosts)
         seconds = float(messages.arrived_ns[i] - messages.sent_ns[i]) / 1e9
         size = int(messages.bytes[i])
         if size > 0 and seconds > 0:

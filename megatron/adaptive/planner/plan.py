@@ -6,6 +6,7 @@ Reading plan files is ``config.plan``'s.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -163,13 +164,9 @@ class StageMemory:
     @property
     def total_bytes(self) -> float:
         """Sum of all parts."""
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.activation_bytes
-            + self.workspace_bytes
-        )
+        *parts, _limit = vars(self).values()
+        total: float = sum(parts)  # or an array of them, as the search has it
+        return total
 
     @property
     def missing_bytes(self) -> float:
@@ -362,16 +359,15 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
 
 def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
     """Returns the plan's nodes in the order of the ranks, equal neighbours together."""
-    used: dict[int, int] = {}
+    used = Counter[int]()
     for place in plan.places:
         for replica in place.replicas:
-            used[replica.node] = used.get(replica.node, 0) + replica.tp
-    groups = []
+            used[replica.node] += replica.tp
     kinds = [(cluster.nodes[node].name, count) for node, count in used.items()]
-    for (name, processes), members in groupby(kinds):
-        nodes = len(list(members))
-        groups.append({"type": name, "nodes": nodes, "processes_per_node": processes})
-    return groups
+    return [
+        {"type": name, "nodes": len(list(nodes)), "processes_per_node": processes}
+        for (name, processes), nodes in groupby(kinds)
+    ]
 
 
 def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False) -> None:

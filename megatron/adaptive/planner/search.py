@@ -16,12 +16,12 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.chunks import candidates, interleave
+from megatron.adaptive.planner.chunks import candidates
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import in_flight
@@ -256,6 +256,24 @@ class SearchShape:
         return tuple(one.widths for one in self.classes), used, stages
 
 
+class _Bounded(NamedTuple):
+    """A shape whose pipelines were bounded.
+
+    Attributes:
+        shape: the shape.
+        levels: ways in which stages can stand on the nodes.
+        arrays: ``kernel.ShapeArrays``.
+        bounds: of every level, as ``kernel.bound_levels`` fills them.
+        goals: complete pipelines that may matter: value, seconds, level and price, best first.
+    """
+
+    shape: SearchShape
+    levels: DpStates
+    arrays: Any
+    bounds: tuple[Any, Any, Any]
+    goals: list[tuple[float, float, int, float]]
+
+
 class Searcher:
     """Searches on one cluster; several searches share what they computed.
 
@@ -390,7 +408,7 @@ class Searcher:
                     work = float((table.forward_s + table.backward_s + table.weight_s).sum())
                     stages = group.count * group.type.gpus / (one.tp * one.dp)
                     rates.append((index, 1 / max(work, 1e-30), stages))
-        return choice.microbatches / most_rate(rates, self._most_stages(classes))
+        return choice.microbatches / _most_rate(rates, self._most_stages(classes))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
         if self.options.pp:
@@ -398,15 +416,15 @@ class Searcher:
         narrow = min(one.tp * one.dp for one in classes)
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
-    def _arrays(self, shape: SearchShape, most_levels: int = 0) -> tuple[Any, DpStates]:
+    def _bounded(self, shape: SearchShape, best: Collector, most_levels: int) -> _Bounded:
+        """Bounds all pipelines of a shape that may matter."""
         from megatron.adaptive.planner import kernel  # numba takes half a second
 
         most = self._most_stages(shape.classes)
-        limit = most_levels or self.options.most_levels
-        key = (tuple((one.nodes, one.block) for one in shape.classes), most, limit)
+        key = (tuple((one.nodes, one.block) for one in shape.classes), most, most_levels)
         if key not in self._levels:
             self._levels[key] = make_dp_states(
-                shape.classes, self._counts, most_stages=most, most_levels=limit
+                shape.classes, self._counts, most_stages=most, most_levels=most_levels
             )
         levels = self._levels[key]
         arrays = self._tables.arrays(shape.classes, shape.choice)
@@ -415,36 +433,19 @@ class Searcher:
         held = in_flight("1f1b", most, 1, shape.choice.microbatches)[::-1]
         made = kernel.ShapeArrays(
             **arrays,
-            level_class=levels.stage_class,
-            level_follow=levels.follow,
-            level_edges=levels.first_edge,
-            edge_from=levels.edge_from,
-            edge_kind=levels.edge_kind,
+            **levels.arrays,
             held=np.array(held, dtype=np.float64),
             microbatches=shape.choice.microbatches,
         )
-        return made, levels
-
-    def _bounds(self, made: Any, cap: float) -> tuple[Any, Any, Any]:
-        from megatron.adaptive.planner import kernel
-
         size = (made.level_class.shape[0], made.forward.shape[1])
         ends, done, trips = (np.full(size, np.inf) for _ in range(3))
-        kernel.bound_levels(made, cap, ends, done, trips)
-        return ends, done, trips
-
-    def _goals(
-        self, made: Any, levels: DpStates, done: Any, best: Collector
-    ) -> list[tuple[float, float, int, float]]:
-        """Returns the complete pipelines by bound: value, seconds, level and price."""
+        kernel.bound_levels(made, best.most_seconds(self._least_price), ends, done, trips)
         goals = []
         complete = np.array(levels.complete, dtype=np.int64)
-        reached = complete[done[complete, 0] < np.inf]
         self.configurations += len(complete)
         self.placements += levels.placements
-        for level in reached.tolist():
-            used = levels.used[level]
-            stages = int(levels.follow[level]) + 1
+        for level in complete[done[complete, 0] < np.inf].tolist():
+            used, stages = levels.used[level], int(made.level_follow[level]) + 1
             if self.options.pp and stages not in self.options.pp:
                 continue
             if self.options.all_nodes and used != self._counts:
@@ -458,8 +459,7 @@ class Searcher:
             )
             if seconds < best.most_seconds(price):
                 goals.append((best.value(seconds, price), seconds, level, price))
-        goals.sort()
-        return goals
+        return _Bounded(shape, levels, made, (ends, done, trips), sorted(goals))
 
     def visit(
         self, shape: SearchShape, best: Collector, most_leaves: int
@@ -476,39 +476,35 @@ class Searcher:
         """
         if max(shape.bound_s, shape.least_s) >= best.most_seconds(self._least_price):
             return []
-        made, levels = self._arrays(shape)
-        self._whole &= levels.whole
-        shape.partial = not levels.whole
-        bounds = self._bounds(made, best.most_seconds(self._least_price))
-        goals = self._goals(made, levels, bounds[1], best)
-        shape.least_s = min((goal[1] for goal in goals), default=math.inf)
+        bounded = self._bounded(shape, best, self.options.most_levels)
+        self._whole &= bounded.levels.whole
+        shape.partial = not bounded.levels.whole
+        shape.least_s = min((goal[1] for goal in bounded.goals), default=math.inf)
         missed = []
-        for _, seconds, level, price in goals:
+        for _, seconds, level, price in bounded.goals:
             if seconds >= best.most_seconds(price):
                 continue
             if time.process_time() > self._until:
                 missed.append((seconds, price))
                 continue
-            bound = self._try(shape, made, levels, bounds, level, price, best, most_leaves)
+            bound = self._try(bounded, level, price, best, most_leaves)
             if bound < best.most_seconds(price):
                 missed.append((bound, price))
         return missed
 
     def _look(self, shape: SearchShape, best: Best) -> None:
-        """Bounds a shape, and try a few pipelines of its best set of nodes.
+        """Bounds a shape, and tries a few pipelines of its best set of nodes.
 
         Where there are very many orders of nodes, only with equal nodes side by side.
         """
-        made, levels = self._arrays(shape, min(_FEW_LEVELS, self.options.most_levels))
-        bounds = self._bounds(made, best.most_seconds(self._least_price))
-        goals = self._goals(made, levels, bounds[1], best)
-        shape.least_value = goals[0][0] if goals else math.inf
-        if not levels.whole:
-            room = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
+        bounded = self._bounded(shape, best, min(_FEW_LEVELS, self.options.most_levels))
+        shape.least_value = bounded.goals[0][0] if bounded.goals else math.inf
+        if not bounded.levels.whole:
+            room = _capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
             shape.bound_s = max(shape.bound_s, room)
             shape.least_value = best.value(shape.bound_s, self._least_price)
-        for _, _, level, price in goals[:1]:
-            self._try(shape, made, levels, bounds, level, price, best, 10)
+        for _, _, level, price in bounded.goals[:1]:
+            self._try(bounded, level, price, best, 10)
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
         """Searches a shape to its end; returns the least value that was left out."""
@@ -521,31 +517,25 @@ class Searcher:
         return left_out
 
     def _try(
-        self,
-        shape: SearchShape,
-        made: Any,
-        levels: DpStates,
-        bounds: tuple[Any, Any, Any],
-        level: int,
-        price: float,
-        best: Collector,
-        most_leaves: int,
+        self, bounded: _Bounded, level: int, price: float, best: Collector, most_leaves: int
     ) -> float:
+        """Searches the pipelines of one level; returns a bound on what was left out."""
         from megatron.adaptive.planner import kernel
 
-        stages = int(levels.follow[level]) + 1
+        shape, levels, made = bounded.shape, bounded.levels, bounded.arrays
+        stages = int(made.level_follow[level]) + 1
         cuts, path = np.zeros(stages + 1, dtype=np.int64), np.zeros(stages, dtype=np.int64)
         cap = best.most_seconds(price)
         walk = kernel.make_walk(made, stages)
         seconds, left_out, timed = kernel.search_level(
-            made, walk, level, *bounds, cap, most_leaves, cuts, path
+            made, walk, level, *bounded.bounds, cap, most_leaves, cuts, path
         )
         if seconds < cap and left_out < seconds:
             seconds, more = kernel.improve(made, walk, stages, seconds, most_leaves, cuts, path)
             timed += more
         self.timed += timed
         if seconds < cap:
-            classes = [shape.classes[levels.stage_class[step]] for step in path.tolist()]
+            classes = [shape.classes[made.level_class[step]] for step in path.tolist()]
             plan = self._plan(classes, shape.choice, cuts.tolist())
             best.add(shape.key(levels.used[level], stages), plan, float(seconds), price)
         return float(left_out)
@@ -558,14 +548,14 @@ class Searcher:
         tries = [
             one
             for shape in shapes
-            for one in candidates(shape.classes, shape.choice, self._tables, self.inputs)
+            for one in candidates(shape.classes, shape.choice, self._tables)
             if not self.options.pp or len(one.ranks) in self.options.pp
         ]
         tries.sort(key=lambda one: one.guess_s)
         for one in tries[: self.options.most_interleaved]:
             if one.guess_s >= best.most_seconds(price) or time.process_time() > self._until:
                 continue
-            seconds, cuts, timed = interleave(one, self._tables, self.options.most_leaves // 10)
+            seconds, cuts, timed = one.best(self.options.most_leaves // 10)
             self.timed += timed
             if seconds >= best.most_seconds(price):
                 continue
@@ -616,7 +606,7 @@ def _only(after: Any, partition: Sequence[int]) -> Any:
     return np.where(allowed, after, np.inf)
 
 
-def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
+def _most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
     """Returns the microbatches per second if the work of one could be divided freely.
 
     Args:
@@ -638,7 +628,7 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     return max(whole, 1e-30)
 
 
-def capacity_bound(
+def _capacity_bound(
     tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
     """Returns the seconds below which the stages of all nodes together cannot hold all layers.

@@ -126,22 +126,14 @@ class DpStates:
     """The levels, each after those that it stands on.
 
     Attributes:
-        stage_class: ``[levels] int64``, class of the foremost stage.
-        follow: ``[levels] int64``, stages behind it.
-        first_edge: ``[levels + 1] int64``.
-        edge_from: ``[edges] int64``, the level without the foremost stage.
-        edge_kind: ``[edges] int64``, 1 where both stages share a node.
+        arrays: those of ``kernel.ShapeArrays`` that say what levels and edges are, by name.
         used: per level, nodes of each type.
         complete: levels that leave no node half used.
         placements: orders of nodes among the complete ones.
         whole: whether every order is among them.
     """
 
-    stage_class: Any
-    follow: Any
-    first_edge: Any
-    edge_from: Any
-    edge_kind: Any
+    arrays: dict[str, Any]
     used: tuple[tuple[int, ...], ...]
     complete: tuple[int, ...]
     placements: int
@@ -244,12 +236,15 @@ def _pack(edges: dict[_Key, list[tuple[_Key | None, int]]], whole: bool) -> DpSt
                 sources.append(numbers[source])
                 kinds.append(kind)
         first.append(len(sources))
+    rows = {
+        "level_class": [key[2] for key in edges],
+        "level_follow": [key[0] for key in edges],
+        "level_edges": first,
+        "edge_from": sources,
+        "edge_kind": kinds,
+    }
     return DpStates(
-        stage_class=np.array([key[2] for key in edges], dtype=np.int64),
-        follow=np.array([key[0] for key in edges], dtype=np.int64),
-        first_edge=np.array(first, dtype=np.int64),
-        edge_from=np.array(sources, dtype=np.int64),
-        edge_kind=np.array(kinds, dtype=np.int64),
+        arrays={name: np.array(row, dtype=np.int64) for name, row in rows.items()},
         used=tuple(key[1] for key in edges),
         complete=tuple(numbers[key] for key in edges if not key[3]),
         placements=sum(_count_orders(key[1]) for key in edges if not key[3]),
@@ -351,23 +346,15 @@ class Tables:
     def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
         """Returns the arrays of ``kernel.ShapeArrays`` that belong to classes, by name."""
         rows = [self._class(one, choice) for one in classes]
-        tables = max(len(row[3]) for row in rows)
+        tables = max(len(row["base"]) for row in rows)
         for row in rows:
-            # Rooms that a class does not need repeat its first.
-            row[3].extend([row[3][0]] * (tables - len(row[3])))
-            row[4].extend([row[4][0]] * (tables - len(row[4])))
-        latency, occupancy = self._messages_of(classes, choice)
-        arrays = {
-            "forward": np.array([row[0] for row in rows]),
-            "backward": np.array([row[1] for row in rows]),
-            "launch": np.array([row[5] for row in rows]).swapaxes(0, 1),
-            "after": np.array([row[2] for row in rows]),
-            "base": np.array([row[3] for row in rows]),
-            "kept": np.array([row[4] for row in rows]),
-            "latency": latency,
-            "occupancy": occupancy,
-            "tied": self._tied(classes),
-        }
+            for name in ("base", "kept"):
+                # Rooms that a class does not need repeat its first.
+                row[name] += row[name][:1] * (tables - len(row[name]))
+        arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        arrays["launch"] = arrays["launch"].swapaxes(0, 1)
+        arrays["latency"], arrays["occupancy"] = self._messages_of(classes, choice)
+        arrays["tied"] = self._tied(classes)
         # One layout, so that the kernel is compiled once.
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
@@ -377,8 +364,8 @@ class Tables:
             self._ranges[key] = range_sums(values)
         return self._ranges[key]
 
-    def _class(self, one: StageClass, choice: ShapeChoice) -> tuple[Any, ...]:
-        """Returns forward, backward, what follows, bytes without and per microbatch, launching."""
+    def _class(self, one: StageClass, choice: ShapeChoice) -> dict[str, Any]:
+        """Returns the arrays of one class by name."""
         nodes = self.types(one)
         rows = [self.ranges(node, one, choice) for node in nodes]
         action = max(self.profile.launch_s.get(node.gpu, 0.0) for node in nodes)
@@ -387,9 +374,14 @@ class Tables:
         work = [np.maximum.reduce([row[i] - row[3] for row in rows]) for i in range(2)]
         ranges = np.triu(np.ones_like(whole[0]), 1) * action
         forward, backward = whole[0] + ranges, whole[1] + whole[2] + ranges
-        launch = np.array([forward - work[0], whole[1] + ranges - work[1]])
-        after = self._after(one, choice, rows[0][4], backward)
-        return forward, backward, after, [row[5] for row in rows], [row[6] for row in rows], launch
+        return {
+            "forward": forward,
+            "backward": backward,
+            "launch": np.array([forward - work[0], whole[1] + ranges - work[1]]),
+            "after": self._after(one, choice, rows[0][4], backward),
+            "base": [row[5] for row in rows],
+            "kept": [row[6] for row in rows],
+        }
 
     def ranges(self, node: NodeType, one: StageClass, choice: ShapeChoice) -> list[Any]:
         """Computes sums over every range of layers on one type of node, ``[n + 1, n + 1]`` each.
@@ -441,8 +433,7 @@ class Tables:
     def _messages_of(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any]:
         """Returns the latency and occupancy ``[2, 2, c, c, n + 1]``."""
         number, cuts = len(classes), len(self._sizes)
-        latency = np.zeros((2, 2, number, number, cuts))
-        occupancy = np.zeros((2, 2, number, number, cuts))
+        latency, occupancy = np.zeros((2, 2, 2, number, number, cuts))
         sizes, where = np.unique(self._sizes, return_inverse=True)
         for a, one in enumerate(classes):
             for b, other in enumerate(classes):
@@ -452,9 +443,8 @@ class Tables:
                     rows = [self._message(one, other, kind, float(size), choice) for size in sizes]
                     both = np.array(rows)[where]
                     # A message back from ``a`` to ``b`` is as one onward between the same two.
-                    for way in range(2):
-                        latency[way, kind, a, b] = both[:, 0]
-                        occupancy[way, kind, a, b] = both[:, 1]
+                    latency[:, kind, a, b] = both[:, 0]
+                    occupancy[:, kind, a, b] = both[:, 1]
         return latency, occupancy
 
     def _message(

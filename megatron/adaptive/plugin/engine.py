@@ -89,7 +89,10 @@ class Engine:
         model = given["model"]
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         config = get_model_config(chunks[0])
-        self._take_model(config, chunks)
+        if chunks != self._chunks:
+            replicas = parallel_state.get_data_parallel_world_size()
+            check_model(config, chunks, self._settings, replicas=replicas)
+            self._chunks, self._forward_backward = chunks, None
         self._connect(config, given)
         assert self._forward_backward is not None
         self._end_iteration()
@@ -126,18 +129,6 @@ class Engine:
             self.close()
         except (TransportError, TraceError) as error:
             print(f"megatron.adaptive at exit: {error}", file=sys.stderr, flush=True)
-
-    def _take_model(self, config: Any, chunks: list[torch.nn.Module]) -> None:
-        """Hold a model that is new here against the rules, and prepare its steps anew."""
-        known = len(chunks) == len(self._chunks) and all(
-            new is old for new, old in zip(chunks, self._chunks, strict=True)
-        )
-        if known:
-            return
-        replicas = parallel_state.get_data_parallel_world_size()
-        check_model(config, chunks, self._settings, replicas=replicas)
-        self._chunks = chunks
-        self._forward_backward = None
 
     def _connect(self, config: Any, given: Mapping[str, Any]) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()

@@ -88,12 +88,6 @@ def check_model(
 ) -> None:
     """Refuse a model that the engine would train wrongly or not at all.
 
-    Args:
-        config: megatron-core's configuration of the model.
-        chunks: this rank's model chunks.
-        settings: the plugin's.
-        replicas: data-parallel ranks.
-
     Raises:
         ConfigError: the first thing that is refused.
     """

@@ -10,11 +10,13 @@ import dataclasses
 import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.flags import FieldSpec, fields_of, flag
-from megatron.adaptive.config.parallel import AUTO, TRANSPORTS
+from megatron.adaptive.config.flags import FieldSpec, fields_of
+from megatron.adaptive.config.parallel import AUTO, TRANSPORTS, TransportConfig
+from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import is_rule, policy_names, splits_backward
 
@@ -51,39 +53,13 @@ class Settings:
         ConfigError: one of them is not possible, by itself or with another.
     """
 
-    schedule: str = flag(
-        f"Order of work of the pipeline, one of {', '.join(CHOICES)}; megatron is megatron-core's "
-        "own code.",
-        default="adaptive",
-        names=("--pipeline-schedule",),
-        unit="NAME",
-        convert=_schedule,
-    )
-    activation_cap: float | None = flag(
-        "Most activations that a rank keeps, in microbatches over all its chunks.",
-        default=None,
-        unit="MICROBATCHES",
-    )
-    split_backward: bool = flag(
-        "Compute weight gradients as work of their own; needs layers that defer them.",
-        default=False,
-        unit="True|False",
-    )
-    weight_pieces: int = flag(
-        "Parts into which a run-time choice may cut each weight gradient.", default=4, unit="PIECES"
-    )
-    trace_dir: str | None = flag("Folder for traces of all ranks.", default=None, unit="DIR")
-    transport: str = flag(
-        "What connects neighbouring ranks of the pipeline; auto chooses for each pair.",
-        default=AUTO,
-        choices=(AUTO, *TRANSPORTS),
-    )
-    timeout_s: float = flag(
-        "Time limit of every wait for a message of the pipeline.",
-        default=600.0,
-        names=("--pipeline-timeout-s",),
-        unit="SECONDS",
-    )
+    schedule: str = "adaptive"
+    activation_cap: float | None = None
+    split_backward: bool = False
+    weight_pieces: int = 4
+    trace_dir: str | None = None
+    transport: str = AUTO
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         given = f"pipeline schedule {self.schedule}"
@@ -139,10 +115,7 @@ class Settings:
         Raises:
             ConfigError: the result is not possible.
         """
-        values = {
-            spec.dest: getattr(arguments, spec.name[2:].replace("-", "_"), None)
-            for spec in fields_of(Settings)
-        }
+        values = {name: getattr(arguments, spec.dest, None) for name, spec in _flags().items()}
         given = {field: value for field, value in values.items() if value is not None}
         return dataclasses.replace(self, **given)
 
@@ -156,21 +129,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         ``parser``.
     """
     group = parser.add_argument_group(title="megatron.adaptive")
-    for spec in fields_of(Settings):
-        assert spec.flag is not None
+    for name, spec in _flags().items():
+        own = name == "schedule"
         group.add_argument(
             spec.name,
-            type=functools.partial(_convert, spec),
-            choices=spec.flag.choices or None,
-            metavar=spec.unit or None,
-            help=spec.flag.help,
+            type=functools.partial(_convert, _schedule if own else spec.convert),
+            choices=None if own else spec.flag.choices or None,
+            metavar="NAME" if own else spec.unit or None,
+            help=f"Order of work of the pipeline, one of {', '.join(CHOICES)}; megatron is "
+            "megatron-core's own code."
+            if own
+            else spec.flag.help,
         )
     return parser
 
 
-def _convert(spec: FieldSpec, word: str) -> Any:
+def _flags() -> dict[str, FieldSpec]:
+    """Return the trainer's flags of the same meaning, by setting."""
+    groups = (ScheduleConfig, TransportConfig)
+    specs = {spec.dest: spec for group in groups for spec in fields_of(group)}
+    names = {"schedule": "pipeline_schedule", "timeout_s": "pipeline_timeout_s"}
+    settings = [field.name for field in dataclasses.fields(Settings)]
+    return {name: specs[names.get(name, name)] for name in settings}
+
+
+def _convert(convert: Callable[[str], Any], word: str) -> Any:
     try:
-        return spec.convert(word)
+        return convert(word)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

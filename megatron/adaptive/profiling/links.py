@@ -14,6 +14,7 @@ card is shared and a switch between GPUs is not.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -216,30 +217,20 @@ def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, 
     members: dict[str, list[int]] = {}
     for rank, machine in enumerate(machines):
         members.setdefault(machine, []).append(rank)
-    found: list[tuple[bool, Pair, list[Pair]]] = []
-    seen: set[tuple[str, str]] = set()
-    for ranks in members.values():
-        name = names[ranks[0]]
-        if len(ranks) < 2 or (name, name) in seen:
-            continue
-        seen.add((name, name))
-        together = list(zip(ranks[::2], ranks[1::2], strict=False))
-        found += [(True, together[0], pairs) for pairs in _one_and_all(together)]
     nodes = list(members.values())
-    seen.clear()
-    for index, one in enumerate(nodes):
-        for other in nodes[index + 1 :]:
-            kinds = tuple(sorted((names[one[0]], names[other[0]])))
-            if (kinds[0], kinds[1]) in seen:
-                continue
-            seen.add((kinds[0], kinds[1]))
-            together = list(zip(one, other, strict=False))
-            found += [(False, together[0], pairs) for pairs in _one_and_all(together)]
+    found: list[tuple[bool, Pair, list[Pair]]] = []
+    seen: set[tuple[bool, str, str]] = set()
+    for one, other in [*zip(nodes, nodes, strict=True), *itertools.combinations(nodes, 2)]:
+        within = one is other
+        first, second = sorted((names[one[0]], names[other[0]]))
+        ends = (one[::2], one[1::2]) if within else (one, other)
+        together = list(zip(*ends, strict=False))
+        if not together or (within, first, second) in seen:
+            continue
+        seen.add((within, first, second))
+        one_and_all = [together[:1], together] if len(together) > 1 else [together]
+        found += [(within, together[0], pairs) for pairs in one_and_all]
     return found
-
-
-def _one_and_all(pairs: list[Pair]) -> list[list[Pair]]:
-    return [pairs[:1]] if len(pairs) == 1 else [pairs[:1], pairs]
 
 
 def measure_links(

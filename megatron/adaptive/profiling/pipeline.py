@@ -208,8 +208,8 @@ class LayerShare:
         for chunk, (model, block) in models.items():
             for module in (model, block):
                 self._handles += [
-                    module.register_forward_pre_hook(self._entering(chunk, module is model)),
-                    module.register_forward_hook(self._leaving(chunk)),
+                    module.register_forward_pre_hook(self._marking(chunk, module is model)),
+                    module.register_forward_hook(self._marking(chunk)),
                 ]
 
     def begin(self) -> None:
@@ -235,19 +235,13 @@ class LayerShare:
         for handle in self._handles:
             handle.remove()
 
-    def _entering(self, chunk: int, is_model: bool) -> Any:
-        def note(module: torch.nn.Module, _given: Any) -> None:
+    def _marking(self, chunk: int, begins: bool = False) -> Any:
+        """Returns a hook that notes the time; ``begins``: of a new forward."""
+
+        def note(module: torch.nn.Module, *_: Any) -> None:
             marks = self._marks[chunk]
-            if is_model and module.training and len(marks) <= _FORWARDS:
+            if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
-            if marks and len(marks) <= _FORWARDS:
-                marks[-1].append(self._clock.mark())
-
-        return note
-
-    def _leaving(self, chunk: int) -> Any:
-        def note(module: torch.nn.Module, _given: Any, _output: Any) -> None:
-            marks = self._marks[chunk]
             if marks and len(marks) <= _FORWARDS:
                 marks[-1].append(self._clock.mark())
 

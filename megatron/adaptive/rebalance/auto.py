@@ -49,11 +49,7 @@ class Decision:
 
 
 class Tuner:
-    """Measures the first steps of a run and makes the choice; every rank has one.
-
-    Args:
-        run: the built run.
-    """
+    """Measures the first steps of a run and makes the choice; every rank has one."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -76,7 +76,12 @@ def move_layers(run: Run, partition: Sequence[int]) -> Run:
         TransportError: layers did not arrive; the state is lost.
     """
     old = run.job.config
-    _check(old, partition)
+    stages, number = old.num_stages, old.model.num_layers
+    if len(partition) != stages or sum(partition) != number or min(partition) < 0:
+        raise ConfigError(
+            f"partition {format_partition(partition)}: this run has {number} layers on {stages} "
+            "stages; give as many numbers that sum up to it"
+        )
     job = with_schedule(run.job, partition=tuple(partition))
     config = job.config
     gather_parameters(run)
@@ -169,15 +174,6 @@ def _set_aside(run: Run) -> _State:
     return dataclasses.replace(state, shares=shares)
 
 
-def _check(config: TrainerConfig, partition: Sequence[int]) -> None:
-    stages, layers = config.num_stages, config.model.num_layers
-    if len(partition) != stages or sum(partition) != layers or min(partition) < 0:
-        raise ConfigError(
-            f"partition {format_partition(partition)}: this run has {layers} layers on {stages} "
-            "stages; give as many numbers that sum up to it"
-        )
-
-
 def _own_stages(run: Run) -> list[int]:
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     return [run.placement.stage_of(pp_rank, chunk) for chunk in range(run.placement.num_chunks)]
@@ -207,7 +203,9 @@ def _rebuilt(run: Run, job: TrainingJob, layers: Sequence[range]) -> Run:
     config = job.config
     state = _State.of(run)
     bare = [_unwrap(chunk) for chunk in run.chunks]
-    _let_buffers_go(run.optimizer)
+    (leaf,) = run.optimizer.chained_optimizers
+    for name in ("buffers", "per_model_buffers", "per_model_bucket_groups"):
+        getattr(leaf, name, []).clear()  # what a distributed optimizer holds of them
     blocks = [unwrap_model(chunk).decoder for chunk in bare]
     here = {layer.layer_number: layer for block in blocks for layer in block.layers}
     for block, numbers in zip(blocks, layers, strict=True):
@@ -263,7 +261,19 @@ def _give(run: Run, state: _State, group: dist.ProcessGroup | None) -> None:
     """
     job, old = run.job, state.shares
     new = shares_of(run.optimizer, run.chunks, _own_stages(run))
-    table = _table(old, new, state.steps)
+    table = Table(
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        had={name: (share.start, share.end) for name, share in old.items()},
+        wants={name: (share.start, share.end) for name, share in new.items()},
+        parts={
+            part: tensor.dtype
+            for share in old.values()
+            for part, tensor in share.state.items()
+            if part != MAIN
+        },
+        steps=state.steps,
+    )
     tables = {rank: found for rank, found in enumerate(job.gather(table)) if found is not None}
     steps = max(found.steps for found in tables.values())
     _make_room(old, new, {k: v for found in tables.values() for k, v in found.parts.items()})
@@ -287,13 +297,6 @@ def _unwrap(chunk: Any) -> torch.nn.Module:
     return module
 
 
-def _let_buffers_go(optimizer: Any) -> None:
-    """Frees what a distributed optimizer holds of the gradient buffers."""
-    (leaf,) = optimizer.chained_optimizers
-    for name in ("buffers", "per_model_buffers", "per_model_bucket_groups"):
-        getattr(leaf, name, []).clear()
-
-
 def _set_layers(
     run: Run, config: TrainerConfig, block: Any, numbers: range, here: Mapping[int, Any]
 ) -> None:
@@ -310,23 +313,6 @@ def _set_layers(
         layers.append(layer)
     block.layers = torch.nn.ModuleList(layers)
     block.num_layers_per_pipeline_rank = len(layers)
-
-
-def _table(old: Mapping[str, Share], new: Mapping[str, Share], steps: float) -> Table:
-    parts = {
-        part: tensor.dtype
-        for share in old.values()
-        for part, tensor in share.state.items()
-        if part != MAIN
-    }
-    return Table(
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        had={name: (share.start, share.end) for name, share in old.items()},
-        wants={name: (share.start, share.end) for name, share in new.items()},
-        parts=parts,
-        steps=steps,
-    )
 
 
 def _make_room(

@@ -137,12 +137,7 @@ def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
 
 
 class Repartitioner:
-    """Measures the steps of a run and decides when layers move; every rank has one.
-
-    Args:
-        run: the built run.
-        message: writes a line of the log.
-    """
+    """Measures the steps of a run and decides when layers move; every rank has one."""
 
     def __init__(self, run: Run, message: Callable[[str], None]) -> None:
         settings = run.job.config.schedule
@@ -192,13 +187,7 @@ class Repartitioner:
         return None if move is None or move.gain < self._gain else move
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
-        """Reports a move and goes on after it.
-
-        Args:
-            move: what was done.
-            run: the run as it is now.
-            seconds: how long it took.
-        """
+        """Reports a move and goes on after it."""
         before = format_partition(self._run.job.config.layers_per_stage)
         self._message(
             f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; a step of "

@@ -57,49 +57,41 @@ class ScheduleChoice:
 
 
 def candidates(
-    *,
-    num_ranks: int,
-    num_chunks: int,
+    placement: Placement,
     num_microbatches: int,
-    placements: Sequence[PlacementKind],
+    *,
     most: float,
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
 ) -> list[Candidate]:
-    """List what could run on a pipeline.
+    """List what could run on a pipeline whose stages lie so; layers cannot be cut anew.
 
     Args:
-        num_ranks: ranks of the pipeline.
-        num_chunks: chunks per rank; they are what they are, for layers cannot be cut anew.
+        placement: which rank holds which stage.
         num_microbatches: microbatches per step.
-        placements: how the stages may lie.
         most: most activations that memory allows, in whole-rank microbatches.
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
     """
     found = []
     for name in STATIC:
-        candidate = make_candidate(name, num_ranks, num_chunks, num_microbatches)
-        placement = candidate.placement
-        if placement.num_chunks != num_chunks or (candidate.weight_pieces and not splittable):
-            continue
-        if num_chunks > 1 and placement.kind not in placements:
+        candidate = make_candidate(
+            name, placement.num_ranks, placement.num_chunks, num_microbatches
+        )
+        if candidate.placement != placement or (candidate.weight_pieces and not splittable):
             continue
         with contextlib.suppress(ScheduleError):  # not for this pipeline
             make_schedule(name, placement, num_microbatches)
             found.append(candidate)
-    cuts = sorted({0, 1, 2, pieces}) if splittable else [0]
-    for kind in placements:
-        placement = Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
-        usual = default_cap(placement, num_microbatches)
-        caps = sorted({usual, usual / 1.5, min(most, float(num_microbatches))})
-        found += [
-            Candidate(name=name, placement=placement, weight_pieces=cut, cap=cap)
-            for cap in caps
-            if 1.0 <= cap <= with_rounding(most)
-            for cut in cuts
-            for name in RULES
-        ]
+    usual = default_cap(placement, num_microbatches)
+    caps = sorted({usual, usual / 1.5, min(most, float(num_microbatches))})
+    found += [
+        Candidate(name=name, placement=placement, weight_pieces=cut, cap=cap)
+        for cap in caps
+        if 1.0 <= cap <= with_rounding(most)
+        for cut in (sorted({0, 1, 2, pieces}) if splittable else [0])
+        for name in RULES
+    ]
     return found
 
 
@@ -111,7 +103,6 @@ def choose(
     most: Mapping[PlacementKind, float],
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
-    compiled: bool = True,
 ) -> ScheduleChoice:
     """Simulate the candidates and take the fastest.
 
@@ -123,7 +114,6 @@ def choose(
             microbatches.
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
-        compiled: see ``simulate``.
 
     Raises:
         ScheduleError: memory does not allow any candidate.
@@ -133,15 +123,13 @@ def choose(
     outcomes: list[CandidateOutcome] = []
     for kind, limit in most.items():
         offered = candidates(
-            num_ranks=present.num_ranks,
-            num_chunks=present.num_chunks,
-            num_microbatches=num_microbatches,
-            placements=(kind,),
+            replace(present, kind=kind),
+            num_microbatches,
             most=limit,
             splittable=splittable,
             pieces=pieces,
         )
-        found = (evaluate(o, num_microbatches, profile, seeds, compiled=compiled) for o in offered)
+        found = (evaluate(o, num_microbatches, profile, seeds) for o in offered)
         outcomes += [o for o in found if o.peak_units <= with_rounding(limit)]
     if not outcomes:
         raise ScheduleError(

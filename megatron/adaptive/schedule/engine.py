@@ -42,8 +42,8 @@ class World(NamedTuple):
         stages: ``[rank * chunks + chunk]``, the stage.
         where: per stage, its first rank.
         widths: per stage, its ranks, which take microbatches in turn (see ``widths``).
-        durations: ``[kind][stage][microbatch]``, flat, kinds F, B, W; microbatches of the whole
-            step, also below.
+        total: number of microbatches of the whole step, which are those below.
+        durations: ``[kind][stage][microbatch]``, flat, kinds F, B, W.
         delays: latency of each action's message, ``[F or B][stage][microbatch]``, flat.
         occupancy: ``[from * ranks + to]``, how long a message keeps its link busy.
         free: ``[from * ranks + to]``, when the link is free again.
@@ -58,6 +58,7 @@ class World(NamedTuple):
     stages: list[int]
     where: list[int]
     widths: list[int]
+    total: list[int]
     durations: list[int]
     delays: list[int]
     occupancy: list[int]
@@ -119,15 +120,10 @@ def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
     return microbatch * world.widths[stage] + rank - world.where[stage]
 
 
-def total_of(world: World) -> int:
-    """Microbatches of the whole step."""
-    return len(world.durations) // (3 * len(world.where))
-
-
 def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
     """Picoseconds of the chunk's next action of that kind."""
     s = world.states[rank]
-    stages, total, pieces = len(world.where), total_of(world), s[PIECES]
+    stages, total, pieces = len(world.where), world.total[0], s[PIECES]
     index = lane_count(s, kind, chunk)
     piece = 0
     if kind == W:
@@ -167,7 +163,7 @@ def decide(world: World, rank: int, now: int) -> bool:
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
     """Hand the result of a forward or backward on to the stage that needs it."""
-    stages, ranks, total = len(world.where), len(world.running), total_of(world)
+    stages, ranks, total = len(world.where), len(world.running), world.total[0]
     to = stage + 1 if kind == F else stage - 1
     if to < 0 or to >= stages:
         return
@@ -186,7 +182,7 @@ def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: i
 def happen(world: World, event: int, now: int) -> int:
     """Take note of an event; returns the rank that it concerns."""
     if event >= 0:
-        stages, total = len(world.where), total_of(world)
+        stages, total = len(world.where), world.total[0]
         lane = event // total
         whole = event - lane * total
         kind = lane // stages

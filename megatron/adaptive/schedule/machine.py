@@ -105,5 +105,8 @@ def finish(s: State, kind: int, chunk: int) -> None:
     if kind == F:
         if chunk == s[LAST_CHUNK]:
             arrive(s, B, chunk, index)
-    elif s[PIECES] == 0 or (kind == W and (index + 1) % s[PIECES] == 0):
+    elif kind == B:
+        if s[PIECES] == 0:
+            s[IN_FLIGHT] -= s[UNIT]
+    elif (index + 1) % s[PIECES] == 0:
         s[IN_FLIGHT] -= s[UNIT]

@@ -49,9 +49,7 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
     return _table(rows)
 
 
-def render_timeline(
-    result: SimResult, *, column_s: float | None = None, max_columns: int = 160
-) -> str:
+def render_timeline(result: SimResult, *, max_columns: int = 160) -> str:
     """Draw a simulated step, a row per rank, a column per slice of time.
 
     An action shows its name in its first column and ``=`` in further ones; ``.`` is idle time.
@@ -64,17 +62,14 @@ def render_timeline(
 
     Args:
         result: what ``simulate`` returned.
-        column_s: seconds per column; default the shortest action, longer if that makes more than
-            ``max_columns``.
-        max_columns: most columns with the default ``column_s``.
+        max_columns: most columns. A column is as long as the shortest action, or longer.
 
     Returns:
         Lines without a final line feed.
     """
-    if column_s is None:
-        lengths = [span.end_s - span.start_s for spans in result.spans for span in spans]
-        shortest = min((length for length in lengths if length > 0), default=1.0)
-        column_s = max(shortest, result.makespan_s / max_columns)
+    lengths = [span.end_s - span.start_s for spans in result.spans for span in spans]
+    shortest = min((length for length in lengths if length > 0), default=1.0)
+    column_s = max(shortest, result.makespan_s / max_columns)
     # A hair is taken off so that a step that ends on a column's edge opens no further column.
     num_columns = max(1, int(result.makespan_s / column_s - 1e-6) + 1)
     return _table([_cells(spans, column_s, num_columns) for spans in result.spans])

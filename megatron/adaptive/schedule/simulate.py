@@ -273,6 +273,7 @@ def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int
         stages=array([placement.stage_of(s.rank, c) for s in states for c in range(chunks)]),
         where=array(first),
         widths=array([1] * len(first) if widths is None else widths),
+        total=array([workload.durations_ps.shape[2]]),
         durations=workload.durations_ps.reshape(-1),
         delays=workload.delays_ps.reshape(-1),
         occupancy=workload.occupancy_ps.reshape(-1),

@@ -309,47 +309,40 @@ class Alignment:
         return lines
 
 
-def align(files: Mapping[int, FileIndex], names: Mapping[tuple[int, int], str]) -> Alignment:
+def align(files: Mapping[int, FileIndex]) -> Alignment:
     """Align clocks by samples, else by the time of day.
 
     Args:
         files: by global rank.
-        names: of clocks, by global rank and number of the header.
     """
     headers: dict[str, TraceHeader] = {}
     ranks: dict[str, list[int]] = {}
-    for (rank, number), name in sorted(names.items()):
-        headers.setdefault(name, files[rank].headers[number])
-        if rank not in ranks.setdefault(name, []):
-            ranks[name].append(rank)
-    judge, samples = _samples(files, names)
+    for rank, file in sorted(files.items()):
+        for header in file.headers:
+            headers.setdefault(header.clock, header)
+            ranks.setdefault(header.clock, []).append(rank)
+    judge, samples = _samples(files)
     measured = {name: fit_clock(found) for name, found in samples.items()}
     if judge is None or judge in files:
-        first = min(files) if judge is None else judge
-        reference = names[first, len(files[first].headers) - 1]
+        reference = files[min(files) if judge is None else judge].headers[-1].clock
         lead = headers[reference].unix_ns - headers[reference].monotonic_ns
     else:
         reference = f"that of rank {judge}"
         name, fit = next(iter(measured.items()))
         lead = headers[name].unix_ns - int(fit.apply(np.array([headers[name].monotonic_ns]))[0])
-    home = ranks.get(reference, ())
     several = set(headers) != {reference}
-    clocks = [
-        ClockState(
-            name=reference,
-            ranks=tuple(home),
-            how="reference",
-            fit=shift(lead if several else 0),
-        )
-    ]
+    clocks = [_state(reference, ranks.get(reference, ()), "reference", shift(lead * several))]
     for name, header in headers.items():
-        if name == reference:
-            continue
-        how, fit = "time of day", shift(header.unix_ns - header.monotonic_ns)
-        if name in measured:
-            how, fit = "samples", measured[name].plus(lead)
-        clocks.append(ClockState(name=name, ranks=tuple(ranks[name]), how=how, fit=fit))
+        if name in measured and name != reference:
+            clocks.append(_state(name, ranks[name], "samples", measured[name].plus(lead)))
+        elif name != reference:
+            fit = shift(header.unix_ns - header.monotonic_ns)
+            clocks.append(_state(name, ranks[name], "time of day", fit))
     return Alignment(tuple(clocks))
+
+
+def _state(name: str, ranks: Sequence[int], how: str, fit: ClockFit) -> ClockState:
+    return ClockState(name=name, ranks=tuple(dict.fromkeys(ranks)), how=how, fit=fit)
 
 
 def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
@@ -374,28 +367,23 @@ def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -
     moves, left = settle(slack, len(alignment.clocks), unsure)
     clocks = []
     for number, clock in enumerate(alignment.clocks):
-        met = any(number in pair for pair in slack)
-        clocks.append(
-            replace(
-                clock,
-                fit=clock.fit.plus(moves[number]),
-                how="messages" if number in unsure and met else clock.how,
-            )
-        )
+        is_placed = number in unsure and any(number in pair for pair in slack)
+        how = "messages" if is_placed else clock.how
+        clocks.append(replace(clock, fit=clock.fit.plus(moves[number]), how=how))
     return Alignment(tuple(clocks), left)
 
 
 def _samples(
-    files: Mapping[int, FileIndex], names: Mapping[tuple[int, int], str]
+    files: Mapping[int, FileIndex],
 ) -> tuple[int | None, dict[str, list[tuple[int, int, int, int]]]]:
     """The rank that all clocks were measured against, and the samples of each clock."""
     judge: int | None = None
     samples: dict[str, list[tuple[int, int, int, int]]] = {}
-    for rank, file in sorted(files.items()):
+    for _, file in sorted(files.items()):
         for number, record in file.samples:
             judge = record.reference if judge is None else judge
             if record.reference == judge:
-                samples.setdefault(names[rank, number], []).extend(record.samples)
+                samples.setdefault(file.headers[number].clock, []).extend(record.samples)
     return judge, samples
 
 

@@ -28,10 +28,8 @@ __all__ = [
     "WAIT_CAUSES",
     "RankFigures",
     "RunFigures",
-    "compute_ns",
     "rank_figures",
     "run_figures",
-    "stack_figures",
 ]
 
 WAIT_CAUSES = ("unknown", *CAUSES)

@@ -117,10 +117,20 @@ def parse_line(
         raise TraceError(f"{origin} is not a JSON object; this is no trace file")
     if "format" in record or "version" in record:
         return _header(record, origin)
-    if "begin_iteration" in record or "after_iteration" in record:
-        return _marker(record, origin)
+    for word in ("begin_iteration", "after_iteration"):
+        if word in record:
+            return IterationStart(
+                iteration=_value(record, word, "int", origin),
+                num_microbatches=_value(record, "num_microbatches", "int", origin),
+                start_ns=_value(record, "start_ns", "int", origin),
+                counts=tuple(_value(record, "counts", "counts", origin, [])),
+                size_bytes=_value(record, "size_bytes", "int", origin),
+                is_late=word == "after_iteration",
+            )
     if "clock_samples" in record:
-        return _samples(record, origin)
+        samples = _value(record, "clock_samples", "samples", origin)
+        reference = _value(record, "reference", "int", origin)
+        return ClockSamples(reference, tuple(map(tuple, samples)))
     return None
 
 
@@ -154,25 +164,6 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
                 f"{origin}: {position} is {getattr(header, position)}, expected 0..{limit - 1}"
             )
     return header
-
-
-def _marker(record: Mapping[str, Any], origin: object) -> IterationStart:
-    is_late = "after_iteration" in record
-    word = "after_iteration" if is_late else "begin_iteration"
-    return IterationStart(
-        iteration=_value(record, word, "int", origin),
-        num_microbatches=_value(record, "num_microbatches", "int", origin),
-        start_ns=_value(record, "start_ns", "int", origin),
-        counts=tuple(_value(record, "counts", "counts", origin, [])),
-        size_bytes=_value(record, "size_bytes", "int", origin),
-        is_late=is_late,
-    )
-
-
-def _samples(record: Mapping[str, Any], origin: object) -> ClockSamples:
-    samples = _value(record, "clock_samples", "samples", origin)
-    reference = _value(record, "reference", "int", origin)
-    return ClockSamples(reference, tuple(map(tuple, samples)))
 
 
 def _is_list(value: Any, kind: Callable[[Any], bool]) -> bool:

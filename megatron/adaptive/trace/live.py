@@ -61,8 +61,7 @@ LONG_S = 60.0
 """The same for a rank that only writes its spans, at the end of each iteration."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slowness:
+class Slowness(NamedTuple):
     """A rank computes longer than it should.
 
     Attributes:
@@ -161,18 +160,17 @@ class Snapshot:
         return float(passed_s / done * left) if done > 0 else None
 
 
-def find_live(given: Path | None, *, base: Path | None = None) -> Path:
+def find_live(given: Path | None) -> Path:
     """The folder of a run that the user means; its traces need not be there yet.
 
     Args:
         given: the run's folder or that of its traces; ``None`` for ``runs/latest``.
-        base: where to look instead of the current directory.
 
     Raises:
         TraceError: there is no such folder.
     """
     if given is None:
-        latest = latest_run(Path() if base is None else base)
+        latest = latest_run()
         if latest is None:
             raise TraceError("there is no runs/latest here; give the folder of a run or its traces")
         return latest.resolve()  # a later run does not take its place
@@ -218,16 +216,16 @@ class LiveRun:
         world = max([header.world_size for header in headers.values()], default=0)
         figures = {rank: self._tails[rank].figures for rank in headers}
         slow = slow_ranks(headers, {r: [] if f is None else f.work_ns for r, f in figures.items()})
-        parts = _parts_of_steps(self._tails)
+        parts, traced_ms = _parts_of_steps(self._tails)
         ranks = [
-            _rank(folder, rank, self._tails.get(rank), parts.get(rank), slow.get(rank))
+            _rank(folder, rank, self._tails.get(rank), parts.get(rank, {}), slow.get(rank))
             for rank in range(max(world, *(r + 1 for r in self._tails), 0, 0))
         ]
         state, detail = _state(ranks, self._progress)
         records = self._progress.records
         busy = [rank.busy for rank in ranks if rank.busy is not None]
         steps_ms = [r["step_ms"] for r in records[-LOOKED_AT:] if r.get("step_ms") is not None]
-        steps_ms = steps_ms or [length for part in parts.values() for length in part.steps_ms]
+        steps_ms = steps_ms or traced_ms
         return Snapshot(
             folder=folder,
             ranks=ranks,
@@ -386,35 +384,26 @@ def slow_ranks(
     return found
 
 
-class _Parts(NamedTuple):
-    """Parts of the latest steps in which a rank works and waits, medians; the steps' lengths."""
+def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list[float]]:
+    """Parts of the latest steps in which each rank works and waits, medians; the steps' lengths.
 
-    busy: float
-    waits: dict[str, float]
-    steps_ms: list[float]
-
-
-def _parts_of_steps(tails: Mapping[int, RankTail]) -> dict[int, _Parts]:
-    """By rank, from the latest iterations that all ranks of its pipeline have done."""
+    Of the latest iterations that all ranks of a pipeline have done.
+    """
     shifts: dict[str, int] = {}
     headers: list[TraceHeader] = []
     figures: list[RankFigures] = []
     for _, tail in sorted(tails.items()):
         header, own = tail.header, tail.figures
-        if (
-            header is None
-            or own is None
-            or header.num_chunks != (headers or [header])[0].num_chunks
-        ):
+        if not header or not own or header.num_chunks != (headers or [header])[0].num_chunks:
             continue
-        shift_ns = shifts.setdefault(
-            header.clock or header.host, header.unix_ns - header.monotonic_ns
-        )
+        clock = header.clock or header.host
+        shift_ns = shifts.setdefault(clock, header.unix_ns - header.monotonic_ns)
         headers.append(header)
         figures.append(replace(own, start_ns=own.start_ns + shift_ns, end_ns=own.end_ns + shift_ns))
     if not figures:
-        return {}
-    found: dict[int, _Parts] = {}
+        return {}, []
+    found: dict[int, Any] = {}
+    steps_ms: list[float] = []
     run = stack_figures(figures, headers)
     for pipeline in run.pipelines:
         rows = np.flatnonzero((run.num_actions[:, pipeline] > 0).all(axis=1))[-LOOKED_AT:]
@@ -422,16 +411,20 @@ def _parts_of_steps(tails: Mapping[int, RankTail]) -> dict[int, _Parts]:
         for column in pipeline if len(rows) else ():
             length = run.step_ns[rows, column]
             waits = np.median(run.wait_ns[rows, column] / length[:, None], axis=0).tolist()
-            found[int(run.ranks[column])] = _Parts(
-                busy=float(np.median(run.busy_ns[rows, column] / length)),
-                waits={c: part for c, part in zip(WAIT_CAUSES, waits, strict=True) if part > 0},
-                steps_ms=(length / 1e6).tolist(),
-            )
-    return found
+            found[int(run.ranks[column])] = {
+                "busy": float(np.median(run.busy_ns[rows, column] / length)),
+                "waits": {c: part for c, part in zip(WAIT_CAUSES, waits, strict=True) if part > 0},
+            }
+            steps_ms += (length / 1e6).tolist()
+    return found, steps_ms
 
 
 def _rank(
-    folder: Path, rank: int, tail: RankTail | None, parts: _Parts | None, slowness: Slowness | None
+    folder: Path,
+    rank: int,
+    tail: RankTail | None,
+    parts: Mapping[str, Any],
+    slowness: Slowness | None,
 ) -> LiveRank:
     if tail is None or tail.header is None:
         return LiveRank(rank=rank, problem="" if tail is None else tail.problem)
@@ -445,8 +438,7 @@ def _rank(
         is_gone=_is_gone(header, min(ages)),
         iteration=0 if figures is None else int(figures.iterations[-1]),
         held_bytes=0 if figures is None else int(figures.peak_in_flight_bytes[-1]),
-        busy=None if parts is None else parts.busy,
-        waits={} if parts is None else parts.waits,
+        **parts,
         compute_ms=None
         if figures is None
         else float(np.median(figures.work_ns[-LOOKED_AT:])) / 1e6,

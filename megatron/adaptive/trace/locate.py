@@ -28,8 +28,6 @@ def load_run(
     given: Path | None,
     num_ranks: int | None = None,
     num_chunks: int | None = None,
-    *,
-    base: Path | None = None,
 ) -> RunTrace:
     """Find and read the trace of a run.
 
@@ -38,39 +36,34 @@ def load_run(
             look for the latest run.
         num_ranks: the pipeline ranks that it must have, ``None`` for any.
         num_chunks: the chunks per rank that it must have, ``None`` for any.
-        base: where to look instead of the current directory.
 
     Raises:
         TraceError: there is none, it has another shape, or it cannot be read.
     """
-    base = Path() if base is None else base
     if given is not None:
         if not given.exists():
             raise TraceError(f"{given} does not exist; give the folder of a run")
-        return _read(given, num_ranks, num_chunks, base)
-    latest = latest_run(base)
+        return _read(given, num_ranks, num_chunks)
+    latest = latest_run()
     if latest is not None:
-        return _read(latest, num_ranks, num_chunks, base)
-    text = _text_file(base, num_ranks, num_chunks)
+        return _read(latest, num_ranks, num_chunks)
+    text = _text_file(Path(), num_ranks, num_chunks)
     if text is not None:
         return read_legacy(text)
     shape = f"{legacy_name(num_ranks, num_chunks)}.txt" if num_ranks and num_chunks else "text form"
     raise TraceError(
-        f"no trace found: neither {base / RUNS / LATEST} nor {shape} in {base.resolve()}; "
+        f"no trace found: neither {Path(RUNS, LATEST)} nor {shape} in {Path().resolve()}; "
         "run run_single.sh first or give --run-dir"
     )
 
 
-def latest_run(base: Path) -> Path | None:
+def latest_run() -> Path | None:
     """The folder behind ``runs/latest``, ``None`` where there is none.
-
-    Args:
-        base: the folder that holds ``runs``.
 
     Raises:
         TraceError: it points to a folder that is gone.
     """
-    pointer = base / RUNS / LATEST
+    pointer = Path(RUNS, LATEST)
     if pointer.is_file():
         folder = pointer.parent / pointer.read_text(encoding="utf-8").strip()
     elif pointer.is_symlink() or pointer.is_dir():
@@ -84,7 +77,7 @@ def latest_run(base: Path) -> Path | None:
     return folder
 
 
-def _read(place: Path, num_ranks: int | None, num_chunks: int | None, base: Path) -> RunTrace:
+def _read(place: Path, num_ranks: int | None, num_chunks: int | None) -> RunTrace:
     if place.is_file():
         return read_legacy(place, num_ranks, num_chunks)
     traces = next((p for p in (place / TRACES, place) if trace_files(p)), None)
@@ -97,16 +90,16 @@ def _read(place: Path, num_ranks: int | None, num_chunks: int | None, base: Path
             f"{place} holds no trace: neither {TRACES}/trace_rank_*.jsonl nor "
             "trace_pipeline_<p>_model_chunks_<c>.txt; was the run traced, and did it finish a step?"
         )
-    _check_shape(run, num_ranks, num_chunks, base)
+    _check_shape(run, num_ranks, num_chunks)
     return run
 
 
-def _check_shape(run: RunTrace, num_ranks: int | None, num_chunks: int | None, base: Path) -> None:
+def _check_shape(run: RunTrace, num_ranks: int | None, num_chunks: int | None) -> None:
     wanted = (num_ranks or run.num_ranks, num_chunks or run.num_chunks)
     if wanted == (run.num_ranks, run.num_chunks):
         return
     advice = f"give --pipeline_parallel {run.num_ranks} --model_chunks {run.num_chunks}"
-    others = [p.parent for p in (base / RUNS).glob(f"*/{legacy_name(*wanted)}.txt")]
+    others = [p.parent for p in Path(RUNS).glob(f"*/{legacy_name(*wanted)}.txt")]
     if others:
         newest = max(others, key=lambda folder: folder.stat().st_mtime)
         advice += f", or --run-dir {newest} for the newest run of that shape"

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.adaptive.trace.table import REASON, Ints, Mask, TraceTable
+from megatron.adaptive.trace.table import REASON, Ints, Mask, TraceTable, find_rows
 
 __all__ = ["Messages", "match_messages"]
+
+_SAME = ("iteration", "of", "chunk", "microbatch")
+"""Columns that both ends of a message have alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,18 +66,18 @@ def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
         The messages, ordered by receiver, then as its file has them.
     """
     ranks = sorted(tables)
-    sends = TraceTable.concat([tables[rank].of_kind("send") for rank in ranks])
-    receives = TraceTable.concat([tables[rank].of_kind("receive") for rank in ranks])
-    source = _owners(tables, ranks, "send")
-    target = _owners(tables, ranks, "receive")
-    send_keys, receive_keys = _keys((sends, source, sends.peer), (receives, receives.peer, target))
-    order = np.argsort(send_keys, kind="stable")
-    places = np.searchsorted(send_keys[order], receive_keys)
-    places = np.minimum(places, max(len(order) - 1, 0))
-    found = np.zeros(len(receive_keys), dtype=np.bool_)
-    if len(order):
-        found = send_keys[order][places] == receive_keys
-    sent, got = sends.take(order[places[found]]), receives.take(found)
+    sides, owners = [], []
+    for kind in ("send", "receive"):
+        parts = [tables[rank].of_kind(kind) for rank in ranks]
+        sides.append(TraceTable.concat(parts))
+        owners.append(np.repeat(np.array(ranks, dtype=np.int64), [len(part) for part in parts]))
+    (sends, receives), (source, target) = sides, owners
+    places = find_rows(
+        [getattr(sends, name) for name in _SAME] + [source, sends.peer],
+        [getattr(receives, name) for name in _SAME] + [receives.peer, target],
+    )
+    found = places >= 0
+    sent, got = sends.take(places[found]), receives.take(found)
     return Messages(
         iteration=got.iteration,
         source=got.peer.astype(np.int64),
@@ -89,26 +92,3 @@ def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
         bytes=got.bytes,
         seen=got.reason == REASON["seen"],
     )
-
-
-def _owners(tables: Mapping[int, TraceTable], ranks: list[int], kind: str) -> Ints:
-    counts = [int(tables[rank].where(kind).sum()) for rank in ranks]
-    return np.repeat(np.array(ranks, dtype=np.int64), counts)
-
-
-def _keys(*sides: tuple[TraceTable, Ints, Ints]) -> tuple[Ints, ...]:
-    """A number per row, the same on both sides for one message and for no other."""
-    columns = [
-        (table.iteration, source, target, table.of, table.chunk, table.microbatch)
-        for table, source, target in sides
-    ]
-    keys = [np.zeros(len(table), dtype=np.int64) for table, _, _ in sides]
-    span = 1
-    for number in range(len(columns[0])):
-        both = [side[number].astype(np.int64) for side in columns]
-        values, places = np.unique(np.concatenate(both), return_inverse=True)
-        span *= max(1, len(values))
-        assert span < 2**63, "more kinds of messages than a number can distinguish"
-        parts = np.split(places, [len(both[0])])
-        keys = [key * max(1, len(values)) + part for key, part in zip(keys, parts, strict=True)]
-    return tuple(keys)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +92,16 @@ class RankTrace:
         """Microbatches by iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
+    @cached_property
+    def num_spans(self) -> Mapping[int, int]:
+        """Spans by iteration, as the markers in the file say; 1 where they say nothing."""
+        counts: dict[int, int] = {}
+        for block in self.index.blocks:
+            size = sum(block.marker.counts) if block.table is None else len(block.table)
+            iteration = block.marker.iteration
+            counts[iteration] = counts.get(iteration, 0) + max(size, 1)
+        return counts
+
     def spans(self, iteration: int) -> tuple[Span, ...]:
         """Spans of an iteration as objects; none where it was not recorded."""
         return self.table([iteration]).spans()
@@ -125,16 +135,14 @@ class RankTrace:
 
     def clock_jumps(self) -> tuple[int, ...]:
         """Iterations that begin before the one above them in the file: the clock was set back."""
-        jumps = []
+        jumps: list[int] = []
         for _, part in groupby(self.index.blocks, key=lambda block: block.segment):
-            last = None
-            for block in part:
-                if block.marker.is_late or not block.marker.start_ns:
-                    continue
-                start = block.marker.start_ns
-                if last is not None and start < last - _STARTS_BACK_NS:
-                    jumps.append(block.marker.iteration)
-                last = start
+            markers = [b.marker for b in part if b.marker.start_ns and not b.marker.is_late]
+            jumps += [
+                marker.iteration
+                for before, marker in pairwise(markers)
+                if marker.start_ns < before.start_ns - _STARTS_BACK_NS
+            ]
         return tuple(jumps)
 
     @cached_property
@@ -250,12 +258,11 @@ def trace_files(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in matches if match}
 
 
-def read_run(folder: str | os.PathLike[str], ranks: Iterable[int] | None = None) -> RunTrace:
+def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     """Read what a folder of traces holds; its spans are read when they are asked for.
 
     Args:
         folder: of one run.
-        ranks: global ranks to look at, ``None`` for all; the others count as missing.
 
     Raises:
         TraceError: the folder is missing or holds no trace, a file is damaged or of a newer
@@ -266,11 +273,8 @@ def read_run(folder: str | os.PathLike[str], ranks: Iterable[int] | None = None)
     if not files:
         state = "holds no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
         raise TraceError(f"{folder} {state}; give the folder into which the run wrote its traces")
-    if ranks is not None:
-        wanted = set(ranks)
-        files = {rank: path for rank, path in files.items() if rank in wanted}
-    found = {rank: index_file(path) for rank, path in files.items()}
-    found = {rank: index for rank, index in found.items() if index.headers}
+    indexes = {rank: index_file(path) for rank, path in files.items()}
+    found = {rank: index for rank, index in indexes.items() if index.headers}
     if not found:
         raise TraceError(f"the trace files in {folder} are empty; the run wrote nothing")
     for rank, index in found.items():
@@ -338,21 +342,18 @@ def _check_one_run(folder: Path, files: Mapping[int, FileIndex]) -> None:
 
 
 def _on_one_clock(files: Mapping[int, FileIndex]) -> tuple[dict[int, RankTrace], Alignment]:
-    places = [(rank, number) for rank, i in files.items() for number in range(len(i.headers))]
-    names = {(rank, number): files[rank].headers[number].clock for rank, number in places}
-    alignment = align(files, names)
+    names = {rank: [header.clock for header in i.headers] for rank, i in files.items()}
+    alignment = align(files)
 
     def traces() -> dict[int, RankTrace]:
         return {
-            rank: RankTrace(
-                index, tuple(alignment.fit_of(names[rank, n]) for n in range(len(index.headers)))
-            )
+            rank: RankTrace(index, tuple(alignment.fit_of(name) for name in names[rank]))
             for rank, index in files.items()
         }
 
     found = traces()
     if len(alignment.clocks) > 1:
-        last = {rank: names[rank, len(index.headers) - 1] for rank, index in files.items()}
+        last = {rank: clocks[-1] for rank, clocks in names.items()}
         alignment = refine(alignment, last, match_messages(_some_messages(found)))
         found = traces()
     return found, alignment

@@ -219,13 +219,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         )
 
     def _raise_pending(self) -> None:
-        error = self._error
-        if error is None or not self._open:
-            return
-        self._stop()
-        if isinstance(error, OSError):
-            raise self._as_trace_error(error) from error
-        raise error
+        if self._error is not None and self._open:
+            self._stop()
+            raise self._error
 
     def _as_trace_error(self, error: OSError) -> TraceError:
         return TraceError(
@@ -257,6 +253,9 @@ class Recorder(AbstractContextManager["Recorder"]):
             if self._error is None:
                 try:
                     self._append(_text(batch).encode())
+                except OSError as error:
+                    self._error = self._as_trace_error(error)
+                    self._error.__cause__ = error
                 except Exception as error:
                     self._error = error
         state.end(self._read_state)

@@ -13,12 +13,13 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
+from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, TraceHeader
 from megatron.adaptive.trace.figures import BACK_NS, RankFigures, rank_figures
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import TraceTable
 
-__all__ = ["PipelineStep", "pipeline_step", "stages_of_rank"]
+__all__ = ["PipelineStep", "pipeline_step", "placement_of", "stages_of_rank", "stages_text"]
 
 
 @dataclass(frozen=True)
@@ -110,30 +111,38 @@ class PipelineStep:
         return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
 
 
+def placement_of(name: str, num_ranks: int, num_chunks: int) -> Placement | None:
+    """The placement that a header names, ``None`` for one unknown here."""
+    kinds: dict[str, PlacementKind] = {"loop": "loop", "v": "v"}
+    kind = kinds.get(name.lower())
+    return kind and Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
+
+
 def stages_of_rank(
     pp_rank: int, num_ranks: int, num_chunks: int, placement: str
 ) -> tuple[int, ...] | None:
-    """Global stages on a pipeline rank, by chunk; ``None`` for a placement unknown here.
+    """Global stages on a pipeline rank, by chunk; ``None`` for a placement unknown here."""
+    found = placement_of(placement, num_ranks, num_chunks)
+    if found is None:
+        return None
+    return tuple(found.stage_of(pp_rank, chunk) for chunk in range(num_chunks))
 
-    ::
 
-        loop, 2 ranks x 3 chunks       v, 2 ranks x 3 chunks
-        rank 0:  0 2 4                 rank 0:  0 3 4
-        rank 1:  1 3 5                 rank 1:  1 2 5
+def stages_text(header: TraceHeader, pp_rank: int, most: int | None = None) -> str | None:
+    """Names the stages on a rank of a header's pipeline, ``stages 0, 5``.
+
+    Of more than ``most`` the first ones; ``None`` for a placement unknown here.
     """
-    if placement == "loop":
-        return tuple(chunk * num_ranks + pp_rank for chunk in range(num_chunks))
-    if placement.lower() == "v":
-        return tuple(
-            chunk * num_ranks + (num_ranks - 1 - pp_rank if chunk % 2 else pp_rank)
-            for chunk in range(num_chunks)
-        )
-    return None
+    stages = stages_of_rank(pp_rank, header.num_ranks, header.num_chunks, header.placement)
+    if stages is None:
+        return None
+    shown = [*map(str, stages)]
+    if most is not None and len(stages) > most:
+        shown = [*shown[: most - 1], "…"]
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(shown)}"
 
 
-def pipeline_step(
-    run: RunTrace, iteration: int | None = None, *, dp_rank: int = 0, tp_rank: int = 0
-) -> PipelineStep:
+def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int = 0) -> PipelineStep:
     """Pick one iteration of one pipeline out of a run.
 
     Args:
@@ -141,12 +150,11 @@ def pipeline_step(
         iteration: its number; by default the last complete one, or, where none is complete, the
             last one.
         dp_rank: which data-parallel replica.
-        tp_rank: which rank of each tensor-parallel group.
 
     Raises:
         TraceError: there is no such iteration or replica, or nothing to draw in it.
     """
-    ranks = run.replica(dp_rank, tp_rank)
+    ranks = run.replica(dp_rank)
     if not run.iterations:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
     if iteration is None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron.adaptive.trace.event import COLUMNS, DRAWN_ACTIONS, KINDS, REASONS, Span
 
-__all__ = ["KIND", "OTHER", "REASON", "Ints", "Mask", "TraceTable", "wait_before"]
+__all__ = ["KIND", "OTHER", "REASON", "Ints", "Mask", "TraceTable", "find_rows", "wait_before"]
 
 Ints: TypeAlias = npt.NDArray[Any]
 """Whole numbers, of the width that :data:`TraceTable`'s column has."""
@@ -29,6 +29,8 @@ OTHER = len(KINDS)
 """The number of a kind that only a newer program knows."""
 
 _NAMES = (*KINDS, "other")
+_OF_ACTION = ("iteration", "chunk", "microbatch", "piece")
+"""Columns that an action and the wait before it have alike."""
 _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
     "kind": np.int8,
     "chunk": np.int16,
@@ -47,25 +49,13 @@ _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
 
 @dataclass(frozen=True, eq=False)
 class TraceTable:
-    """Spans of one rank; every column is ``[spans]``.
+    """Spans of one rank; every column is ``[spans]``, ``iteration`` as ``int64``.
 
     Spans of one iteration lie together, the late ones of it maybe apart; within an iteration they
-    lie in the order they were written, actions in the order they ran.
-
-    Attributes:
-        iteration: ``int64``.
-        kind: ``int8``, see :data:`KIND`.
-        chunk: ``int16``, -1 for none.
-        microbatch: ``int32``, -1 for none.
-        piece: ``int16``.
-        start_ns: ``int64``, on the run's common clock.
-        end_ns: ``int64``, not before the start.
-        bytes: ``int64``.
-        in_flight_bytes: ``int64``.
-        queue_depth: ``int32``.
-        peer: ``int32``, global rank, -1 for none.
-        of: ``int8``, see :data:`KIND`, -1 for none.
-        reason: ``int8``, see :data:`REASON`.
+    lie in the order they were written, actions in the order they ran. Columns are those of
+    :data:`~megatron.adaptive.trace.event.Row`, of the widths above; times are on the run's common
+    clock, ``end_ns`` is not before ``start_ns``. See :data:`KIND` for ``kind`` and ``of``,
+    :data:`REASON` for ``reason``.
     """
 
     iteration: Ints
@@ -154,26 +144,42 @@ class TraceTable:
 def wait_before(table: TraceTable) -> Ints:
     """``[spans] int64``: how long the rank waited for each action, 0 for what is none."""
     waited = np.zeros(len(table), dtype=np.int64)
-    waits = np.flatnonzero(table.where("wait"))
-    actions = np.flatnonzero(table.where(*DRAWN_ACTIONS))
-    if not len(waits) or not len(actions):
-        return waited
-    wait_keys = _action_keys(table, waits, table.of)
-    keys = _action_keys(table, actions, table.kind)
-    order = np.argsort(keys, kind="stable")
-    places = np.searchsorted(keys[order], wait_keys)
-    places = np.minimum(places, len(order) - 1)
-    found = keys[order][places] == wait_keys
-    np.add.at(waited, actions[order[places[found]]], table.duration_ns[waits[found]])
+    waits, actions = table.of_kind("wait"), table.of_kind(*DRAWN_ACTIONS)
+    places = find_rows(
+        [getattr(actions, name) for name in ("kind", *_OF_ACTION)],
+        [getattr(waits, name) for name in ("of", *_OF_ACTION)],
+    )
+    found = places >= 0
+    rows = np.flatnonzero(table.where(*DRAWN_ACTIONS))
+    np.add.at(waited, rows[places[found]], waits.duration_ns[found])
     return waited
 
 
-def _action_keys(table: TraceTable, rows: Ints, kind: Ints) -> Ints:
-    """A number per row that only its action has, as far as its bits go."""
-    key = table.iteration[rows] & 0xFFFFF
-    for values, bits in ((table.microbatch, 20), (table.chunk, 10), (table.piece, 11)):
-        key = (key << bits) | (values[rows].astype(np.int64) & ((1 << bits) - 1))
-    return (key << 2) | (kind[rows].astype(np.int64) & 3)
+def find_rows(known: Sequence[Ints], wanted: Sequence[Ints]) -> Ints:
+    """Finds rows by their values.
+
+    Args:
+        known: columns ``[rows]`` of the rows to look in.
+        wanted: the same columns ``[wanted]`` of the rows to find.
+
+    Returns:
+        ``[wanted] int64``, the number of the first known row with these values, -1 for none.
+    """
+    count = len(known[0])
+    key, size = np.zeros(count + len(wanted[0]), dtype=np.int64), 1
+    for pair in zip(known, wanted, strict=True):
+        values = np.concatenate([column.astype(np.int64) for column in pair])
+        low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+        if size * (high - low + 1) >= 2**63:
+            distinct, key = np.unique(key, return_inverse=True)
+            size = len(distinct)
+        key = key * (high - low + 1) + values - low
+        size *= high - low + 1
+    order = np.argsort(key[:count], kind="stable")
+    ordered = np.append(key[:count][order], -1)  # a key that no row has, behind the last
+    places = np.searchsorted(ordered[:-1], key[count:])
+    found: Ints = np.where(ordered[places] == key[count:], np.append(order, -1)[places], -1)
+    return found
 
 
 def _row(span: Span) -> tuple[int, ...]:

@@ -30,8 +30,6 @@ from megatron.adaptive.gpt.step import StepResult
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["IterationReport", "TrainingLog", "startup_line"]
-
 _MAIN_LOSS = "lm loss"
 _SIZES = (  # of the run, see ``startup_line``
     "world_size",

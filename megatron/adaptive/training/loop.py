@@ -1,92 +1,70 @@
-"""The training loop: one step after the other, and the hooks around each of them."""
+"""The training loop: one step after the other, and the hooks around each of them.
+
+A hook is one concern of a training beside its steps. The loop lists them in the order in which they
+act around every step; they share the run.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.local_disk import LocalDisk
-from megatron.adaptive.checkpoint.training import Progress
-from megatron.adaptive.data.batch_sizes import BatchSizes
-from megatron.adaptive.engine.progress import COMPLETE
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress, make_snapshots
+from megatron.adaptive.config.run import RunConfig
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.loader import BatchSizes
+from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stop import StopRequest
-from megatron.adaptive.gpt.setup import Run
-from megatron.adaptive.training.hooks import (
-    Diagnosing,
-    GarbageCollection,
-    Hook,
-    OrderRecorder,
-    Rebalancing,
-    Reporting,
-    Saving,
-    SettlingSnapshots,
-    TakingSnapshots,
-    TrainedStep,
-    TrainingRun,
-    Validation,
-)
-from megatron.adaptive.training.logging import TrainingLog
-
-__all__ = ["Trainer"]
+from megatron.adaptive.errors import ConfigError, DeviceMemoryError
+from megatron.adaptive.gpt.setup import Run, make_loader, make_recording
+from megatron.adaptive.gpt.step import Step, StepResult, gather_parameters, params_norm
+from megatron.adaptive.rebalance.auto import Decision, Tuner, use
+from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
+from megatron.adaptive.rebalance.repartition import Move, Repartitioner
+from megatron.adaptive.training.logging import IterationReport, TrainingLog
 
 
 class Trainer:
     """Trains a built run to its end.
 
-    The caller keeps no reference to the run: where ``auto`` moves the stages, it is taken down and
-    another one takes its place, :attr:`run`.
-
     Args:
-        run: the built run.
-        log: receives steps, messages and validations.
+        live: the run.
         profiler: profiles some of the iterations.
         stop: asks for an early end.
-        progress: where a loaded checkpoint left off, ``None`` at a fresh start.
-        report_position: receives the current position, for peer-loss messages.
-        connect: receives the run whose channels learn of a lost rank, ``None`` while there are no
-            channels.
-        local: where checkpoints are written first.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        log: TrainingLog,
-        profiler: Hook,
-        stop: StopRequest,
-        progress: Progress | None,
-        report_position: Callable[[str], None],
-        connect: Callable[[Run | None], None],
-        local: LocalDisk | None = None,
-    ) -> None:
-        self._live = live = TrainingRun(
-            run, log, progress, report_position=report_position, connect=connect, local=local
-        )
-        self._stop = stop
-        config = live.config
+    def __init__(self, live: TrainingRun, profiler: Hook, stop: StopRequest) -> None:
+        self._live, self._stop = live, stop
+        run, config = live.run, live.config
         if run.replay is not None and not config.run.skip_train:
             run.replay.require_steps(live.progress.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._steps_here = 0
-        self._validation = Validation(live, log, stop)
+        self._validation = Validation(live, stop)
         recorder = OrderRecorder(live)
         self._hooks: list[Hook] = [
             recorder,
-            Rebalancing(live, log),
+            Rebalancing(live),
             profiler,
             SettlingSnapshots(live),
-            Reporting(live, log),
-            Diagnosing(live, log),
+            Reporting(live),
+            Diagnosing(live),
             GarbageCollection(live),
             self._validation,
             TakingSnapshots(live),
-            Saving(live, log, recorder, is_loaded=progress is not None),
+            Saving(live, recorder),
         ]
-
-    @property
-    def run(self) -> Run:
-        """The run that is trained; another object after a move of the stages."""
-        return self._live.run
 
     def train(self) -> str:
         """Trains until the iterations, the samples or the patience end.
@@ -159,3 +137,533 @@ class Trainer:
         if interval and self._live.progress.iteration % interval == 0:
             return f"--exit-interval {interval}"
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedStep:
+    """A training step that is done, for the hooks.
+
+    Attributes:
+        iteration: its number in the whole training, the first being 1.
+        begin_s: when it began, on :func:`time.perf_counter`.
+        global_batch_size: samples over all ranks.
+        num_microbatches: of this rank.
+        result: its losses and gradients.
+    """
+
+    iteration: int
+    begin_s: float
+    global_batch_size: int
+    num_microbatches: int
+    result: StepResult
+
+
+class Hook:
+    """One concern of a training run; every rank has the same hooks and calls them alike."""
+
+    def before_step(self, iteration: int) -> None:
+        """Prepares for the step after ``iteration`` iterations of the whole training."""
+
+    def after_step(self, step: TrainedStep) -> None:
+        """Acts on a step that is done and counted; another one need not follow."""
+
+    def at_end(self) -> None:
+        """Completes the work of a training that came to an end without an error."""
+
+    def close(self) -> None:
+        """Frees what the hook holds, also after an error; idempotent."""
+
+
+class RunHook(Hook):
+    """A hook that acts on the run."""
+
+    def __init__(self, live: TrainingRun) -> None:
+        self._live = live
+
+
+class TrainingRun:
+    """The run that is trained and what is built around it; another run may take its place.
+
+    The caller keeps no reference to the run: where the stages move, it is taken down before another
+    one is built.
+
+    Args:
+        run: the built run.
+        log: receives steps, messages and validations.
+        progress: where a loaded checkpoint left off, ``None`` at a fresh start.
+        report_position: receives the current position, for peer-loss messages.
+        connect: receives the run whose channels learn of a lost rank, ``None`` while there are no
+            channels.
+        local: where checkpoints are written first.
+
+    Attributes:
+        run: what is trained.
+        log: as given.
+        config: its settings.
+        progress: how far the training is.
+        is_loaded: whether it began with a checkpoint.
+        step: takes its steps.
+        checkpoints: saves and loads it.
+        snapshots: copies its state into memory.
+        loader: this rank's microbatches, ``None`` on a rank that needs no data.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        log: TrainingLog,
+        progress: Progress | None,
+        *,
+        report_position: Callable[[str], None],
+        connect: Callable[[Run | None], None],
+        local: LocalDisk | None,
+    ) -> None:
+        self.log, self._local = log, local
+        self.report_position, self.connect = report_position, connect
+        self.is_loaded, self.progress = progress is not None, progress or Progress()
+        self.loader: Any = None
+        self.adopt(run)
+
+    def adopt(self, run: Run) -> None:
+        """Goes on with a run that was built or cut anew."""
+        self.run = run
+        self.config = run.job.config
+        self.checkpoints = Checkpoints(run, self._local)
+        self.step = Step(run)
+        self.snapshots = make_snapshots(
+            run,
+            lambda: self.progress,
+            lambda text: self.log.report(copies=text),
+            self.log.message,
+        )
+
+    def release(self) -> None:
+        """Drops the run and everything around it, so that its memory can be freed."""
+        self.close_loader()
+        self.snapshots.close()
+        self.connect(None)
+        del self.run, self.step, self.checkpoints, self.snapshots
+
+    @property
+    def is_finished(self) -> bool:
+        """True if no training step is left to do."""
+        return self.config.run.skip_train or self.progress.iteration >= self.run.samples.iterations
+
+    def advance(self, **changes: int) -> None:
+        """Replaces counters of the progress."""
+        self.progress = dataclasses.replace(self.progress, **changes)
+
+    def own_microbatches(self, num_microbatches: int) -> int:
+        """Microbatches of this rank, given those of a copy of the model."""
+        parallel = self.config.parallel
+        if parallel.unequal_sizes is None:
+            return num_microbatches
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        return parallel.microbatches_of(pp_rank, num_microbatches)
+
+    def open_loader(self) -> None:
+        """Begins to read training samples from where the progress is."""
+        run = self.run
+        self.loader = make_loader(
+            run,
+            run.samples.train,
+            self.progress.consumed_train_samples,
+            on_read=None if run.tracing.recorder is None else run.tracing.data_read,
+        )
+
+    def close_loader(self) -> None:
+        """Ends reading; idempotent."""
+        if self.loader is not None:
+            self.loader.close()
+        self.loader = None
+
+
+class OrderRecorder(RunHook):
+    """Writes the order of every step for ``--record-schedule``."""
+
+    def __init__(self, live: TrainingRun) -> None:
+        super().__init__(live)
+        self._recording = make_recording(live.run, live.progress.iteration)
+
+    def after_step(self, step: TrainedStep) -> None:
+        wiring = self._live.run.wiring
+        if self._recording is not None and wiring is not None:
+            self._recording.append(step.iteration, wiring.executor.last_codes)
+
+    def write(self) -> None:
+        """Writes what was recorded so far. Collective over all ranks."""
+        if self._recording is not None:
+            self._recording.write(self._live.run.job.control_group)
+
+    def at_end(self) -> None:
+        self.write()
+
+
+class Rebalancing(RunHook):
+    """Measures the steps; changes schedule, placement or partition before the next one.
+
+    ``--pipeline-schedule auto`` decides once, after its first steps, ``--repartition auto`` every
+    interval from then on. All ranks decide and change alike.
+    """
+
+    def __init__(self, live: TrainingRun) -> None:
+        super().__init__(live)
+        self._log = live.log
+        settings = live.config.schedule
+        self._tuner = Tuner(live.run) if settings.pipeline_schedule == "auto" else None
+        self._repartitioner: Repartitioner | None = None
+        if settings.repartition != "off":
+            self._repartitioner = Repartitioner(live.run, live.log.message)
+        self._due: Decision | Move | None = None
+
+    def after_step(self, step: TrainedStep) -> None:
+        times = self._live.step.times
+        if self._tuner is not None and times is not None:
+            decision = self._tuner.after_step(times, step.num_microbatches)
+            if decision is not None:
+                self._log.message(f"  {decision.text}")
+                self._due = decision if decision.move is not None else None
+        if self._repartitioner is not None and self._due is None:
+            assert times is not None
+            self._due = self._repartitioner.after_step(times, step.num_microbatches)
+
+    def before_step(self, iteration: int) -> None:
+        due, self._due = self._due, None
+        if due is None:
+            return
+        begin_s = time.perf_counter()
+        self._live.checkpoints.saver.finish()
+        if isinstance(due, Move):
+            self._live.report_position(f"the move of layers after iteration {iteration}")
+            self._move_layers(due, begin_s)
+        else:
+            self._live.report_position(f"the move of the stages after iteration {iteration}")
+            self._move_stages(due, begin_s)
+
+    def _move_layers(self, move: Move, begin_s: float) -> None:
+        live = self._live
+        live.snapshots.close()
+        del live.snapshots
+        live.adopt(move_layers(live.run, move.partition))
+        if live.config.schedule.trace_dir is not None:
+            self._go_on_in_new_files()
+        assert self._repartitioner is not None
+        seconds = time.perf_counter() - begin_s
+        self._log.report(repartitioned=live.progress.iteration, seconds=seconds)
+        self._repartitioner.moved(move, live.run, seconds)
+
+    def _move_stages(self, decision: Decision, begin_s: float) -> None:
+        """Goes on under another placement, or stays where memory does not suffice."""
+        live, self._tuner = self._live, None
+        assert decision.move is not None
+        kind = decision.move.placement.kind
+        try:
+            moved = move_stages([live.run], kind, live.release)
+        except DeviceMemoryError as error:
+            if not hasattr(live, "run"):
+                raise
+            if decision.stay is not None:
+                use(live.run, decision.stay)
+            self._log.message(f"  the stages stay as they are, without {decision.move}: {error}")
+            return
+        live.adopt(moved)
+        live.connect(live.run)
+        use(live.run, decision.move)
+        if self._repartitioner is not None:
+            self._repartitioner.adopt(live.run)
+        self._go_on_in_new_files()
+        self._log.message(
+            f"  the stages now lie in a {kind}: moved in {time.perf_counter() - begin_s:.2f} s"
+        )
+
+    def _go_on_in_new_files(self) -> None:
+        """Lets the loader report to the new trace, and the new writer write the log."""
+        live, job = self._live, self._live.run.job
+        live.close_loader()
+        live.open_loader()
+        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
+
+
+class SettlingSnapshots(RunHook):
+    """Waits until the snapshot of the step before is kept everywhere, before a step is reported."""
+
+    def after_step(self, step: TrainedStep) -> None:
+        self._live.snapshots.settle(step.iteration)
+
+
+class TakingSnapshots(RunHook):
+    """Takes a snapshot of the state that a step and its validation left."""
+
+    def after_step(self, step: TrainedStep) -> None:
+        self._live.snapshots.take(step.iteration)
+
+    def at_end(self) -> None:
+        self._live.snapshots.close()
+
+
+class Reporting(RunHook):
+    """Hands every step to the log, and megatron-core's timers at its intervals."""
+
+    def after_step(self, step: TrainedStep) -> None:
+        live, run, settings = self._live, self._live.run, self._live.config.logging
+        live.log.iteration(
+            IterationReport(
+                **vars(step.result),
+                iteration=step.iteration,
+                consumed_samples=live.progress.consumed_train_samples,
+                elapsed_s=time.perf_counter() - step.begin_s,
+                learning_rate=max(float(group["lr"]) for group in run.optimizer.param_groups),
+                global_batch_size=step.global_batch_size,
+                loss_scale=float(run.optimizer.get_loss_scale()),
+                params_norm=params_norm(run) if settings.log_params_norm else None,
+                memory_bytes=run.job.accelerator.memory_in_use_bytes(),
+                peak_memory_bytes=run.job.accelerator.peak_memory_bytes(),
+            )
+        )
+        if step.iteration % settings.log_interval == 0:
+            self._report_timers(step.iteration)
+
+    def _report_timers(self, iteration: int) -> None:
+        """Reports megatron-core's timers, with ``--timing-log-level``. Collective."""
+        timers, settings = self._live.run.core.timers, self._live.config.logging
+        if timers is None:
+            return
+        names = list(timers._timers)
+        if settings.log_timers_to_tensorboard:
+            writer = self._live.log.tensorboard
+            timers.write(names, writer, iteration, normalizer=settings.log_interval, reset=False)
+        text = timers.get_all_timers_string(names, normalizer=settings.log_interval)
+        if text:
+            self._live.log.message(text)
+
+
+class Diagnosing(Hook):
+    """Diagnoses the run from its traces, on the rank that writes the log."""
+
+    def __init__(self, live: TrainingRun) -> None:
+        run, done = live.run, live.progress.iteration
+        schedule = run.job.config.schedule
+        interval = schedule.diagnose_interval
+        self._running: RunningDiagnosis | None = None
+        if schedule.trace_dir is None or run.tracing.recorder is None or not run.job.is_writer:
+            return
+        if interval and run.samples.iterations - done > interval:
+            self._running = RunningDiagnosis(
+                schedule.trace_dir, interval, done, live.log.message, live.log.report
+            )
+
+    def after_step(self, step: TrainedStep) -> None:
+        if self._running is not None:
+            self._running.after_iteration(step.iteration)
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
+
+
+class GarbageCollection(Hook):
+    """Collects Python's garbage at ``--manual-gc-interval`` alone, with ``--manual-gc``."""
+
+    def __init__(self, live: TrainingRun) -> None:
+        settings = live.config.run
+        self._interval = settings.manual_gc_interval if settings.manual_gc else 0
+        if settings.manual_gc:
+            gc.disable()
+
+    def after_step(self, step: TrainedStep) -> None:
+        if self._interval and step.iteration % self._interval == 0:
+            gc.collect()
+
+
+class Validation(RunHook):
+    """Runs the forward over validation and test samples, and reports the losses."""
+
+    def __init__(self, live: TrainingRun, stop: StopRequest) -> None:
+        super().__init__(live)
+        self._stop = stop
+
+    def after_step(self, step: TrainedStep) -> None:
+        settings = self._live.config.run
+        if settings.eval_iters and step.iteration % settings.eval_interval == 0:
+            self._validate(f"iteration {step.iteration}")
+
+    def after_training(self) -> None:
+        """Validates and tests once more, as Megatron-LM does after the last iteration."""
+        if not self._live.config.run.eval_iters:
+            return
+        prefix = f"iteration {self._live.progress.iteration}"
+        self._validate(f"{prefix} on validation set")
+        samples = self._live.run.samples
+        if samples.valid_samples:
+            self._report(f"{prefix} on test set", self._evaluate(samples.test, 0))
+
+    def _validate(self, prefix: str) -> None:
+        live, config = self._live, self._live.config
+        done = live.progress.consumed_valid_samples
+        losses = self._evaluate(live.run.samples.valid, done)
+        more = config.run.eval_iters * config.batch.global_batch_size
+        live.advance(consumed_valid_samples=done + more)
+        self._report(prefix, losses)
+
+    def _report(self, prefix: str, losses: dict[str, float]) -> None:
+        self._live.log.validation(self._live.progress.iteration, prefix, losses)
+
+    def _evaluate(self, dataset: Any, consumed_samples: int) -> dict[str, float]:
+        """Runs the forward over ``--eval-iters`` batches; returns the mean losses."""
+        run, config = self._live.run, self._live.config
+        loader = make_loader(run, dataset, consumed_samples)
+        try:
+            with run.tracing.host_span("evaluate"):
+                return self._live.step.evaluate(
+                    loader,
+                    config.run.eval_iters,
+                    self._live.own_microbatches(config.num_microbatches),
+                    # Besides asking, this keeps the first stage from running ahead of the others.
+                    until=lambda: self._stop.agreed(run.job.stop_group),
+                )
+        finally:
+            if loader is not None:
+                loader.close()
+
+
+class Saving(RunHook):
+    """Saves checkpoints at ``--save-interval`` and at the end."""
+
+    def __init__(self, live: TrainingRun, recorder: OrderRecorder) -> None:
+        super().__init__(live)
+        self._recorder = recorder
+        self._saved_at = live.progress.iteration if live.is_loaded else -1
+        self._reported = -1
+        self._waited_s = 0.0  # for the last checkpoint
+
+    def after_step(self, step: TrainedStep) -> None:
+        settings = self._live.config.checkpoint
+        if settings.save is None or not settings.save_interval:
+            return
+        self._report_completed()
+        if step.iteration % settings.save_interval == 0:
+            self._save(behind=settings.saves_behind and not self._live.is_finished)
+
+    def at_end(self) -> None:
+        live = self._live
+        if live.config.checkpoint.save is not None and self._saved_at != live.progress.iteration:
+            self._save(behind=False)
+        live.checkpoints.saver.drain()
+        self._report_completed()
+
+    def _save(self, *, behind: bool) -> None:
+        begin_s, live = time.perf_counter(), self._live
+        self._recorder.write()
+        with live.run.tracing.host_span("checkpoint"):
+            gather_parameters(live.run)
+            save = live.checkpoints.save_behind if behind else live.checkpoints.save
+            path: Path | None = save(live.progress)
+        self._saved_at = live.progress.iteration
+        self._waited_s = time.perf_counter() - begin_s
+        if path is not None:
+            self._report_saved(self._saved_at, path)
+
+    def _report_completed(self) -> None:
+        """Reports checkpoints that were completed behind training."""
+        while (done := self._live.checkpoints.saver.completed()) is not None:
+            if done[0] != self._reported:
+                self._report_saved(*done)
+
+    def _report_saved(self, iteration: int, path: Path) -> None:
+        self._live.log.report(saved=iteration, seconds=self._waited_s)
+        self._reported = iteration
+        behind = self._live.config.checkpoint.saves_behind
+        self._live.log.message(saved_line(iteration, path, self._waited_s, is_behind=behind))
+
+
+def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) -> Hook:
+    """Returns the hook that profiles on this rank as the flags ask.
+
+    ``--profile-execution True`` and ``--profile --use-pytorch-profiler`` trace with PyTorch's
+    profiler; the first writes into a folder ``--profile-name``. ``--profile`` alone marks a range
+    for ``nsys profile --capture-range=cudaProfilerApi``; where no GPU can be observed nsys would
+    record nothing, and PyTorch's profiler is used instead.
+
+    Args:
+        cfg: the run's settings.
+        rank: global rank of this process.
+        output_dir: TensorBoard's folder.
+
+    Raises:
+        ConfigError: a trace is asked for and there is no folder for it; on every rank alike.
+    """
+    run = cfg.run
+    if not (run.profile or run.profile_execution):
+        return Hook()
+    for_nsys = _is_for_nsys(run)
+    # Before ranks part ways, so that none of them goes on to wait for one that stopped here.
+    if output_dir is None and not for_nsys:
+        flag = "--profile-execution True" if run.profile_execution else "--profile"
+        raise ConfigError(f"{flag} writes into TensorBoard's folder: add --tensorboard-dir")
+    if rank not in run.profile_ranks:
+        return Hook()
+    if output_dir is None or for_nsys:
+        return ProfiledWindow(run, _NsysRange())
+    folder = Path(output_dir)
+    if run.profile_execution:
+        folder /= run.profile_name
+    profile = torch.profiler.profile(
+        # A schedule, even a constant one, makes the profiler mark each step in the trace.
+        schedule=lambda _: torch.profiler.ProfilerAction.RECORD,
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(
+            str(folder), worker_name=f"rank_{rank:05d}"
+        ),
+        record_shapes=True,
+    )
+    return ProfiledWindow(run, profile)
+
+
+def _is_for_nsys(run: RunConfig) -> bool:
+    if run.use_pytorch_profiler or run.profile_execution:
+        return False
+    return torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
+
+
+class ProfiledWindow(Hook):
+    """Runs a recording once, from the first to the last iteration that is profiled."""
+
+    def __init__(self, run: RunConfig, recording: Any) -> None:
+        self._iterations = range(run.profile_step_start, run.profile_step_end)
+        self._recording = recording  # as torch.profiler.profile; None once it is over
+        self._is_running = False
+
+    def before_step(self, iteration: int) -> None:
+        if self._recording is None:
+            return
+        if iteration not in self._iterations:
+            if self._is_running:
+                self.close()
+        elif self._is_running:
+            self._recording.step()
+        else:
+            self._recording.start()
+            self._is_running = True
+
+    def close(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is not None and self._is_running:
+            self._is_running = False
+            recording.stop()
+
+
+class _NsysRange:
+    """Marks the range between CUDA's profiler start and stop, with a name for each operation."""
+
+    def __init__(self) -> None:
+        self._names = ExitStack()
+
+    def start(self) -> None:
+        torch.cuda.cudart().cudaProfilerStart()
+        self._names.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
+
+    def step(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self._names.close()
+        torch.cuda.cudart().cudaProfilerStop()

@@ -85,9 +85,8 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
-    from megatron.adaptive.training.hooks import make_profiler
     from megatron.adaptive.training.logging import TrainingLog, startup_line
-    from megatron.adaptive.training.loop import Trainer
+    from megatron.adaptive.training.loop import Trainer, TrainingRun, make_profiler
 
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
@@ -102,9 +101,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         connect(run)
         begin_s = time.perf_counter()
         # Not kept: it refers to the run, which the trainer may replace.
-        progress = Checkpoints(
-            job, job.config, run.chunks, run.optimizer, run.scheduler, local
-        ).load()
+        progress = Checkpoints(run, local).load()
         log = TrainingLog(
             config,
             is_writer=job.is_writer,
@@ -118,17 +115,20 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         profiler = make_profiler(config, job.rank, config.logging.tensorboard_dir)
         try:
             report_position = partial(setattr, watcher, "position")
-            trainer = Trainer(run, log, profiler, stop, progress, report_position, connect, local)
-            del run  # the trainer's, which may replace it
+            live = TrainingRun(
+                run, log, progress, report_position=report_position, connect=connect, local=local
+            )
+            del run  # another one may take its place
+            trainer = Trainer(live, profiler, stop)
             reason = trainer.train()
             log.ends(reason)
             if reason == COMPLETE:
                 trainer.evaluate_at_end()
         finally:
             log.close()
-        trainer.run.tracing.close()
-        if trainer.run.wiring is not None:
-            trainer.run.wiring.close()
+        live.run.tracing.close()
+        if live.run.wiring is not None:
+            live.run.wiring.close()
 
 
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:

@@ -58,8 +58,6 @@ from megatron.adaptive.profiling.timing import (  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 from megatron.adaptive.training.pretrain import no_rendezvous  # noqa: E402
 
-__all__ = ["ProfileOptions", "Figures", "layer_samples", "profile_layers"]
-
 STAGES = 3
 FEW, MANY = 1, 3
 """Transformer layers of the middle stage; their difference separates a layer from a stage."""

@@ -19,16 +19,12 @@ def channels(color: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 8, 64])
-def test_shades_are_distinct_and_get_lighter(num_chunks: int) -> None:
+def test_shades_are_distinct_get_lighter_and_keep_their_hue(num_chunks: int) -> None:
     for action in "FBW":
         shades = [chunk_color(action, chunk, num_chunks) for chunk in range(num_chunks)]
         assert len({*shades, IDLE}) == num_chunks + 1
         lightness = [colorsys.rgb_to_hls(*channels(shade))[1] for shade in shades]
         assert lightness == sorted(lightness)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5, 64])
-def test_forward_is_blue_and_backward_green(num_chunks: int) -> None:
     for chunk in range(num_chunks):
         red, green, blue = channels(chunk_color("F", chunk, num_chunks))
         assert blue > green > red

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.schedule.compare import evaluate, make_candidate
+from megatron.adaptive.schedule.simulate import SimResult
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from megatron.adaptive.trace.event import Span, trace_file_name
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
 from megatron.adaptive.trace.views import picture
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
-from megatron.adaptive.trace.views.picture import write_picture
+from megatron.adaptive.trace.views.picture import write_comparison, write_picture
 
 
 def share(path: Path, color: str) -> float:
@@ -33,15 +37,7 @@ def test_colours_cover_what_the_trace_says(write_run: Callable[..., Path], tmp_p
     assert idle / forward == pytest.approx(0.75, rel=0.15)
 
 
-def test_every_chunk_has_its_colour(write_run: Callable[..., Path], tmp_path: Path) -> None:
-    step = pipeline_step(read_run(write_run(2, 3, 4)))
-    write_picture(step, tmp_path / "chart.png")
-    for action in "FB":
-        for chunk in range(3):
-            assert share(tmp_path / "chart.png", chunk_color(action, chunk, 3)) > 0.01
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (12, 1, 4), (2, 20, 2), (16, 4, 64)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (12, 1, 4), (2, 3, 4), (2, 20, 2), (16, 4, 64)])
 def test_any_shape_is_drawn(
     write_run: Callable[..., Path], tmp_path: Path, shape: tuple[int, int, int]
 ) -> None:
@@ -49,6 +45,9 @@ def test_any_shape_is_drawn(
     height, width, _ = imread(tmp_path / "c.png").shape
     assert 2000 <= width <= 4000
     assert 300 <= height <= 1200
+    for chunk in range(shape[1] if shape[1] <= 4 else 0):
+        assert share(tmp_path / "c.png", chunk_color("F", chunk, shape[1])) > 0.01
+        assert share(tmp_path / "c.png", chunk_color("B", chunk, shape[1])) > 0.01
 
 
 def test_waits_have_the_colour_of_their_cause(tmp_path: Path) -> None:
@@ -88,3 +87,21 @@ def test_missing_ranks_and_zero_length_steps_are_drawn(
     write_picture(PipelineStep(1, "x", "loop", 1, 1, (row,)), tmp_path / "zero.png")
     assert (tmp_path / "missing.png").stat().st_size > 1000
     assert (tmp_path / "zero.png").stat().st_size > 1000
+
+
+def simulated(*names: str) -> list[tuple[str, SimResult]]:
+    profile = StageProfile(times=StageTimes.equal(4, forward_s=0.1, backward_s=0.1, weight_s=0.1))
+    return [
+        (name, evaluate(make_candidate(name, 2, 2, 4), 4, profile, [0], compiled=False).example)
+        for name in names
+    ]
+
+
+def test_simulated_steps_have_every_kind_and_chunk_in_its_color(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.png", tmp_path / "two.png"
+    write_comparison(simulated("1f1b"), one)
+    write_comparison(simulated("1f1b", "zb-v"), two)
+    assert imread(two).shape[0] > imread(one).shape[0]
+    assert all(share(two, chunk_color(kind, chunk, 2)) for kind in "FBW" for chunk in range(2))
+    with pytest.raises(TraceError):
+        write_comparison(simulated("1f1b"), one / "steps.png")

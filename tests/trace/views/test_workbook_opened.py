@@ -18,6 +18,7 @@ from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
 from megatron.adaptive.trace.views.palette import IDLE, chunk_color
 from megatron.adaptive.trace.views.workbook import fill_bins, write_workbook
+from tests.trace.views.test_workbook import chart_row
 
 SOFFICE = shutil.which("soffice")
 
@@ -55,21 +56,6 @@ def opened(
     return step, figures, load_workbook(path), load_workbook(saved)
 
 
-def row_of(sheet: Worksheet, row: int) -> list[tuple[str | None, str, int]]:
-    """Text, colour and first column of each coloured cell that is not covered by another."""
-    covered = {
-        column
-        for area in sheet.merged_cells.ranges
-        if area.min_row == row
-        for column in range(area.min_col + 1, area.max_col + 1)
-    }
-    return [
-        (cell.value, cell.fill.start_color.rgb[-6:], cell.column)
-        for cell in sheet[row][1:]
-        if cell.fill.fill_type == "solid" and cell.column not in covered
-    ]
-
-
 def values_of(sheet: Worksheet) -> dict[str, object]:
     """Returns values of its cells, by their names."""
     return {cell.coordinate: cell.value for row in sheet for cell in row if cell.value is not None}
@@ -92,12 +78,12 @@ def test_it_opens_and_nothing_is_lost(
 
     # Cells of the charts are the trace.
     for pp_rank, spans in enumerate(step.rows):
-        drawn = [(text, color) for text, color, _ in row_of(saved["order"], 3 + pp_rank)]
+        drawn = [(text, color) for text, color, *_ in chart_row(saved["order"], 3 + pp_rank)]
         assert [cell for cell in drawn if cell[1] != IDLE] == [
             (f"{s.chunk}-{s.microbatch}", chunk_color(s.action, s.chunk, 2)) for s in spans
         ]
     for pp_rank, bins in enumerate(fill_bins(step).rows):
-        texts = [(text, column) for text, _, column in row_of(saved["time"], 3 + pp_rank)]
+        texts = [(text, first) for text, _, first, _ in chart_row(saved["time"], 3 + pp_rank)]
         assert texts == [
             (b.span and f"{b.span.chunk}-{b.span.microbatch}", 2 + b.start) for b in bins
         ]

@@ -216,8 +216,8 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
     """``[ranks, chunks]`` twice: logarithm of planned work, and how far it may be off."""
     planned = np.zeros((len(m.places), m.num_chunks))
     unsure = np.full(planned.shape, UNKNOWN)
-    for column, place in enumerate(m.places):
-        for chunk, stage in enumerate(place.stages[: m.num_chunks]):
+    for column, stages in enumerate(m.stages):
+        for chunk, stage in enumerate(stages[: m.num_chunks]):
             held = m.work[stage] if m.work else 0.0
             if held <= 0:
                 continue

@@ -1,4 +1,4 @@
-"""Finds the causes of a slow run: ranks, links, reading of data, spikes, uneven stages.
+"""The whole diagnosis of a run: every test, and what to do about what they find.
 
 ``baselines`` weighs the evidence on each rank: peers, plan and past. The likeliest shift is taken
 for a fault, if it is beyond chance and large enough to matter, then the next one without it. Links
@@ -9,14 +9,15 @@ same action of other iterations. The partition that fits the measured speeds is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
-from megatron.adaptive.trace.diagnose.finding import Finding
-from megatron.adaptive.trace.diagnose.measured import Measured
+from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding
+from megatron.adaptive.trace.diagnose.measured import Measured, measure
 from megatron.adaptive.trace.diagnose.robust import (
     Floats,
     best_interval,
@@ -25,17 +26,48 @@ from megatron.adaptive.trace.diagnose.robust import (
     noise,
     spread,
 )
+from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import Ints
 
-__all__ = [
-    "StageCosts",
-    "best_partition",
-    "find_slow_links",
-    "find_slow_ranks",
-    "find_slow_reading",
-    "find_spikes",
-    "stage_costs",
-]
+__all__ = ["StageCosts", "best_partition", "diagnose"]
+
+WORTH_MOVING = 0.03
+"""Least gain of pace for which another partition is named."""
+
+UNEVEN = 0.10
+"""Least gain of pace for which the stages are called uneven."""
+
+
+def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosis:
+    """Say what slows a run, who causes it, and what to do.
+
+    Noise is not a cause: a finding must be significant and large enough to matter.
+
+    Args:
+        run: the run.
+        iterations: only these; ``None`` for all but the first, or, of a long run, some of them
+            evenly spread.
+
+    Raises:
+        TraceError: a file is damaged, an iteration does not exist, or nothing is there to look at.
+    """
+    measured = measure(run, iterations)
+    times = stage_costs(measured)
+    slow = find_slow_ranks(measured)
+    found = [*slow, *find_slow_links(measured), *find_slow_reading(measured)]
+    found += find_spikes(measured)
+    if not any(f.period.kind in ("lasting", "begun") for f in slow) and times is not None:
+        found += _uneven(measured, times)
+    advised = [_advise(measured, times, finding) for finding in found]
+    return Diagnosis(
+        findings=tuple(sorted(advised, key=lambda finding: -finding.cost_ms)),
+        iterations=tuple(measured.iterations.tolist()),
+        num_ranks=len(measured.places),
+        counts={"actions": measured.num_actions, "messages": len(measured.messages)},
+        step_ms=measured.step / 1e6,
+        notes=tuple(run.notes()),
+        pace_ns=_pace_ns(measured),
+    )
 
 
 SLOW = math.log(1.05)
@@ -219,11 +251,7 @@ def _links(m: Measured) -> list[_Link]:
 def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding | None:
     """Say whether a link is slow, all the time or for some of it.
 
-    Args:
-        m: the run.
-        link: the link.
-        others: ``[links, 2]``, levels of the links like it, ns.
-        action: the median action, ns.
+    ``others`` are the levels of the links like it, ``[links, 2]`` ns; ``action`` is the median one.
     """
     alone = len(others) < 2
     usual, usually_fast = np.median(others, axis=0).tolist() if len(others) else (0.0, 0.0)
@@ -237,12 +265,14 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
     known = np.unique(link.iteration)
     series = np.array([link.levels_ns(known[[place]])[0] for place in range(len(known))])
     change = best_interval(series, floor=max(0.02 * action, noise(series)))
-    if change is not None and change.rise >= least and change.score >= LINK_CHANGE_SURE:
-        inside = slice(change.first, change.last + 1)
-        kind = "begun" if change.last == len(series) - 1 else "passed"
-        if float(np.median(np.delete(series, inside))) - usual < least:
-            sure = change.rise / error
-            return _slow_link(m, link, known[inside], change.rise, sure, kind, "history")
+    if (
+        change is not None
+        and change.rise >= least
+        and change.score >= LINK_CHANGE_SURE
+        and float(np.median(np.delete(series, change.inside))) - usual < least
+    ):
+        chosen, sure = known[change.inside], change.rise / error
+        return _slow_link(m, link, chosen, change.rise, sure, change.kind, "history")
     median_ns, fast_ns = link.levels_ns()
     excess = median_ns - usual
     if excess < least or fast_ns - usually_fast < LINK_STEADY * excess:
@@ -304,10 +334,9 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             and change.score >= READING_CHANGE_SURE
             and change.rise >= math.log(READING_TIMES)
         ):
-            inside = slice(change.first, change.last + 1)
-            before = float(np.median(np.delete(series, inside)))
-            kind = "begun" if change.last == len(series) - 1 else "passed"
-            chosen, series, against = chosen[inside], series[inside], "history"
+            before = float(np.median(np.delete(series, change.inside)))
+            kind, against = change.kind, "history"
+            chosen, series = chosen[change.inside], series[change.inside]
         level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
         if share < READING_OF_STEP or level < READING_TIMES * before:
             # Starved all the same, if this much of the step goes into it on every reader.
@@ -469,7 +498,7 @@ def stage_costs(m: Measured) -> StageCosts | None:
     takes = np.zeros(stages)
     rank_of = [0] * stages
     for column, place in enumerate(m.places):
-        for chunk, stage in enumerate(place.stages):
+        for chunk, stage in enumerate(m.stages[column]):
             mine = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
             takes[stage] = max(takes[stage], mine)  # all replicas wait for the slowest
             rank_of[stage] = place.pp_rank
@@ -502,3 +531,74 @@ def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
         given[best] += 1
         busy[times.rank_of[best]] = after[best]
     return tuple(given)
+
+
+def _pace_ns(m: Measured) -> tuple[float, ...]:
+    """Returns each rank's time for a microbatch, by the work that it should have."""
+    held = m.work or m.layers
+    works = [sum(held[stage] for stage in stages) if held else 0 for stages in m.stages]
+    if not all(work > 0 for work in works):
+        return ()
+    return tuple(float(takes) / work for takes, work in zip(m.microbatch_ns, works, strict=True))
+
+
+def _uneven(m: Measured, times: StageCosts) -> list[Finding]:
+    """Stages that have more work than others by the partition itself."""
+    better = best_partition(times, sum(m.layers))
+    pace, best = times.pace_ns(m.layers), times.pace_ns(better)
+    if pace <= 0 or 1 - best / pace < UNEVEN:
+        return []
+    stages = np.asarray(m.layers) * times.layer_ns + times.beside_ns
+    ranks = np.bincount(times.rank_of, weights=stages)
+    worst = int(np.argmax(ranks))
+    columns = [number for number, place in enumerate(m.places) if place.pp_rank == worst]
+    finding = m.finding(
+        "uneven stages",
+        columns,
+        m.iterations,
+        "lasting",
+        against="others",
+        confidence=0.95,
+        factor=float(ranks[worst] / np.median(np.delete(ranks, worst))) if len(ranks) > 1 else 1.0,
+        counts={"actions": m.num_actions},
+        detail=f"layers {format_partition(m.layers)}",
+        cost_ns=(pace - best) * m.num_microbatches,
+    )
+    return [finding]
+
+
+def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:
+    """Add what to do."""
+    advice: list[str] = []
+    partition: tuple[int, ...] = ()
+    hosts = " and ".join(sorted(set(finding.hosts)))
+    if finding.cause in ("slow rank", "uneven stages"):
+        if times is not None and finding.period.kind != "passed":
+            better = best_partition(times, sum(m.layers))
+            gain = 1 - times.pace_ns(better) / max(1.0, times.pace_ns(m.layers))
+            if gain >= WORTH_MOVING:
+                partition = better
+                advice.append(
+                    f"move layers, --partition {format_partition(better)} instead of "
+                    f"{format_partition(m.layers)}: a pace {gain:.0%} quicker"
+                )
+        elif times is None:
+            advice.append(f"give stage {finding.stages[0]} fewer layers (--partition)")
+        if finding.cause == "slow rank":
+            advice.append(f"look for other programs and throttling on {hosts}, or leave it out")
+    elif finding.cause == "slow link":
+        source, target = finding.ranks
+        advice += [
+            f"check the network of {hosts}, or leave one of them out",
+            "choose an order that keeps more microbatches on the way (--pipeline-schedule adaptive "
+            f"or hinted, a larger --activation-cap): it hides {finding.delay_ms:.3g} ms from "
+            f"rank {source} to rank {target}",
+        ]
+    elif finding.cause == "slow data":
+        advice += ["read ahead with more processes (--num-workers) or from a faster disk"]
+    else:
+        advice += [
+            "choose the order at run time (--pipeline-schedule adaptive), which fills such gaps",
+            f"look for other programs on {hosts}",
+        ]
+    return replace(finding, advice=tuple(advice), partition=partition)

@@ -19,7 +19,7 @@ from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.step import stages_of_rank
 from megatron.adaptive.trace.table import Ints, TraceTable
 
-__all__ = ["Measured", "Place", "measure"]
+__all__ = ["Measured", "measure"]
 
 MOST_ITERATIONS = 200
 """Of a longer run so many are looked at, evenly spread."""
@@ -36,24 +36,13 @@ FIRST_STEPS = 1
 _KINDS = len(DRAWN_ACTIONS)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Locates a rank in the job."""
-
-    rank: int
-    pp_rank: int
-    dp_rank: int
-    tp_rank: int
-    host: str
-    stages: tuple[int, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Measured:
     """The times of some iterations.
 
     Attributes:
-        places: by column of the arrays.
+        places: headers of the ranks, by column of the arrays.
+        stages: pipeline stages of the ranks, by column.
         iterations: ``[iterations]``, their numbers.
         num_microbatches: of the last of them.
         num_chunks: per rank.
@@ -70,7 +59,8 @@ class Measured:
         clock_error_ns: how far two ranks' clocks may be apart beyond what is known.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[TraceHeader, ...]
+    stages: tuple[tuple[int, ...], ...]
     iterations: Ints
     num_microbatches: int
     num_chunks: int
@@ -115,17 +105,17 @@ class Measured:
     @cached_property
     def replicas(self) -> dict[tuple[int, int], list[int]]:
         """Columns of each pipeline, by its data- and tensor-parallel position."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for number, place in enumerate(self.places):
-            found.setdefault((place.dp_rank, place.tp_rank), []).append(number)
-        return found
+        return self._grouped("dp_rank", "tp_rank")
 
     @cached_property
     def peers(self) -> dict[tuple[int, int], list[int]]:
         """Columns of ranks that do the same work on other data, by stage and tensor position."""
+        return self._grouped("pp_rank", "tp_rank")
+
+    def _grouped(self, one: str, other: str) -> dict[tuple[int, int], list[int]]:
         found: dict[tuple[int, int], list[int]] = {}
         for number, place in enumerate(self.places):
-            found.setdefault((place.pp_rank, place.tp_rank), []).append(number)
+            found.setdefault((getattr(place, one), getattr(place, other)), []).append(number)
         return found
 
     def finding(
@@ -154,7 +144,7 @@ class Measured:
         return Finding(
             cause=cause,
             ranks=tuple(place.rank for place in places),
-            stages=tuple(sorted({stage for place in places for stage in place.stages})),
+            stages=tuple(sorted({stage for column in columns for stage in self.stages[column]})),
             hosts=tuple(place.host for place in places),
             period=Period(first=ends[0], last=ends[1], kind=kind),
             cost_ms=cost_ns / 1e6,
@@ -216,7 +206,11 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     steps = [ends[:, mine].max(axis=1) - begins[:, mine].min(axis=1) for mine in members]
     last = max(counts)
     return Measured(
-        places=tuple(_place(header) for header in headers),
+        places=tuple(headers),
+        stages=tuple(
+            stages_of_rank(h.pp_rank, h.num_ranks, h.num_chunks, h.placement) or (h.pp_rank,)
+            for h in headers
+        ),
         iterations=chosen,
         num_microbatches=counts[last],
         num_chunks=run.num_chunks,
@@ -255,13 +249,8 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
 
 def _spans(run: RunTrace, iterations: Ints) -> int:
     """About how many spans some iterations hold."""
-    wanted = set(iterations.tolist())
-    return sum(
-        sum(block.marker.counts)
-        for trace in run.ranks.values()
-        for block in trace.index.blocks
-        if block.marker.iteration in wanted
-    )
+    wanted = iterations.tolist()
+    return sum(trace.num_spans.get(i, 0) for trace in run.ranks.values() for i in wanted)
 
 
 def _thinned(iterations: Ints, spans: int, most: int) -> Ints:
@@ -283,18 +272,6 @@ def _fill(action_ns: Floats, table: TraceTable, iterations: Ints) -> None:
     total = np.bincount(key, weights=pure[fits], minlength=action_ns.size)
     some = np.bincount(key, minlength=action_ns.size) > 0
     action_ns[...] = np.where(some & (total > 0), total, np.nan).reshape(action_ns.shape)
-
-
-def _place(header: TraceHeader) -> Place:
-    stages = stages_of_rank(header.pp_rank, header.num_ranks, header.num_chunks, header.placement)
-    return Place(
-        rank=header.rank,
-        pp_rank=header.pp_rank,
-        dp_rank=header.dp_rank,
-        tp_rank=header.tp_rank,
-        host=header.host,
-        stages=stages or (header.pp_rank,),
-    )
 
 
 def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:

@@ -49,14 +49,14 @@ class Interval:
     """Locates a part of a series whose numbers were higher.
 
     Attributes:
-        first: place of its first number.
-        last: place of its last one.
+        inside: its places.
+        kind: of the period, ``begun`` where it lasts to the end of the series, else ``passed``.
         rise: median within minus median outside.
         score: that difference in standard errors.
     """
 
-    first: int
-    last: int
+    inside: slice
+    kind: str
     rise: float
     score: float
 
@@ -143,7 +143,8 @@ def best_interval(series: Floats, floor: float = 0.0) -> Interval | None:
     # A few wild numbers are no level: most of the inside must lie above most of the outside.
     if np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * rise:
         return None
-    return Interval(a, b - 1, rise, float(scores[best]))
+    kind = "begun" if b == count else "passed"
+    return Interval(slice(a, b), kind, rise, float(scores[best]))
 
 
 def chance(deviations: float) -> float:

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.diagnose.run import diagnose
+from megatron.adaptive.trace.diagnose.causes import diagnose
 from megatron.adaptive.trace.read import read_run
 
 __all__ = ["answer", "main"]

@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron.adaptive.errors import ScheduleError, SetupError, TraceError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow
 from megatron.adaptive.schedule.simulate import SimResult, StageTimes, simulate
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
@@ -31,7 +31,7 @@ from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_of_rank
+from megatron.adaptive.trace.step import placement_of, stages_text
 from megatron.adaptive.trace.table import KIND, Ints, TraceTable
 from megatron.adaptive.trace.views.page_spans import (
     Category,
@@ -43,20 +43,7 @@ from megatron.adaptive.trace.views.page_spans import (
 )
 from megatron.adaptive.trace.views.palette import IDLE
 
-__all__ = [
-    "PageSelection",
-    "MAX_ACTIONS",
-    "MAX_ITERATIONS",
-    "choose",
-    "encode",
-    "message_columns",
-    "plotly_js",
-    "replay",
-    "simulated_columns",
-    "span_columns",
-    "write_html",
-    "write_page",
-]
+__all__ = ["choose", "encode", "write_html", "write_page"]
 
 
 MAX_SPANS = 300_000
@@ -180,29 +167,25 @@ def _groups(run: RunTrace, choice: PageSelection) -> list[_Group]:
     groups = []
     for dp_rank in choice.replicas:
         traces = run.replica(dp_rank, choice.tp_rank)
-        labels = [_label(run, pp_rank, trace) for pp_rank, trace in enumerate(traces)]
+        labels = [_label(pp_rank, trace) for pp_rank, trace in enumerate(traces)]
         groups.append(_Group(f"replica {dp_rank}", labels, traces))
     if choice.mean_of:
         every = [t for d in choice.mean_of for t in run.replica(d, choice.tp_rank)]
         some = next(trace for trace in every if trace)
-        labels = [_stages(run, pp_rank, some) for pp_rank in range(run.num_ranks)]
+        labels = [_stages(some, pp_rank) for pp_rank in range(run.num_ranks)]
         groups.append(_Group(f"mean of {len(choice.mean_of)} replicas", labels, every, True))
     return groups
 
 
-def _label(run: RunTrace, pp_rank: int, trace: RankTrace | None) -> str:
+def _label(pp_rank: int, trace: RankTrace | None) -> str:
     if trace is None:
         return f"stage {pp_rank}: no trace"
-    text = _stages(run, pp_rank, trace)
+    text = _stages(trace, pp_rank)
     return text if trace.header.rank == pp_rank else f"{text}, rank {trace.header.rank}"
 
 
-def _stages(run: RunTrace, pp_rank: int, trace: RankTrace) -> str:
-    stages = stages_of_rank(pp_rank, run.num_ranks, run.num_chunks, trace.header.placement)
-    if stages is None:
-        return f"rank {pp_rank}"
-    shown = stages if len(stages) <= 4 else (*stages[:3], "…")
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, shown))}"
+def _stages(trace: RankTrace, pp_rank: int) -> str:
+    return stages_text(trace.header, pp_rank, 4) or f"rank {pp_rank}"
 
 
 def _head(
@@ -342,16 +325,13 @@ def _mean_columns(
 
 def _extent(tables: list[TraceTable], rows: Rows) -> tuple[int, int, int]:
     """Start of the first action, end of the last bar, and length from there to the last action."""
-    drawn = [table.of_kind(*DRAWN_ACTIONS) for table in tables]
-    starts = [int(table.start_ns.min()) for table in drawn if len(table)]
-    ends = [int(table.end_ns.max()) for table in drawn if len(table)]
-    if not starts:
-        if not len(rows):
-            return 0, 1, 0
-        start = int(rows.columns["start"].min())
-        return start, start + int(rows.columns["length"].max()), 0
-    last = int((rows.columns["start"] + rows.columns["length"]).max())
-    return min(starts), max(last, min(starts) + 1), max(ends) - min(starts)
+    drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
+    bars = rows.columns["start"]
+    if not len(drawn):
+        start = int(bars.min()) if len(bars) else 0
+        return start, start + int(rows.columns["length"].max(initial=1)), 0
+    start, end = int(drawn.start_ns.min()), int(drawn.end_ns.max())
+    return start, max(int((bars + rows.columns["length"]).max()), start + 1), end - start
 
 
 MAX_ITERATIONS = 20
@@ -546,7 +526,6 @@ MAX_ACTIONS = 40_000
 """Steps of more actions are not simulated: a page waits some seconds for so many."""
 
 NS_PER_S = 1_000_000_000
-_PLACEMENTS: dict[str, PlacementKind] = {"loop": "loop", "v": "v", "V": "v"}
 
 
 def replay(
@@ -565,11 +544,11 @@ def replay(
         The simulated step; ``None`` where the trace does not hold all of it, where its placement is
         unknown here, or where it is larger than :data:`MAX_ACTIONS`.
     """
-    kind = _PLACEMENTS.get(placement)
-    actions = [_in_order(table) for table in tables]
-    if kind is None or not 0 < sum(map(len, actions)) <= MAX_ACTIONS:
+    place = placement_of(placement, len(tables), num_chunks)
+    drawn = [table.of_kind(*DRAWN_ACTIONS) for table in tables]
+    actions = [table.take(np.argsort(table.start_ns, kind="stable")) for table in drawn]
+    if place is None or not 0 < sum(map(len, actions)) <= MAX_ACTIONS:
         return None
-    place = Placement(num_ranks=len(tables), num_chunks=num_chunks, kind=kind)
     pieces = max(
         (int(a.piece[a.kind == KIND["W"]].max(initial=-1)) + 1 for a in actions), default=0
     )
@@ -588,11 +567,6 @@ def replay(
         )
     except ScheduleError:
         return None  # a rank's trace lacks an action, so its order cannot be followed
-
-
-def _in_order(table: TraceTable) -> TraceTable:
-    drawn = table.of_kind(*DRAWN_ACTIONS)
-    return drawn.take(np.argsort(drawn.start_ns, kind="stable"))
 
 
 def _order(table: TraceTable) -> list[Action]:

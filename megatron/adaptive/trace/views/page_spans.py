@@ -34,6 +34,14 @@ OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
 """Up to so many chunks the legend names each; beyond, some of them, evenly spaced."""
 
+_MERGED = {
+    **dict.fromkeys(("length", "count", "bytes"), np.add),
+    **dict.fromkeys(("in_flight_bytes", "queue_depth"), np.maximum),
+    "start": np.minimum,
+}
+"""Joins columns of merged spans; of the other columns the first value counts."""
+_NOTHING = {"microbatch": -1, "piece": 0, "reason": 0, "peer": -1, "of": -1}
+"""Values of what a bar that stands for several spans does not have."""
 _SPAN_COLUMNS = ("microbatch", "bytes", "in_flight_bytes", "queue_depth", "peer", "piece", "of")
 
 
@@ -202,30 +210,25 @@ def _first_other(num_chunks: int) -> int:
 def _merged_below(rows: Rows, width: int) -> Rows:
     """Spans shorter than a bin of ``width`` ns merged."""
     columns = rows.columns
-    short = (columns["length"] < width) & (columns["length"] >= 0)
+    is_short = (columns["length"] < width) & (columns["length"] >= 0)
     bins = (columns["start"] - columns["start"].min()) // width
-    keys = np.stack([columns["row"], bins, columns["category"]])[:, short]
-    groups, first, place = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-    place = place.reshape(-1)
-    size = groups.shape[1]
-    new = {name: np.full(size, -1, dtype=np.int64) for name in columns}
-    new["row"], new["category"] = groups[0], groups[2]
-    new["piece"] = new["reason"] = np.zeros(size, dtype=np.int64)
-    new["chunk"] = columns["chunk"][short][first]
-    for name in ("length", "count", "bytes"):
-        new[name] = np.zeros(size, dtype=np.int64)
-        np.add.at(new[name], place, columns[name][short])
-    for name in ("in_flight_bytes", "queue_depth"):
-        new[name] = np.zeros(size, dtype=np.int64)
-        np.maximum.at(new[name], place, columns[name][short])
-    new["start"] = np.full(size, np.iinfo(np.int64).max)
-    np.minimum.at(new["start"], place, columns["start"][short])
+    place_of = (columns["row"] * (int(bins.max()) + 1) + bins)[is_short]
+    short = {name: column[is_short] for name, column in columns.items()}
+    order = np.lexsort((short["category"], place_of))
+    short = {name: column[order] for name, column in short.items()}
+    is_new = (np.diff(place_of[order], prepend=-1) != 0) | (
+        np.diff(short["category"], prepend=-1) != 0
+    )
+    heads = np.flatnonzero(is_new)
+    new = {
+        name: _MERGED[name].reduceat(column, heads) if name in _MERGED else column[heads]
+        for name, column in short.items()
+    }
     alone = new["count"] == 1
-    for name in ("microbatch", "piece", "reason", "peer", "of"):
-        new[name] = np.where(alone, columns[name][short][first], new[name])
-    place_of = groups[0] * (int(bins.max()) + 1) + groups[1]
-    _pack(new, 2 * place_of + (groups[2] == rows.within))
-    both = {name: np.concatenate([columns[name][~short], new[name]]) for name in columns}
+    for name, nothing in _NOTHING.items():
+        new[name] = np.where(alone, new[name], nothing)
+    _pack(new, 2 * place_of[order][heads] + (new["category"] == rows.within))
+    both = {name: np.concatenate([columns[name][~is_short], new[name]]) for name in columns}
     order = np.lexsort((both["start"], both["row"]))
     return Rows({name: column[order] for name, column in both.items()}, rows.within, width)
 

@@ -29,7 +29,7 @@ from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_of_rank
+from megatron.adaptive.trace.step import stages_text
 from megatron.adaptive.trace.table import KIND, Ints, TraceTable, wait_before
 
 __all__ = ["MAX_SPANS", "perfetto_events", "write_perfetto"]
@@ -78,15 +78,13 @@ def write_perfetto(
     """
     chosen, ranks, notes = _within_limit(run, iterations, dp_rank)
     with replaced(target) as temporary:
-        if Path(target).suffix == ".gz":
-            with (
-                gzip.GzipFile(temporary, "wb", compresslevel=5, mtime=0) as packed,
-                io.TextIOWrapper(packed, encoding="utf-8") as file,
-            ):
-                _write(file, run, chosen, ranks)
-        else:
-            with temporary.open("w", encoding="utf-8") as file:
-                _write(file, run, chosen, ranks)
+        is_packed = Path(target).suffix == ".gz"
+        binary: Any = gzip.GzipFile(temporary, "wb", 5, mtime=0) if is_packed else None
+        with (
+            binary or temporary.open("wb") as raw,
+            io.TextIOWrapper(raw, encoding="utf-8") as file,
+        ):
+            _write(file, run, chosen, ranks)
     return notes
 
 
@@ -144,21 +142,20 @@ def _within_limit(
     if dp_rank is not None:
         run.replica(dp_rank)
         ranks = [r for r in ranks if run.ranks[r].header.dp_rank == dp_rank]
-    counts = {rank: _spans_of(run.ranks[rank]) for rank in ranks}
+    counts = {rank: run.ranks[rank].num_spans for rank in ranks}
 
-    def spans(rank: int) -> int:
-        return sum(counts[rank].get(iteration, 0) for iteration in chosen)
+    def spans() -> int:
+        return sum(counts[rank].get(iteration, 0) for rank in ranks for iteration in chosen)
 
-    if not sum(map(spans, ranks)):
+    if not spans():
         raise TraceError(
             f"iterations {describe_numbers(iterations)} in {run.origin} hold no spans; there is "
             "nothing to write"
         )
-    if sum(map(spans, ranks)) > MAX_SPANS:
-        first = min((h.dp_rank, h.tp_rank) for h in (run.ranks[r].header for r in ranks))
-        kept = [
-            r for r in ranks if (run.ranks[r].header.dp_rank, run.ranks[r].header.tp_rank) == first
-        ]
+    if spans() > MAX_SPANS:
+        places = {r: (run.ranks[r].header.dp_rank, run.ranks[r].header.tp_rank) for r in ranks}
+        first = min(places.values())
+        kept = [rank for rank in ranks if places[rank] == first]
         if len(kept) < len(ranks):
             notes.append(
                 f"{len(kept)} of {len(ranks)} ranks: those of data-parallel rank {first[0]} and "
@@ -166,7 +163,7 @@ def _within_limit(
             )
         ranks = kept
     asked = len(chosen)
-    while len(chosen) > 1 and sum(map(spans, ranks)) > MAX_SPANS:
+    while len(chosen) > 1 and spans() > MAX_SPANS:
         del chosen[0]
     if len(chosen) < asked:
         notes.append(
@@ -174,16 +171,6 @@ def _within_limit(
             f"{MAX_SPANS:,} spans"
         )
     return chosen, ranks, notes
-
-
-def _spans_of(trace: RankTrace) -> dict[int, int]:
-    """Spans by iteration, as the markers in the file say; 1 where they say nothing."""
-    counts: dict[int, int] = {}
-    for block in trace.index.blocks:
-        iteration = block.marker.iteration
-        size = len(block.table) if block.table is not None else sum(block.marker.counts)
-        counts[iteration] = counts.get(iteration, 0) + max(size, 1)
-    return counts
 
 
 def _origin(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> int:
@@ -194,10 +181,8 @@ def _origin(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> i
 
 def _names_of(run: RunTrace, trace: RankTrace, place: int) -> Iterator[Event]:
     header = trace.header
-    stages = stages_of_rank(header.pp_rank, run.num_ranks, run.num_chunks, header.placement)
-    name = f"rank {header.rank}"
-    if stages is not None:
-        name += f": stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    stages = stages_text(header, header.pp_rank)
+    name = f"rank {header.rank}" + (f": {stages}" if stages else "")
     if any(t.header.dp_rank for t in run.ranks.values()):
         name += f", replica {header.dp_rank}"
     yield _metadata("process_name", header.rank, 0, name=name)

@@ -45,18 +45,7 @@ from megatron.adaptive.trace.views.palette import (
     text_color,
 )
 
-__all__ = [
-    "MAX_BINS",
-    "MAX_COLUMNS",
-    "MAX_ITERATIONS",
-    "MAX_RANK_COLUMNS",
-    "Chart",
-    "ChartCell",
-    "add_order",
-    "fill_bins",
-    "lay_out",
-    "write_workbook",
-]
+__all__ = ["ChartCell", "add_order", "fill_bins", "lay_out", "write_workbook"]
 
 LABEL_COLUMNS = 1
 TITLE_ROW, TIME_ROW, FIRST_ROW = 1, 2, 3

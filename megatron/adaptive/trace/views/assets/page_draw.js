@@ -179,17 +179,11 @@ function simulatedTraces(block, view, options) {
       }
     }
   }
-  let first = true;
-  const traces = [];
-  CATEGORIES.forEach((category, i) => {
-    if (category.chunk < 0) return;
-    traces.push(barTrace(per[i], category, total <= LIMITS.outlined / 2, {
-      name: "simulated (lower bars)", legendgroup: "simulated", opacity: 0.5,
-      showlegend: shown && first, visible: shown,
-    }));
-    first = first && !shown;
-  });
-  return traces;
+  const actions = CATEGORIES.map((_, i) => i).filter((i) => CATEGORIES[i].chunk >= 0);
+  return actions.map((i, at) => barTrace(per[i], CATEGORIES[i], total <= LIMITS.outlined / 2, {
+    name: "simulated (lower bars)", legendgroup: "simulated", opacity: 0.5,
+    showlegend: shown && at === 0, visible: shown,
+  }));
 }
 
 function idleTrace(block, view, color) {
