@@ -175,7 +175,6 @@ def soak(folder: Path, options: argparse.Namespace) -> Result:
     folder.mkdir(parents=True)
     with Soak(folder, options.seed, [*FLAGS, *SOAK_FLAGS], say) as job:
         found = job.run(events, minutes * 60)
-    print(found.table())
     went_on = sum(map(len, found.recoveries_s.values()))
     print(f"seed {found.seed}: went on {went_on} times, ended {len(found.ended)} times")
     for line in found.ended:
@@ -185,9 +184,7 @@ def soak(folder: Path, options: argparse.Namespace) -> Result:
         print(f"a traceback ended with: {text}")
     for text in found.failures:
         print(f"FAILED (seed {found.seed}): {text}")
-    what = f"{found.counts.total()} events: times that the job neither went on nor gave a reason"
-    row = Row(what=what, value=len(found.failures), goal=0)
-    return Result(rows=[row], facts={"soak": vars(found)})
+    return Result(rows=found.rows(), facts={"soak": vars(found)})
 
 
 def _end(number: int, frame: object) -> None:

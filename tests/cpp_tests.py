@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 BASICS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread")
+THREADS = ("-O1", "-fsanitize=thread")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # For real verbs: needs the library and its headers. Only what knows of verbs is told.
 VERBS_DEFINED = "-DMEGATRON_ADAPTIVE_RDMA"
@@ -109,6 +113,14 @@ class CppTests:
             timeout=COMPILE_LIMIT_S,
         )
         assert done.returncode == 0, done.stderr
+
+
+def compiler_or_skip() -> str:
+    """Returns the C++ compiler; skips the test where there is none."""
+    found = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    return found
 
 
 def cache_folder() -> Path:

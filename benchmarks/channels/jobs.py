@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import gpt_steps
 from benchmarks.report import ROOT, Result, Row, measured, one_line, ratios
+from tests.cluster.jobs import environment
 
 from . import soak
 from .pair import PairError
@@ -146,12 +147,7 @@ def kills(count: int, kind: str = "shm") -> Result:
                     *("--count", str(count), "--output", str(output)),
                 ],
                 cwd=ROOT,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-                    "TMPDIR": str(private),
-                },
+                env={**environment(), "TMPDIR": str(private)},
                 capture_output=True,
                 text=True,
                 check=False,

@@ -12,7 +12,6 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import sys
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ranks import run_ranks, train
+from benchmarks.report import Row, measured
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from tests.cluster.jobs import environment
 
@@ -77,19 +77,16 @@ class SoakResult:
     figures: dict[str, Any] = field(default_factory=dict)
     tracebacks: list[str] = field(default_factory=list)
 
-    def table(self) -> str:
+    def rows(self) -> list[Row]:
         """What followed each kind of event; others came before the job was over the rest."""
-        lines = [f"{'':12} {'events':>6} {'went on':>7} {'median s':>8} {'slowest s':>9}"]
-        for name in [*sorted(self.counts), "join", "all"]:
+        rows = []
+        for name in [*sorted(self.counts), "join"]:
             times_s = self.recoveries_s.get(name, [])
-            if name == "all":
-                times_s = [one for some in self.recoveries_s.values() for one in some]
-            count = {"all": self.counts.total(), "join": ""}.get(name, self.counts[name])
-            line = f"{name:12} {count:>6} {len(times_s):7}"
-            if times_s:
-                line += f" {statistics.median(times_s):8.1f} {max(times_s):9.1f}"
-            lines.append(line)
-        return "\n".join(lines)
+            note = f"{self.counts[name]} events" if name != "join" else "nodes that came back"
+            note += f"; the slowest {max(times_s):.1f} s" if times_s else ""
+            rows.append(measured(f"soak, {name}: until it went on", times_s, unit="s", note=note))
+        what = f"{self.counts.total()} events: times that it neither went on nor gave a reason"
+        return [*rows, Row(what=what, value=len(self.failures), goal=0)]
 
 
 class Soak:

@@ -13,6 +13,7 @@ from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import (
     Arrival,
@@ -86,15 +87,29 @@ class Channels:
 
     Args:
         placement: where stages live.
-        rank: this rank.
+        position: of this rank in the pipeline; its replicas are next to each other.
+        replica: which pipeline it belongs to.
+        replicas: pipelines.
+        recorder: of the executor.
     """
 
-    def __init__(self, placement: Placement, rank: int) -> None:
-        self._rank = rank
-        group = dist.new_group(list(range(placement.num_ranks)), backend="gloo")
+    def __init__(
+        self,
+        placement: Placement,
+        position: int,
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+        recorder: Recorder | None = None,
+    ) -> None:
+        everywhere = range(placement.num_ranks)
+        groups = [
+            dist.new_group([p * replicas + one for p in everywhere], backend="gloo")
+            for one in range(replicas)
+        ]
         self._transport = GlooTransport(
-            group,
-            peers=placement.neighbours_of(rank),
+            groups[replica],
+            peers=[p * replicas + replica for p in placement.neighbours_of(position)],
             device=torch.device("cpu"),
             payload_shape=(WIDTH,),
             dtype=DTYPE,
@@ -103,16 +118,17 @@ class Channels:
         self._plain = self._transport.completions
         self.executor = Executor(
             placement=placement,
-            pp_rank=rank,
+            pp_rank=position,
+            route=lambda position, microbatch: (position * replicas + replica, microbatch),
             transport=self._transport,
+            recorder=recorder,
             timeout_s=_TIMEOUT_S,
         )
 
-    def delay(self, draws: Draws) -> None:
-        """Make messages as late as a step asks for; to be called while none is under way."""
-        delays = {peer: draws.delay_s(peer, self._rank) for peer in range(draws.num_ranks)}
-        slow = any(delays.values())
-        self._transport.completions = DelayedQueue(delays) if slow else self._plain
+    def delay(self, delays_s: dict[int, float]) -> None:
+        """Make messages late, by global rank of the sender; while none is under way."""
+        is_slow = any(delays_s.values())
+        self._transport.completions = DelayedQueue(delays_s) if is_slow else self._plain
 
     def close(self) -> None:
         """Close the transport; collective."""
@@ -138,8 +154,9 @@ class DelayedQueue(CompletionQueue):
         due_s = time.monotonic()
         if isinstance(item, Arrival):
             payload = item.take()
-            item = HeldArrival(item.label, item.peer, item.nbytes, lambda: payload)
-            due_s = payload[2].item() + self._delays_s[item.peer]
+            due_s = max(due_s, payload[2].item() + self._delays_s.get(item.peer, 0.0))
+            arrived_ns = int(due_s * 1e9)
+            item = HeldArrival(item.label, item.peer, item.nbytes, lambda: payload, arrived_ns)
         with self._changed:
             self._count += 1
             heapq.heappush(self._held, (due_s, self._count, item))
@@ -201,7 +218,7 @@ class OurRunner:
         )
         split = competitor.weight_pieces > 0
         stages = EmulatedStages(work, self.placement, self._rank, split=split)
-        self._channels.delay(draws)
+        self._channels.delay({peer: draws.delay_s(peer, self._rank) for peer in range(ranks)})
         self._step = stages, self._policies[count], state
 
     def run(self) -> None:

@@ -74,11 +74,7 @@ def make_rows(records: Sequence[Record], *, times: Times, seed: int) -> list[Spe
     for key, of_row in steps.items():
         ranks, microbatches, scenario, competitor = key
         base = steps.get((ranks, microbatches, scenario, BASELINE), {})
-        ratios = [
-            base[repetition]["makespan_s"] / record["makespan_s"]
-            for repetition, record in of_row.items()
-            if repetition in base
-        ] or [float("nan")]
+        ratios = _ratios(base, of_row) or [float("nan")]
         rows.append(
             Speed(
                 num_ranks=ranks,
@@ -110,15 +106,20 @@ def ratio(records: Iterable[Record], slower: str, faster: str) -> float | None:
     Returns:
         ``None`` where one of them did not take part.
     """
-    steps: dict[str, dict[int, float]] = defaultdict(dict)
+    steps: dict[str, dict[int, Record]] = defaultdict(dict)
     for record in records:
-        steps[record["competitor"]][record["repetition"]] = record["makespan_s"]
-    ratios = [
-        steps[slower][repetition] / makespan_s
-        for repetition, makespan_s in steps[faster].items()
-        if repetition in steps[slower]
-    ]
+        steps[record["competitor"]][record["repetition"]] = record
+    ratios = _ratios(steps[slower], steps[faster])
     return statistics.median(ratios) if ratios else None
+
+
+def _ratios(slower: Mapping[int, Record], faster: Mapping[int, Record]) -> list[float]:
+    """Ratios of makespans in the repetitions that both took part in."""
+    return [
+        slower[repetition]["makespan_s"] / record["makespan_s"]
+        for repetition, record in faster.items()
+        if repetition in slower
+    ]
 
 
 def markdown(rows: Sequence[Speed]) -> str:

@@ -6,7 +6,6 @@ into the reading of data, or into the moment at which a message is handed over.
 
 from __future__ import annotations
 
-import heapq
 import random
 import time
 from pathlib import Path
@@ -20,47 +19,18 @@ accelerator.quiet_libraries()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.emulated.ours import DelayedQueue, EmulatedStages  # noqa: E402
+from benchmarks.emulated.ours import Channels, EmulatedStages  # noqa: E402
 from benchmarks.emulated.scenarios import seconds_of  # noqa: E402
-from benchmarks.emulated.work import (  # noqa: E402
-    DTYPE,
-    WIDTH,
-    RankWork,
-    Sleeper,
-    sharpen_timers,
-)
+from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
 from benchmarks.tracing.synthetic import Fault, SyntheticRun, draw_step  # noqa: E402
-from megatron.adaptive.engine.executor import Executor  # noqa: E402
 from megatron.adaptive.schedule.memory import default_cap  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.registry import make_policies  # noqa: E402
 from megatron.adaptive.schedule.state import RankState  # noqa: E402
 from megatron.adaptive.trace.event import KINDS, TraceHeader  # noqa: E402
 from megatron.adaptive.trace.recorder import Recorder  # noqa: E402
-from megatron.adaptive.transport.gloo import GlooTransport  # noqa: E402
-from megatron.adaptive.transport.interface import Arrival, HeldArrival, Item  # noqa: E402
 
-TIMEOUT_S = 60.0
 LAYERS = 4
-
-
-class LateQueue(DelayedQueue):
-    """A queue whose late messages arrive late, instead of only being looked at late."""
-
-    def put(self, item: Item | Exception) -> None:
-        """See :class:`CompletionQueue`."""
-        due_s = time.monotonic()
-        if isinstance(item, Arrival):
-            payload = item.take()
-            due_s = payload[2].item() + self._delays_s.get(item.peer, 0.0)
-            due_s = max(due_s, time.monotonic())
-            item = HeldArrival(
-                item.label, item.peer, item.nbytes, lambda: payload, int(due_s * 1e9)
-            )
-        with self._changed:
-            self._count += 1
-            heapq.heappush(self._held, (due_s, self._count, item))
-            self._changed.notify()
 
 
 class Stages(EmulatedStages):
@@ -128,10 +98,6 @@ class Rank:
         ranks, replicas, count = run.num_ranks, run.replicas, run.num_microbatches
         self._world = dist.new_group(list(range(run.world_size)), backend="gloo")
         self.position, self.replica = divmod(rank, replicas)
-        groups = [
-            dist.new_group([p * replicas + replica for p in range(ranks)], backend="gloo")
-            for replica in range(replicas)
-        ]
         self._placement = Placement(num_ranks=ranks, num_chunks=1)
         self._cap = default_cap(self._placement, count)
         policies = make_policies(run.schedule, self._placement, count, cap=self._cap)
@@ -150,32 +116,19 @@ class Rank:
             work=(float(LAYERS),) * ranks,
         )
         self._recorder = Recorder(folder, header)
-        self._transport = GlooTransport(
-            groups[self.replica],
-            peers=[
-                p * replicas + self.replica for p in self._placement.neighbours_of(self.position)
-            ],
-            device=torch.device("cpu"),
-            payload_shape=(WIDTH,),
-            dtype=DTYPE,
-            timeout_s=TIMEOUT_S,
-        )
-        self._late: dict[int, float] = {}
-        self._transport.completions = LateQueue(self._late)
-        self._executor = Executor(
-            placement=self._placement,
-            pp_rank=self.position,
-            route=lambda position, microbatch: (position * replicas + self.replica, microbatch),
-            transport=self._transport,
+        self._channels = Channels(
+            self._placement,
+            self.position,
+            replica=self.replica,
+            replicas=replicas,
             recorder=self._recorder,
-            timeout_s=TIMEOUT_S,
         )
         self._sleeper = Sleeper()
 
     def close(self) -> None:
         """Close what this has opened; collective."""
         self._recorder.close()
-        self._transport.close()
+        self._channels.close()
         dist.barrier(group=self._world)
 
     def iterate(self, iteration: int) -> list[tuple[float, float]]:
@@ -183,10 +136,13 @@ class Rank:
         run, count = self._run, self._run.num_microbatches
         seed = random.Random(f"{run.seed}/{iteration}/{self.replica}").randrange(2**31)
         drawn, data_s = draw_step(run, self._placement, iteration, self.replica, seed)
-        self._late.clear()
-        for fault in run.faults:
-            if fault.kind == "slow-link" and self._rank == fault.to and fault.holds(iteration):
-                self._late[fault.rank] = fault.seconds
+        self._channels.delay(
+            {
+                fault.rank: fault.seconds
+                for fault in run.faults
+                if fault.kind == "slow-link" and fault.to == self._rank and fault.holds(iteration)
+            }
+        )
         work = RankWork(self._placement, self.position, seconds_of(drawn), self._sleeper)
         stages = Stages(
             work,
@@ -206,8 +162,8 @@ class Rank:
         dist.barrier(group=self._world)
         self._recorder.begin_iteration(iteration, count)
         begin_ns = time.monotonic_ns()
-        self._executor.run(stages, self._policy, state)
-        self._executor.finish_step()
+        self._channels.executor.run(stages, self._policy, state)
+        self._channels.executor.finish_step()
         done_ns = time.monotonic_ns()
         dist.barrier(group=self._world)
         for kind, start_ns in (("reduce", done_ns), ("step", begin_ns)):

@@ -164,22 +164,15 @@ log of this version or the index is taken.)");
 }
 
 void bind_rdma(py::module_& module) {
-  py::class_<RdmaGid>(module, "RdmaGid")
-      .def_readonly("index", &RdmaGid::index)
-      .def_readonly("address", &RdmaGid::address)
-      .def_readonly("type", &RdmaGid::type);
   py::class_<RdmaPort>(module, "RdmaPort")
       .def_readonly("number", &RdmaPort::number)
-      .def_readonly("state", &RdmaPort::state)
-      .def_readonly("link_layer", &RdmaPort::link_layer)
-      .def_readonly("active_mtu_bytes", &RdmaPort::active_mtu_bytes)
-      .def_readonly("gids", &RdmaPort::gids);
+      .def_readonly("state", &RdmaPort::state);
   py::class_<RdmaDevice>(module, "RdmaDevice")
       .def_readonly("name", &RdmaDevice::name)
       .def_readonly("ports", &RdmaDevice::ports);
   module.attr("built_with_rdma") = built_with_rdma();
   module.def("rdma_devices", &list_rdma_devices, py::call_guard<py::gil_scoped_release>(),
-             "Every verbs device of this node with its ports and their GIDs. Raises "
+             "Every verbs device of this node with its ports and their states. Raises "
              "TransportError in a build without RDMA.");
 }
 

@@ -9,56 +9,24 @@
 namespace adaptive::cuda {
 namespace {
 
-struct Symbol {
-  const char* name;
-  const char* older;  // a name with the same meaning, where older drivers have only that
-};
-
 template <typename Function>
-void find_symbol(void* library, const std::string& path, const Symbol& symbol, Function& function) {
-  void* found = ::dlsym(library, symbol.name);
-  if (found == nullptr && symbol.older != nullptr) {
-    found = ::dlsym(library, symbol.older);
+void find(void* library, const std::string& path, const char* name, const char* older,
+          Function& function) {
+  void* found = ::dlsym(library, name);
+  if (found == nullptr && older != nullptr) {
+    found = ::dlsym(library, older);
   }
   if (found == nullptr) {
-    throw Error("the CUDA driver " + path + " has no " + symbol.name + ": it is too old");
+    throw Error("the CUDA driver " + path + " has no " + name + ": it is too old");
   }
   function = reinterpret_cast<Function>(found);
 }
 
 Api find_all(void* library, const std::string& path) {
   Api api{};
-  const auto find = [&](auto& function, const char* name, const char* older = nullptr) {
-    find_symbol(library, path, {name, older}, function);
-  };
-  find(api.init, "cuInit");
-  find(api.get_error_name, "cuGetErrorName");
-  find(api.get_error_string, "cuGetErrorString");
-  find(api.device_get_count, "cuDeviceGetCount");
-  find(api.device_get, "cuDeviceGet");
-  find(api.device_get_uuid, "cuDeviceGetUuid_v2", "cuDeviceGetUuid");  // knows parts of a GPU
-  find(api.device_can_access_peer, "cuDeviceCanAccessPeer");
-  find(api.primary_ctx_retain, "cuDevicePrimaryCtxRetain");
-  find(api.primary_ctx_release, "cuDevicePrimaryCtxRelease_v2", "cuDevicePrimaryCtxRelease");
-  find(api.ctx_push, "cuCtxPushCurrent_v2");
-  find(api.ctx_pop, "cuCtxPopCurrent_v2");
-  find(api.mem_alloc, "cuMemAlloc_v2");
-  find(api.mem_free, "cuMemFree_v2");
-  find(api.copy_to_device, "cuMemcpyHtoDAsync_v2");
-  find(api.copy_to_host, "cuMemcpyDtoHAsync_v2");
-  find(api.copy, "cuMemcpyDtoDAsync_v2");
-  find(api.ipc_get_mem, "cuIpcGetMemHandle");
-  find(api.ipc_open_mem, "cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle");
-  find(api.ipc_close_mem, "cuIpcCloseMemHandle");
-  find(api.ipc_get_event, "cuIpcGetEventHandle");
-  find(api.ipc_open_event, "cuIpcOpenEventHandle");
-  find(api.stream_create, "cuStreamCreate");
-  find(api.stream_destroy, "cuStreamDestroy_v2");
-  find(api.stream_wait_event, "cuStreamWaitEvent");
-  find(api.event_create, "cuEventCreate");
-  find(api.event_destroy, "cuEventDestroy_v2");
-  find(api.event_record, "cuEventRecord");
-  find(api.event_query, "cuEventQuery");
+#define ADAPTIVE_FIND(member, name, older, ...) find(library, path, name, older, api.member);
+  ADAPTIVE_CUDA_CALLS(ADAPTIVE_FIND)
+#undef ADAPTIVE_FIND
   return api;
 }
 

@@ -39,37 +39,50 @@ constexpr unsigned kEventWithoutTime = 2;
 constexpr unsigned kEventBetweenProcesses = 4;
 constexpr unsigned kEnablePeerAccess = 1;  // of cuIpcOpenMemHandle
 
-// The entry points, named as the driver names them but for `cu` and versions.
+// The entry points: what they are called here, their name, an older one with the same meaning where
+// older drivers have only that, and their parameters. The one of UUIDs knows parts of a GPU.
+#define ADAPTIVE_CUDA_CALLS(CALL)                                                                 \
+  CALL(init, "cuInit", nullptr, unsigned flags)                                                   \
+  CALL(get_error_name, "cuGetErrorName", nullptr, Result result, const char** name)               \
+  CALL(get_error_string, "cuGetErrorString", nullptr, Result result, const char** text)           \
+  CALL(device_get_count, "cuDeviceGetCount", nullptr, int* count)                                 \
+  CALL(device_get, "cuDeviceGet", nullptr, Device* device, int ordinal)                           \
+  CALL(device_get_uuid, "cuDeviceGetUuid_v2", "cuDeviceGetUuid", Uuid* uuid, Device device)       \
+  CALL(device_can_access_peer, "cuDeviceCanAccessPeer", nullptr, int* can, Device device,         \
+       Device peer)                                                                               \
+  CALL(primary_ctx_retain, "cuDevicePrimaryCtxRetain", nullptr, ContextHandle** context,          \
+       Device device)                                                                             \
+  CALL(primary_ctx_release, "cuDevicePrimaryCtxRelease_v2", "cuDevicePrimaryCtxRelease",          \
+       Device device)                                                                             \
+  CALL(ctx_push, "cuCtxPushCurrent_v2", nullptr, ContextHandle* context)                          \
+  CALL(ctx_pop, "cuCtxPopCurrent_v2", nullptr, ContextHandle** context)                           \
+  CALL(mem_alloc, "cuMemAlloc_v2", nullptr, Address* address, std::size_t size_bytes)             \
+  CALL(mem_free, "cuMemFree_v2", nullptr, Address address)                                        \
+  CALL(copy_to_device, "cuMemcpyHtoDAsync_v2", nullptr, Address to, const void* from,             \
+       std::size_t size_bytes, StreamHandle* stream)                                              \
+  CALL(copy_to_host, "cuMemcpyDtoHAsync_v2", nullptr, void* to, Address from,                     \
+       std::size_t size_bytes, StreamHandle* stream)                                              \
+  CALL(copy, "cuMemcpyDtoDAsync_v2", nullptr, Address to, Address from, std::size_t size_bytes,   \
+       StreamHandle* stream)                                                                      \
+  CALL(ipc_get_mem, "cuIpcGetMemHandle", nullptr, MemoryExport* handle, Address address)          \
+  CALL(ipc_open_mem, "cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle", Address* address,             \
+       MemoryExport handle, unsigned flags)                                                       \
+  CALL(ipc_close_mem, "cuIpcCloseMemHandle", nullptr, Address address)                            \
+  CALL(ipc_get_event, "cuIpcGetEventHandle", nullptr, EventExport* handle, EventHandle* event)    \
+  CALL(ipc_open_event, "cuIpcOpenEventHandle", nullptr, EventHandle** event, EventExport handle)  \
+  CALL(stream_create, "cuStreamCreate", nullptr, StreamHandle** stream, unsigned flags)           \
+  CALL(stream_destroy, "cuStreamDestroy_v2", nullptr, StreamHandle* stream)                       \
+  CALL(stream_wait_event, "cuStreamWaitEvent", nullptr, StreamHandle* stream, EventHandle* event, \
+       unsigned flags)                                                                            \
+  CALL(event_create, "cuEventCreate", nullptr, EventHandle** event, unsigned flags)               \
+  CALL(event_destroy, "cuEventDestroy_v2", nullptr, EventHandle* event)                           \
+  CALL(event_record, "cuEventRecord", nullptr, EventHandle* event, StreamHandle* stream)          \
+  CALL(event_query, "cuEventQuery", nullptr, EventHandle* event)
+
 struct Api {
-  Result (*init)(unsigned flags);
-  Result (*get_error_name)(Result result, const char** name);
-  Result (*get_error_string)(Result result, const char** text);
-  Result (*device_get_count)(int* count);
-  Result (*device_get)(Device* device, int ordinal);
-  Result (*device_get_uuid)(Uuid* uuid, Device device);
-  Result (*device_can_access_peer)(int* can, Device device, Device peer);
-  Result (*primary_ctx_retain)(ContextHandle** context, Device device);
-  Result (*primary_ctx_release)(Device device);
-  Result (*ctx_push)(ContextHandle* context);
-  Result (*ctx_pop)(ContextHandle** context);
-  Result (*mem_alloc)(Address* address, std::size_t size_bytes);
-  Result (*mem_free)(Address address);
-  Result (*copy_to_device)(Address to, const void* from, std::size_t size_bytes,
-                           StreamHandle* stream);
-  Result (*copy_to_host)(void* to, Address from, std::size_t size_bytes, StreamHandle* stream);
-  Result (*copy)(Address to, Address from, std::size_t size_bytes, StreamHandle* stream);
-  Result (*ipc_get_mem)(MemoryExport* handle, Address address);
-  Result (*ipc_open_mem)(Address* address, MemoryExport handle, unsigned flags);
-  Result (*ipc_close_mem)(Address address);
-  Result (*ipc_get_event)(EventExport* handle, EventHandle* event);
-  Result (*ipc_open_event)(EventHandle** event, EventExport handle);
-  Result (*stream_create)(StreamHandle** stream, unsigned flags);
-  Result (*stream_destroy)(StreamHandle* stream);
-  Result (*stream_wait_event)(StreamHandle* stream, EventHandle* event, unsigned flags);
-  Result (*event_create)(EventHandle** event, unsigned flags);
-  Result (*event_destroy)(EventHandle* event);
-  Result (*event_record)(EventHandle* event, StreamHandle* stream);
-  Result (*event_query)(EventHandle* event);
+#define ADAPTIVE_DECLARE(member, name, older, ...) Result (*member)(__VA_ARGS__);
+  ADAPTIVE_CUDA_CALLS(ADAPTIVE_DECLARE)
+#undef ADAPTIVE_DECLARE
 };
 
 // An initialized driver. It stays loaded until the process ends: its threads do.

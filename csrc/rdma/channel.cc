@@ -78,9 +78,8 @@ EndpointRecord Pair::describe(unsigned num_lanes) const {
 }
 
 void Pair::connect(const EndpointRecord& peer, const RdmaOptions& options) {
-  const Patience patience{static_cast<std::uint8_t>(options.ack_timeout)};
-  incoming_->connect(peer, patience);
-  outgoing_->connect(peer, patience);
+  incoming_->connect(peer, options.ack_timeout);
+  outgoing_->connect(peer, options.ack_timeout);
 }
 
 void Pair::start(Link link, std::chrono::milliseconds silent_limit) {

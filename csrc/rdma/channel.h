@@ -31,9 +31,6 @@ struct RdmaOptions : ChannelOptions {
   // A peer that does not answer is lost after 7 times 4.096 us * 2^ack_timeout, and up to four
   // times that on some devices: 16 is 1.9 s to 7.5 s.
   unsigned ack_timeout = 16;
-  // Largest single write; 0 for what suits the device. A long message is several writes, so that
-  // each lost packet costs one write's repetition.
-  std::size_t write_bytes = 0;
 };
 
 // Opens both directions of the pair at the ends of `link`; both ends call it at the same time with

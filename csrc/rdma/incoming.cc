@@ -66,14 +66,14 @@ void Incoming::describe(EndpointRecord* record) const {
   }
 }
 
-void Incoming::connect(const EndpointRecord& peer, const Patience& patience) {
+void Incoming::connect(const EndpointRecord& peer, unsigned ack_timeout) {
   credit_address_ = peer.credit_address;
   credit_key_ = peer.lanes.at(0).credit_key;
   for (std::size_t i = 0; i < pairs_.size(); ++i) {
     const Lane& lane = peer.lanes.at(i);
     receives_[i].start(pairs_[i].get());
     rdma::connect(pairs_[i].get(), *device_, {lane.qp_out, lane.psn_out, lane}, first_psns_[i],
-                  patience);
+                  ack_timeout);
   }
 }
 

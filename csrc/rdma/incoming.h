@@ -32,7 +32,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   // Adds what the peer has to know.
   void describe(EndpointRecord* record) const;
-  void connect(const EndpointRecord& peer, const Patience& patience);
+  void connect(const EndpointRecord& peer, unsigned ack_timeout);
 
   // Of one thread at a time. Returns whether anything came.
   bool poll(Completions& into) noexcept;

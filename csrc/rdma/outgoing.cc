@@ -26,12 +26,12 @@ constexpr std::size_t kPageBytes = 4096;
 constexpr auto kLeaveWait = milliseconds(300);
 constexpr auto kLookAgain = milliseconds(20);
 
+// A long message is several writes, so that each lost packet costs one write's repetition.
+constexpr std::size_t kWishedWriteBytes = std::size_t{32} << 10;
+
 std::size_t choose_write_bytes(const RdmaOptions& options, std::size_t most_writes) {
-  const std::size_t stride = stride_of(options.slot_bytes);
-  const std::size_t wished = options.write_bytes == 0 ? std::size_t{32} << 10 : options.write_bytes;
-  const std::size_t least = (stride + most_writes - 1) / most_writes;
-  const std::size_t chosen = std::max(wished, least);
-  return (chosen + kPageBytes - 1) / kPageBytes * kPageBytes;
+  const std::size_t least = (stride_of(options.slot_bytes) + most_writes - 1) / most_writes;
+  return round_up(std::max(kWishedWriteBytes, least), kPageBytes);
 }
 
 // Writes of credits that may have come unseen: each returns one slot at least, and slots are used
@@ -82,7 +82,7 @@ void Outgoing::describe(EndpointRecord* record) const {
   }
 }
 
-void Outgoing::connect(const EndpointRecord& peer, const Patience& patience) {
+void Outgoing::connect(const EndpointRecord& peer, unsigned ack_timeout) {
   const std::lock_guard<std::mutex> lock(mutex_);
   arena_address_ = peer.arena_address;
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
@@ -91,7 +91,7 @@ void Outgoing::connect(const EndpointRecord& peer, const Patience& patience) {
     lane.remote_key = remote.arena_key;
     lane.receives.start(lane.pair.get());
     rdma::connect(lane.pair.get(), *device_, {remote.qp_in, remote.psn_in, remote}, lane.first_psn,
-                  patience);
+                  ack_timeout);
   }
 }
 

@@ -29,7 +29,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
            const RdmaOptions& options);
 
   void describe(EndpointRecord* record) const;
-  void connect(const EndpointRecord& peer, const Patience& patience);
+  void connect(const EndpointRecord& peer, unsigned ack_timeout);
 
   // As in Sender.
   void send(Message message, const void* data, const Keeper& keeper);

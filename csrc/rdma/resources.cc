@@ -60,6 +60,33 @@ bool may_lock_any_amount() {
          (data[CAP_TO_INDEX(CAP_IPC_LOCK)].effective & CAP_TO_MASK(CAP_IPC_LOCK)) != 0;
 }
 
+// Throws Error unless this process may lock so many bytes more in memory, and the node has them.
+void check_lockable(std::size_t size_bytes) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0) {
+    throw_errno("getrlimit", "RLIMIT_MEMLOCK");
+  }
+  const std::string status = "/proc/self/status";
+  const std::uint64_t locked = 1024 * (read_field(status, "VmPin:") + read_field(status, "VmLck:"));
+  if (limit.rlim_cur != RLIM_INFINITY && locked + size_bytes > limit.rlim_cur &&
+      !may_lock_any_amount()) {
+    throw Error("one direction of an RDMA channel needs " + bytes_text(size_bytes) +
+                " of locked memory, but this process may lock only " + bytes_text(limit.rlim_cur) +
+                " (" + bytes_text(locked) +
+                " are in use). Raise the limit: `ulimit -l unlimited` in the shell that starts it, "
+                "`* - memlock unlimited` in /etc/security/limits.conf, LimitMEMLOCK=infinity for a "
+                "service, `--ulimit memlock=-1` for a container; or use fewer or smaller slots");
+  }
+  // The kernel pins the pages one by one: past the end of memory it would end some process instead
+  // of refusing.
+  check_memory(size_bytes, "one direction of an RDMA channel");
+}
+
+MappedRegion make_lockable(std::size_t size_bytes) {
+  check_lockable(size_bytes);
+  return MappedRegion::anonymous(size_bytes);
+}
+
 void modify(ibv_qp* queue_pair, ibv_qp_attr& attributes, int mask, const char* to) {
   const int code = ::ibv_modify_qp(queue_pair, &attributes, mask);
   if (code != 0) {
@@ -109,32 +136,6 @@ std::shared_ptr<Device> open_device(const PortChoice& choice) {
     throw_errno("fcntl", "O_NONBLOCK");
   }
   return device;
-}
-
-void check_lockable(std::size_t size_bytes) {
-  rlimit limit{};
-  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0) {
-    throw_errno("getrlimit", "RLIMIT_MEMLOCK");
-  }
-  const std::string status = "/proc/self/status";
-  const std::uint64_t locked = 1024 * (read_field(status, "VmPin:") + read_field(status, "VmLck:"));
-  if (limit.rlim_cur != RLIM_INFINITY && locked + size_bytes > limit.rlim_cur &&
-      !may_lock_any_amount()) {
-    throw Error("one direction of an RDMA channel needs " + bytes_text(size_bytes) +
-                " of locked memory, but this process may lock only " + bytes_text(limit.rlim_cur) +
-                " (" + bytes_text(locked) +
-                " are in use). Raise the limit: `ulimit -l unlimited` in the shell that starts it, "
-                "`* - memlock unlimited` in /etc/security/limits.conf, LimitMEMLOCK=infinity for a "
-                "service, `--ulimit memlock=-1` for a container; or use fewer or smaller slots");
-  }
-  // The kernel pins the pages one by one: past the end of memory it would end some process instead
-  // of refusing.
-  check_memory(size_bytes, "one direction of an RDMA channel");
-}
-
-MappedRegion make_lockable(std::size_t size_bytes) {
-  check_lockable(size_bytes);
-  return MappedRegion::anonymous(size_bytes);
 }
 
 Arena::Arena(std::shared_ptr<Device> device, std::size_t size_bytes, bool peer_writes)
@@ -212,7 +213,7 @@ QueuePair create_queue_pair(const Device& device, ibv_cq* completions, const Que
 }
 
 void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& remote,
-             std::uint32_t own_psn, const Patience& patience) {
+             std::uint32_t own_psn, unsigned ack_timeout) {
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_RTR;
   attributes.path_mtu =
@@ -236,7 +237,7 @@ void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& re
   attributes = {};
   attributes.qp_state = IBV_QPS_RTS;
   attributes.sq_psn = own_psn;
-  attributes.timeout = patience.ack_timeout;
+  attributes.timeout = static_cast<std::uint8_t>(ack_timeout);
   attributes.retry_cnt = kRetries;
   attributes.rnr_retry = kRetries;
   modify(queue_pair, attributes,

@@ -70,9 +70,6 @@ class Arena {
   MemoryRegion region_;
 };
 
-// Throws Error unless this process may lock so many bytes more in memory, and the node has them.
-void check_lockable(std::size_t size_bytes);
-
 CompletionQueue create_completion_queue(const Device& device, int entries);
 
 struct QueueSizes {
@@ -90,14 +87,10 @@ struct RemoteQueuePair {
   Lane lane;                    // for its port's address
 };
 
-// How long this end tries; see RdmaOptions::ack_timeout.
-struct Patience {
-  std::uint8_t ack_timeout = 0;
-};
-
-// Connects it: from then on it sends, with `own_psn` first, and receives.
+// Connects it: from then on it sends, with `own_psn` first, and receives. For `ack_timeout` see
+// RdmaOptions.
 void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& remote,
-             std::uint32_t own_psn, const Patience& patience);
+             std::uint32_t own_psn, unsigned ack_timeout);
 
 // The receives of a queue pair. They carry no data: each is used up by one write with immediate.
 class Receives {

@@ -1,5 +1,6 @@
 // What the tests here share: checks that say what they expected, tests over forked processes, and a
-// line per test. A test program ends with `return adaptive::testing::summary();`.
+// line per test. The main() of a test program is `return adaptive::testing::run_tests(argc,
+// argv);`.
 #pragma once
 
 #include <dirent.h>
@@ -171,4 +172,29 @@ inline int summary() {
   return failures() == 0 ? 0 : 1;
 }
 
+// Tests by name, in the order of their definition.
+inline std::vector<std::pair<std::string, std::function<void()>>>& all_tests() {
+  static std::vector<std::pair<std::string, std::function<void()>>> tests;
+  return tests;
+}
+
+inline bool add_test(const std::string& name, const std::function<void()>& test) {
+  all_tests().emplace_back(name, test);
+  return true;
+}
+
+// Runs the tests that TEST() defined; the body of a main().
+inline int run_tests(int argc, char** argv) {
+  for (const auto& [name, test] : all_tests()) {
+    run(name, test, argc > 1 ? argv[1] : "");
+  }
+  return summary();
+}
+
 }  // namespace adaptive::testing
+
+// Defines a test: `TEST(what_it_shows) { ... }`.
+#define TEST(name)                                                                        \
+  void name();                                                                            \
+  [[maybe_unused]] const bool name##_added = ::adaptive::testing::add_test(#name, &name); \
+  void name()

@@ -25,7 +25,7 @@ std::uint64_t posted(const std::optional<Item>& item) {
 }
 
 // Two threads hand a number to and fro; a ring that gets lost is a hang.
-void no_ring_is_lost(unsigned local_processes) {
+void exchange_rings(unsigned local_processes) {
   Completions ping(local_processes);
   Completions pong(local_processes);
   constexpr std::uint64_t kRounds = 20'000;
@@ -41,8 +41,13 @@ void no_ring_is_lost(unsigned local_processes) {
   other.join();
 }
 
+TEST(no_ring_is_lost) {
+  exchange_rings(100'000);  // crowded: no spins
+  exchange_rings(1);        // spins of a learnt length
+}
+
 // What makes the flag true is a plain store before the ring, as a peer's would be.
-void a_bell_rings_in_another_process() {
+TEST(a_bell_rings_in_another_process) {
   Bell mine;
   Bell theirs;
   const MappedRegion flag = [] {
@@ -78,7 +83,7 @@ void a_bell_rings_in_another_process() {
   child.join();
 }
 
-void foreign_descriptors_are_no_bells() {
+TEST(foreign_descriptors_are_no_bells) {
   check_throws<Error>([] { Bell::attach(ScopedFd(::open("/dev/null", O_RDWR))); }, "sealed");
   const ScopedFd fd(::memfd_create("x", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   check(::ftruncate(fd.get(), ::sysconf(_SC_PAGESIZE)) == 0, "ftruncate");
@@ -86,7 +91,7 @@ void foreign_descriptors_are_no_bells() {
   check_throws<Error>([&] { Bell::attach(ScopedFd(::dup(fd.get()))); }, "other bytes");
 }
 
-void waits_end_with_their_deadline() {
+TEST(waits_end_with_their_deadline) {
   Completions completions(1);
   const auto start = Deadline::Clock::now();
   check(!completions.poll() && !completions.wait(soon(30)), "nothing");
@@ -95,7 +100,7 @@ void waits_end_with_their_deadline() {
   check(posted(completions.wait(Deadline::after(milliseconds(0)))) == 1, "what is there is given");
 }
 
-void waits_end_to_look_up() {
+TEST(waits_end_to_look_up) {
   Completions completions(1);
   const Deadline far = patient();
   check(!completions.wait(far, milliseconds(5)) && !far.expired(), "nothing, before the deadline");
@@ -125,7 +130,7 @@ struct Counter final : Source {
   std::uint64_t given = 0;
 };
 
-void sources_are_polled_in_order_with_what_is_put() {
+TEST(sources_are_polled_in_order_with_what_is_put) {
   Completions completions(100'000);
   auto source = std::make_shared<Counter>();
   completions.add(source);
@@ -153,14 +158,6 @@ void sources_are_polled_in_order_with_what_is_put() {
 }  // namespace
 }  // namespace adaptive::testing
 
-int main() {
-  using namespace adaptive::testing;
-  run("rings, crowded", [] { no_ring_is_lost(100'000); });
-  run("rings, learnt spin", [] { no_ring_is_lost(1); });
-  run("bell, processes", a_bell_rings_in_another_process);
-  run("bell, foreign", foreign_descriptors_are_no_bells);
-  run("deadline", waits_end_with_their_deadline);
-  run("deadline, slices", waits_end_to_look_up);
-  run("sources", sources_are_polled_in_order_with_what_is_put);
-  return summary();
+int main(int argc, char** argv) {
+  return adaptive::testing::run_tests(argc, argv);
 }

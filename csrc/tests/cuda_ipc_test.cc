@@ -1,5 +1,5 @@
 // Tests of shared memory channels between GPUs, over the stand-in driver: each end a process of its
-// own, streams that go on after random delays. Build: see tests/test_cuda_ipc.py.
+// own, streams that go on after random delays. Build: see tests/test_extension.py.
 #include <dirent.h>
 #include <unistd.h>
 
@@ -94,12 +94,12 @@ void talk(End& end, int count) {
   check(end.sender->flush(patient()), "flushed");
 }
 
-void both_directions_between_processes() {
+TEST(both_directions_between_processes) {
   const Body body = [](End& end) { talk(end, 200); };
   Sides({body}, {body}).join();
 }
 
-void between_two_devices() {
+TEST(between_two_devices) {
   const Body body = [](End& end) { talk(end, 40); };
   Sides({body, on_gpu(), {{"STANDIN_CUDA_DEVICES", "0,1"}}},
         {body, on_gpu(), {{"STANDIN_CUDA_DEVICES", "1"}}})
@@ -107,7 +107,7 @@ void between_two_devices() {
 }
 
 // A sender is not held up by a peer that takes nothing, nor by its own device.
-void sending_never_waits() {
+TEST(sending_never_waits) {
   constexpr int kCount = 30;
   Side low{[](End& end) {
     Gpu gpu;
@@ -132,7 +132,7 @@ void sending_never_waits() {
 }
 
 // What is larger than a slot or comes from the host keeps its place among the rest.
-void the_order_is_kept_whatever_the_way() {
+TEST(the_order_is_kept_whatever_the_way) {
   constexpr int kCount = 60;
   const auto size = [](int number) {
     return number % 4 == 0 ? std::size_t{30'000} : size_of(number);
@@ -163,7 +163,7 @@ void the_order_is_kept_whatever_the_way() {
   Sides(low, high).join();
 }
 
-void what_nobody_looked_at_goes_back() {
+TEST(what_nobody_looked_at_goes_back) {
   Side low{[](End& end) {
     Gpu gpu;
     for (int number = 0; number < 20; ++number) {
@@ -195,7 +195,7 @@ void check_pinned(const std::string& reason, const Side& low, const Side& high) 
   Sides({body, low.options, low.settings}, {body, high.options, high.settings}).join();
 }
 
-void anything_else_is_pinned() {
+TEST(anything_else_is_pinned) {
   const Side usual;
   ShmOptions odd = on_gpu();
   odd.cuda_driver = "libcuda-that-is-not-there.so";
@@ -220,7 +220,7 @@ void anything_else_is_pinned() {
                {{}, on_gpu(), {{"STANDIN_CUDA_DEVICES", "1"}}});
 }
 
-void any_call_of_the_trial_may_fail() {
+TEST(any_call_of_the_trial_may_fail) {
   const Side usual;
   for (const char* const call : {"cuInit", "cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle",
                                  "cuIpcOpenEventHandle", "cuMemcpyDtoDAsync"}) {
@@ -251,9 +251,9 @@ void exchange_until_lost(End& end) {
   end.sender.reset();
 }
 
-void a_killed_peer_holds_no_stream_up(int count) {
+TEST(a_killed_peer_holds_no_stream_up) {
   std::minstd_rand random(4);
-  for (int i = 0; i < count; ++i) {
+  for (int i = 0; i < 10; ++i) {
     Side side{exchange_until_lost, on_gpu(3)};
     Sides both(side, side);
     ::usleep(random() % 30'000);
@@ -274,7 +274,7 @@ void check_misuse(const std::string& what, const std::function<void(Gpu&)>& body
   check(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT, "an abort: " + what);
 }
 
-void misuse_is_found() {
+TEST(misuse_is_found) {
   check_misuse("a read that does not wait", [](Gpu& gpu) {
     gpu.in([&] {
       const cuda::Stream other = cuda::make_stream(gpu.context());
@@ -307,7 +307,7 @@ void misuse_is_found() {
   });
 }
 
-void errors_say_what_failed() {
+TEST(errors_say_what_failed) {
   Child([] {
     ::setenv("STANDIN_CUDA_FAIL", "cuMemAlloc", 1);
     Gpu gpu;
@@ -320,7 +320,7 @@ void errors_say_what_failed() {
 
 // ---- Both ends in one process, for the thread sanitizer
 
-void both_ends_in_one_process() {
+TEST(both_ends_in_one_process) {
   Child([] {
     ::setenv("STANDIN_CUDA_SAME_PROCESS", "1", 1);
     ::setenv("STANDIN_CUDA_DELAY_US", "200", 1);
@@ -338,18 +338,5 @@ void both_ends_in_one_process() {
 }  // namespace adaptive::testing
 
 int main(int argc, char** argv) {
-  using namespace adaptive::testing;
-  const std::string only = argc > 1 ? argv[1] : "";
-  run("errors say what failed", errors_say_what_failed, only);
-  run("misuse is found", misuse_is_found, only);
-  run("both directions between processes", both_directions_between_processes, only);
-  run("between two devices", between_two_devices, only);
-  run("both ends in one process", both_ends_in_one_process, only);
-  run("sending never waits", sending_never_waits, only);
-  run("the order is kept whatever the way", the_order_is_kept_whatever_the_way, only);
-  run("what nobody looked at goes back", what_nobody_looked_at_goes_back, only);
-  run("anything else is pinned", anything_else_is_pinned, only);
-  run("any call of the trial may fail", any_call_of_the_trial_may_fail, only);
-  run("a killed peer holds no stream up", [] { a_killed_peer_holds_no_stream_up(10); }, only);
-  return summary();
+  return adaptive::testing::run_tests(argc, argv);
 }

@@ -23,7 +23,6 @@ using adaptive::testing::check;
 using adaptive::testing::check_throws;
 using adaptive::testing::Child;
 using adaptive::testing::patient;
-using adaptive::testing::run;
 using adaptive::testing::soon;
 
 std::int64_t value_at(std::uint64_t position) {
@@ -45,7 +44,7 @@ void read_all(int fd, std::uint32_t index, std::uint64_t count, unsigned pause_e
   check(reader.next(value, patient()) == WaitStatus::kClosed, "closed after the last entry");
 }
 
-void every_reader_sees_everything_in_order(std::uint32_t readers, std::uint32_t capacity) {
+void publish_many(std::uint32_t readers, std::uint32_t capacity) {
   constexpr std::uint64_t kCount = 20000;
   DecisionWriter writer = DecisionWriter::create(readers, capacity, 0);
   std::vector<std::unique_ptr<Child>> children;
@@ -64,7 +63,13 @@ void every_reader_sees_everything_in_order(std::uint32_t readers, std::uint32_t 
   }
 }
 
-void a_reader_s_abort_wakes_a_sleeping_writer() {
+TEST(every_reader_sees_everything_in_order) {
+  publish_many(1, 1);
+  publish_many(3, 7);
+  publish_many(2, 1024);
+}
+
+TEST(a_reader_s_abort_wakes_a_sleeping_writer) {
   DecisionWriter writer = DecisionWriter::create(1, 1, 0);
   check(writer.try_publish(1) == WaitStatus::kReady, "room");
   Child child([&writer] {
@@ -76,7 +81,7 @@ void a_reader_s_abort_wakes_a_sleeping_writer() {
   child.join();
 }
 
-void a_killed_reader_costs_a_deadline_and_leaves_its_place_taken() {
+TEST(a_killed_reader_costs_a_deadline_and_leaves_its_place_taken) {
   DecisionWriter writer = DecisionWriter::create(1, 2, 0);
   Child child([&writer] {
     DecisionReader reader = DecisionReader::attach(writer.fd(), 0, 0);
@@ -92,7 +97,7 @@ void a_killed_reader_costs_a_deadline_and_leaves_its_place_taken() {
   check_throws<adaptive::Error>([&] { DecisionReader::attach(writer.fd(), 0, 0); }, "is taken by");
 }
 
-void a_place_given_back_continues_where_it_was() {
+TEST(a_place_given_back_continues_where_it_was) {
   DecisionWriter writer = DecisionWriter::create(1, 4, 0);
   std::int64_t value = 0;
   check(writer.try_publish(10) == WaitStatus::kReady, "room");
@@ -107,7 +112,7 @@ void a_place_given_back_continues_where_it_was() {
   check(reader.try_next(value) == WaitStatus::kReady && value == 11, "the second");
 }
 
-void a_forked_copy_does_not_close_the_log() {
+TEST(a_forked_copy_does_not_close_the_log) {
   auto writer = std::make_unique<DecisionWriter>(DecisionWriter::create(1, 4, 0));
   DecisionReader reader = DecisionReader::attach(writer->fd(), 0, 0);
   Child([&writer] { writer.reset(); }).join();
@@ -126,7 +131,7 @@ adaptive::ScopedFd memory_file(std::size_t size_bytes, bool sealed) {
   return fd;
 }
 
-void foreign_memory_is_refused() {
+TEST(foreign_memory_is_refused) {
   const auto attach = [](int fd) { DecisionReader::attach(fd, 0, 0); };
   check_throws<adaptive::Error>([&] { attach(memory_file(4096, false).get()); }, "not sealed");
   check_throws<adaptive::Error>([&] { attach(memory_file(64, true).get()); }, "64 bytes");
@@ -140,7 +145,7 @@ void overwrite(const DecisionWriter& writer, std::size_t offset, Value value) {
   *reinterpret_cast<volatile Value*>(region.data() + offset) = value;
 }
 
-void overwritten_memory_is_noticed() {
+TEST(overwritten_memory_is_noticed) {
   constexpr std::size_t kVersionOffset = 8;
   constexpr std::size_t kNumReadersOffset = 12;
   constexpr std::size_t kCapacityOffset = 16;
@@ -178,15 +183,6 @@ void overwritten_memory_is_noticed() {
 
 }  // namespace
 
-int main() {
-  run("one reader, one entry", [] { every_reader_sees_everything_in_order(1, 1); });
-  run("three readers, ring of 7", [] { every_reader_sees_everything_in_order(3, 7); });
-  run("two readers, ring of 1024", [] { every_reader_sees_everything_in_order(2, 1024); });
-  run("abort wakes writer", a_reader_s_abort_wakes_a_sleeping_writer);
-  run("killed reader", a_killed_reader_costs_a_deadline_and_leaves_its_place_taken);
-  run("place given back", a_place_given_back_continues_where_it_was);
-  run("forked copy", a_forked_copy_does_not_close_the_log);
-  run("foreign memory", foreign_memory_is_refused);
-  run("overwritten memory", overwritten_memory_is_noticed);
-  return adaptive::testing::summary();
+int main(int argc, char** argv) {
+  return adaptive::testing::run_tests(argc, argv);
 }

@@ -1,4 +1,5 @@
-// Fuzzer of what a shared-memory channel reads out of the memory that its peer writes. Parts:
+// Fuzzer of what a shared-memory channel reads out of the memory that its peer writes, and so of
+// check_message() and of the assembler of pieces, which all channels use. Parts:
 // csrc/shm/incoming.cc csrc/common/{assembler,completions,copy,message}.cc
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -70,6 +71,23 @@ struct Memory {
   MappedRegion theirs;
 };
 
+// What those who act upon a message rely on.
+void check_accepted(const Message& message) {
+  must(message.dimensions <= adaptive::kMaxDimensions, "few enough dimensions");
+  const std::size_t element_bytes = adaptive::element_bytes(message.dtype);
+  must(element_bytes >= 1 && element_bytes <= 16, "a known element type");
+  unsigned __int128 nbytes = element_bytes;
+  bool empty = false;
+  for (int i = 0; i < message.dimensions; ++i) {
+    must(message.shape[i] >= 0, "sizes that can be");
+    empty = empty || message.shape[i] == 0;
+    // Up to 2^64 each; saturated, so that seven of them cannot overflow.
+    nbytes = std::min<unsigned __int128>(nbytes, ~std::uint64_t{0}) *
+             static_cast<std::uint64_t>(message.shape[i]);
+  }
+  must(message.nbytes == (empty ? 0 : nbytes), "a shape of so many bytes");
+}
+
 // Takes what was found; false after a failure.
 bool take_all(Completions& completions) {
   while (std::optional<Item> item = completions.poll()) {
@@ -80,8 +98,14 @@ bool take_all(Completions& completions) {
     must(arrival.payload.size_bytes() == arrival.message.nbytes, "all of the payload");
     must(arrival.message.nbytes <= std::max<std::uint64_t>(kLimitBytes, kSlotBytes),
          "a payload within the limit");
-    // Readable and writable to its last byte, as a sanitizer or the kernel will say.
-    std::fill_n(arrival.payload.data(), arrival.payload.size_bytes(), std::byte{1});
+    check_accepted(arrival.message);
+    // Of what is in every slot, also where it was put together; readable and writable to its last
+    // byte, as a sanitizer or the kernel will say.
+    std::byte* const data = arrival.payload.data();
+    must(std::all_of(data, data + arrival.payload.size_bytes(),
+                     [](std::byte byte) { return byte == std::byte{1}; }),
+         "every byte filled");
+    std::fill_n(data, arrival.payload.size_bytes(), std::byte{1});
   }
   return true;
 }
@@ -92,6 +116,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   FuzzReader reader(data, size);
   Memory control(layout().control_bytes);
   Memory slots(layout().data_bytes);
+  std::fill_n(slots.mine.data(), slots.mine.size_bytes(), std::byte{1});
   const auto completions = std::make_shared<Completions>(1);
   adaptive::Session session;
   session.completions = completions;
@@ -104,6 +129,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   auto* const entries = reinterpret_cast<Entry*>(control.mine.data() + sizeof(Control));
   for (std::uint64_t number = 0; reader.left() != 0; ++number) {
     const auto wire = reader.take<Wire>();
+    must(!describe(wire.message).empty(), "a description of anything");
     Entry& entry = entries[number % layout().num_entries];
     const auto* bytes = reinterpret_cast<const unsigned char*>(&wire.message);
     std::copy_n(bytes, sizeof(entry.front), entry.front);
@@ -146,5 +172,12 @@ std::vector<FuzzInput> adaptive::testing::fuzz_seeds() {
   Wire end = wire_of(1, 0, 0, 0, shm::kNoSlot);
   end.message.kind = MessageKind::kEnd;
   append(pieces, end);
-  return {small, pieces};
+  FuzzInput wide;
+  Wire matrix = wire_of(0, 8 * 2 * 3 * 4, 0, 8 * 2 * 3 * 4, 0);
+  matrix.message.dtype = ElementType::kFloat64;
+  matrix.message.dimensions = kMaxDimensions;
+  const std::int64_t shape[kMaxDimensions] = {1, 2, 1, 3, 1, 4, 1};
+  std::copy(shape, shape + kMaxDimensions, matrix.message.shape);
+  append(wide, matrix);
+  return {small, pieces, wide};
 }

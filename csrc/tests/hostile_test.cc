@@ -132,7 +132,7 @@ struct ShmVictim {
   End end;
 };
 
-void shm_nonsense_is_a_failure_with_a_name() {
+TEST(shm_nonsense_is_a_failure_with_a_name) {
   const auto refused = [](const Change& change, unsigned slot, const std::string& words) {
     ShmVictim victim;
     victim.fake->publish(1, sound_message(0), 0);
@@ -160,7 +160,7 @@ void shm_nonsense_is_a_failure_with_a_name() {
       1, "more than the limit");
 }
 
-void a_half_message_that_ends_is_a_failure() {
+TEST(a_half_message_that_ends_is_a_failure) {
   ShmVictim victim;
   victim.fake->publish(1, sound_message(0, 100, [](Message& m) { m.piece_bytes = 50; }), 0);
   const auto as_end = [](Message& m) { m.kind = MessageKind::kEnd; };
@@ -169,7 +169,7 @@ void a_half_message_that_ends_is_a_failure() {
 }
 
 // Returned slots that were never out, and any other value of the words that both write.
-void foreign_returns_free_nothing() {
+TEST(foreign_returns_free_nothing) {
   ShmVictim victim;
   auto reserved = victim.end.sender->reserve(10);
   for (int i = 0; i < 3; ++i) {
@@ -183,7 +183,7 @@ void foreign_returns_free_nothing() {
   check(victim.end.sender->flush(patient()), "those that were out are free");
 }
 
-void shm_offers_that_do_not_fit() {
+TEST(shm_offers_that_do_not_fit) {
   const std::vector<std::pair<std::size_t, std::uint64_t>> changes{
       {0, 1},  // magic
       {8, 2},  // version, and no slots
@@ -209,7 +209,7 @@ void shm_offers_that_do_not_fit() {
                       "has 10 bytes");
 }
 
-void memory_whose_size_may_change_is_refused() {
+TEST(memory_whose_size_may_change_is_refused) {
   const ScopedFd fd(::memfd_create("test", MFD_ALLOW_SEALING));
   check(::ftruncate(fd.get(), 4096) == 0, "ftruncate");
   check_throws<Error>([&] { attach_segment(fd, 4096, "x"); }, "sealed");
@@ -285,7 +285,7 @@ Failure said_to(const Frames& frames) {
   }
 }
 
-void broken_frames_are_refused() {
+TEST(broken_frames_are_refused) {
   using tcp::FrameType;
   const auto refused = [](const Frames& frames, const std::string& words) {
     const Failure failure = said_to(frames);
@@ -333,14 +333,14 @@ void broken_frames_are_refused() {
           "was changed on its way");
 }
 
-void an_end_within_a_message_is_a_loss() {
+TEST(an_end_within_a_message_is_a_loss) {
   TcpVictim victim;
   victim.hear(Frames().frame(tcp::FrameType::kStart, 0, 500).message(1000, 0).fill(100));
   victim.peer = Link();
   check(take_failure(victim.end).kind == Failure::Kind::kPeerLost, "a lost peer");
 }
 
-void opening_checks_the_other_end() {
+TEST(opening_checks_the_other_end) {
   const auto refused = [](const std::vector<std::uint8_t>& bytes, const std::string& words) {
     check_throws<Error>([&] { TcpVictim({}, bytes); }, words);
   };
@@ -365,7 +365,7 @@ void opening_checks_the_other_end() {
   check_throws<Error>([&] { open(gone, patient()); }, "");
 }
 
-void what_the_peer_would_refuse_is_refused_by_the_sender() {
+TEST(what_the_peer_would_refuse_is_refused_by_the_sender) {
   TcpVictim victim;
   Sender& sender = *victim.end.sender;
   check_throws<Error>([&] { send_pattern(sender, 1001, 1); }, "more than the limit of 1000");
@@ -382,16 +382,5 @@ void what_the_peer_would_refuse_is_refused_by_the_sender() {
 }  // namespace adaptive::testing
 
 int main(int argc, char** argv) {
-  using namespace adaptive::testing;
-  const std::string only = argc > 1 ? argv[1] : "";
-  run("nonsense (shm)", shm_nonsense_is_a_failure_with_a_name, only);
-  run("half message (shm)", a_half_message_that_ends_is_a_failure, only);
-  run("foreign returns (shm)", foreign_returns_free_nothing, only);
-  run("offers (shm)", shm_offers_that_do_not_fit, only);
-  run("unsealed (shm)", memory_whose_size_may_change_is_refused, only);
-  run("broken frames (tcp)", broken_frames_are_refused, only);
-  run("end within a message (tcp)", an_end_within_a_message_is_a_loss, only);
-  run("opening (tcp)", opening_checks_the_other_end, only);
-  run("refused by the sender (tcp)", what_the_peer_would_refuse_is_refused_by_the_sender, only);
-  return summary();
+  return adaptive::testing::run_tests(argc, argv);
 }

@@ -20,7 +20,7 @@
 namespace adaptive::testing {
 namespace {
 
-void records_travel(Kind kind) {
+TEST_OF_LINKS(records_travel) {
   Ends ends = link_up(kind);
   check(ends.near.peer() == 0 && ends.far.peer() == 1, "the ranks");
   check(ends.near.is_unix() == (kind == Kind::kUnix), "the kind");
@@ -45,7 +45,7 @@ int memory_with(char byte) {
   return fd;
 }
 
-void descriptors_travel() {
+TEST(descriptors_travel) {
   Ends ends = link_up(Kind::kUnix);
   const ScopedFd first(memory_with('a'));
   const ScopedFd second(memory_with('b'));
@@ -62,7 +62,7 @@ void descriptors_travel() {
       "17 descriptors");
 }
 
-void a_wrong_number_of_descriptors_is_refused() {
+TEST(a_wrong_number_of_descriptors_is_refused) {
   const ScopedFd memory(memory_with('a'));
   const auto refused = [&](const std::vector<int>& sent, std::size_t due, const char* words) {
     Ends ends = link_up(Kind::kUnix);
@@ -84,47 +84,39 @@ void a_wrong_number_of_descriptors_is_refused() {
       "unix links only");
 }
 
-void broken_records_are_refused(Kind kind) {
-  {
+TEST_OF_LINKS(broken_records_are_refused) {
+  const auto refused = [&](const std::function<void(Ends&)>& speak, const char* words) {
     Ends ends = link_up(kind);
-    ends.far.send_record(Bytes(101), {}, patient(), kNoTick);
-    check_throws<Error>([&] { ends.near.recv_record(100, 0, patient(), kNoTick); },
-                        "101 bytes is above the limit of 100");
-  }
-  {
-    Ends ends = link_up(kind);
-    const adaptive::RecordHeader header = adaptive::encode_record_header(10, 0);
-    adaptive::send_all(ends.far.fd(), header.data(), header.size(), {}, patient(), kNoTick, "");
-    adaptive::send_all(ends.far.fd(), "abc", 3, {}, patient(), kNoTick, "");
-    check_throws<DeadlineError>([&] { ends.near.recv_record(100, 0, soon(), kNoTick); }, "rank 0");
-  }
-  {
-    Ends ends = link_up(kind);
-    const adaptive::RecordHeader header = adaptive::encode_record_header(10, 0);
-    adaptive::send_all(ends.far.fd(), header.data(), header.size(), {}, patient(), kNoTick, "");
-    ends.far = Link();
-    check_throws<Error>([&] { ends.near.recv_record(100, 0, patient(), kNoTick); }, "closed");
-  }
-  {
-    Ends ends = link_up(kind);
-    adaptive::send_all(ends.far.fd(), "GET / HTTP/1.0\r\n", 16, {}, patient(), kNoTick, "");
-    check_throws<Error>([&] { ends.near.recv_record(100, 0, patient(), kNoTick); },
-                        "something else than a record");
-  }
-  {
-    Ends ends = link_up(kind);
-    ends.near = Link();
-    check_throws<Error>(
-        [&] {
-          for (;;) {
-            ends.far.send_record(Bytes(1 << 20), {}, patient(), kNoTick);
-          }
-        },
-        "sendmsg");
-  }
+    speak(ends);
+    check_throws<Error>([&] { ends.near.recv_record(100, 0, soon(), kNoTick); }, words);
+  };
+  const auto say = [](Ends& ends, const std::string& text) {
+    adaptive::send_all(ends.far.fd(), text.data(), text.size(), {}, patient(), kNoTick, "");
+  };
+  const adaptive::RecordHeader header = adaptive::encode_record_header(10, 0);
+  const std::string announced(header.begin(), header.end());
+  refused([&](Ends& ends) { ends.far.send_record(Bytes(101), {}, patient(), kNoTick); },
+          "101 bytes is above the limit of 100");
+  refused([&](Ends& ends) { say(ends, announced + "abc"); }, "rank 0");
+  refused(
+      [&](Ends& ends) {
+        say(ends, announced);
+        ends.far = Link();
+      },
+      "closed");
+  refused([&](Ends& ends) { say(ends, "GET / HTTP/1.0\r\n"); }, "something else than a record");
+  Ends ends = link_up(kind);
+  ends.near = Link();
+  check_throws<Error>(
+      [&] {
+        for (;;) {
+          ends.far.send_record(Bytes(1 << 20), {}, patient(), kNoTick);
+        }
+      },
+      "sendmsg");
 }
 
-void waits_have_deadlines(Kind kind) {
+TEST_OF_LINKS(waits_have_deadlines) {
   Listener listener = listen(kind, rank(1));
   check_throws<DeadlineError>([&] { listener.accept(0, "test", soon(), kNoTick); }, "rank 0");
   const ScopedFd silent = stranger(listener.address());
@@ -156,7 +148,7 @@ void waits_have_deadlines(Kind kind) {
                               "took no record");
 }
 
-void connecting_waits_for_the_listener() {
+TEST(connecting_waits_for_the_listener) {
   ScopedFd taken(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   SocketAddress any = SocketAddress::on_tcp("127.0.0.1", 0);
   check(::bind(taken.get(), any.get(), any.length()) == 0, "a port");
@@ -177,7 +169,7 @@ void connecting_waits_for_the_listener() {
   }
 }
 
-void strangers_are_refused_and_block_nobody(Kind kind) {
+TEST_OF_LINKS(strangers_are_refused_and_block_nobody) {
   Listener listener = listen(kind, rank(1));
   const std::string address = listener.address();
   std::vector<ScopedFd> strangers;
@@ -216,7 +208,7 @@ void strangers_are_refused_and_block_nobody(Kind kind) {
   check(listener.num_refused() >= 20, "strangers counted");
 }
 
-void many_silent_strangers_do_not_use_up_descriptors() {
+TEST(many_silent_strangers_do_not_use_up_descriptors) {
   Listener listener = listen(Kind::kTcp4, rank(1));
   std::vector<ScopedFd> strangers;
   for (int i = 0; i < 300; ++i) {
@@ -230,7 +222,7 @@ void many_silent_strangers_do_not_use_up_descriptors() {
   check(adaptive::testing::num_open_descriptors() <= before + 64, "a bounded number of them");
 }
 
-void the_listening_process_is_checked_too() {
+TEST(the_listening_process_is_checked_too) {
   const auto answered_by = [](const Bytes& answer, const char* words) {
     ScopedFd fake(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     SocketAddress any = SocketAddress::on_tcp("127.0.0.1", 0);
@@ -251,7 +243,7 @@ void the_listening_process_is_checked_too() {
   answered_by(hello_bytes(rank(1), 3), "is not rank 1");
 }
 
-void early_peers_are_kept(Kind kind) {
+TEST_OF_LINKS(early_peers_are_kept) {
   Listener listener = listen(kind, rank(1));
   std::vector<std::unique_ptr<Child>> children;
   for (const int number : {5, 4, 3, 2}) {
@@ -281,7 +273,7 @@ void early_peers_are_kept(Kind kind) {
   }
 }
 
-void a_peer_that_came_back_replaces_its_earlier_self() {
+TEST(a_peer_that_came_back_replaces_its_earlier_self) {
   Listener listener = listen(Kind::kTcp4, rank(1));
   const auto knock = [&] {
     ScopedFd socket = stranger(listener.address());
@@ -300,7 +292,7 @@ void a_peer_that_came_back_replaces_its_earlier_self() {
   check(link.remote() == SocketAddress::local_of(second.get()).text(), "the later one");
 }
 
-void bad_addresses_are_refused() {
+TEST(bad_addresses_are_refused) {
   check_throws<std::invalid_argument>(
       [] { connect_tcp("localhost", 1, rank(0), 1, soon(), kNoTick); }, "numeric");
   check_throws<std::invalid_argument>(
@@ -316,32 +308,9 @@ void bad_addresses_are_refused() {
   check(Listener::on_unix(rank(1)).address() != Listener::on_unix(rank(1)).address(), "random");
 }
 
-void run_all(const std::string& only) {
-  const auto run = [&](const std::string& name, const std::function<void()>& test) {
-    testing::run(name, test, only);
-  };
-  const std::pair<Kind, std::string> kinds[] = {
-      {Kind::kUnix, " (unix)"}, {Kind::kTcp4, " (tcp)"}, {Kind::kTcp6, " (tcp, IPv6)"}};
-  for (const auto& [kind, suffix] : kinds) {
-    run("records" + suffix, [kind = kind] { records_travel(kind); });
-    run("broken records" + suffix, [kind = kind] { broken_records_are_refused(kind); });
-    run("deadlines" + suffix, [kind = kind] { waits_have_deadlines(kind); });
-    run("strangers" + suffix, [kind = kind] { strangers_are_refused_and_block_nobody(kind); });
-    run("early peers" + suffix, [kind = kind] { early_peers_are_kept(kind); });
-  }
-  run("descriptors", descriptors_travel);
-  run("number of descriptors", a_wrong_number_of_descriptors_is_refused);
-  run("waiting for the listener", connecting_waits_for_the_listener);
-  run("many strangers", many_silent_strangers_do_not_use_up_descriptors);
-  run("false listener", the_listening_process_is_checked_too);
-  run("returning peer", a_peer_that_came_back_replaces_its_earlier_self);
-  run("addresses", bad_addresses_are_refused);
-}
-
 }  // namespace
 }  // namespace adaptive::testing
 
 int main(int argc, char** argv) {
-  adaptive::testing::run_all(argc > 1 ? argv[1] : "");
-  return adaptive::testing::summary();
+  return adaptive::testing::run_tests(argc, argv);
 }

@@ -63,8 +63,7 @@ void sleep_for_ever(Link) {
 
 // Loaders of data are such children: they outlive their parent. `fork` makes one, with or without
 // what fork() does besides.
-void a_child_of_a_killed_peer_does_not_hide_its_end(Kind kind, const std::function<pid_t()>& fork,
-                                                    const std::string& words) {
+void lose_parent_of_child(Kind kind, const std::function<pid_t()>& fork, const std::string& words) {
   int raw[2];
   check(::pipe2(raw, O_CLOEXEC) == 0, "a pipe");
   ScopedFd read_end(raw[0]);
@@ -86,7 +85,14 @@ void a_child_of_a_killed_peer_does_not_hide_its_end(Kind kind, const std::functi
   check_contains(losses.only(), words);
 }
 
-void an_orderly_end_is_no_loss(Kind kind) {
+TEST(a_child_of_a_killed_peer_does_not_hide_its_end) {
+  // The child has the unix socket, too: only the end of the process shows.
+  const auto clone = [] { return static_cast<pid_t>(::syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0)); };
+  lose_parent_of_child(Kind::kUnix, clone, "its process ended");
+  lose_parent_of_child(Kind::kTcp4, ::fork, "closed without a goodbye");
+}
+
+TEST_OF_LINKS(an_orderly_end_is_no_loss) {
   Peer peer(kind, [](Link link) {
     Reactor reactor;
     LinkWatch watch(reactor, std::move(link), kNeverSilent, [](const std::string&) {});
@@ -102,7 +108,7 @@ void an_orderly_end_is_no_loss(Kind kind) {
   watch.say_goodbye();
 }
 
-void a_goodbye_is_told_once() {
+TEST(a_goodbye_is_told_once) {
   Ends ends = link_up(Kind::kTcp4);
   Reactor reactor;
   Losses losses;
@@ -116,7 +122,7 @@ void a_goodbye_is_told_once() {
   check(goodbyes == 1 && losses.count() == 0, "one goodbye and no loss");
 }
 
-void a_stopped_peer_is_lost_after_the_limit() {
+TEST(a_stopped_peer_is_lost_after_the_limit) {
   Peer peer(Kind::kTcp4, [](Link link) {
     Reactor reactor;
     const LinkWatch watch(reactor, std::move(link), milliseconds(400), [](const std::string&) {});
@@ -131,7 +137,7 @@ void a_stopped_peer_is_lost_after_the_limit() {
   check_contains(losses.only(), "silent for 400 ms");
 }
 
-void standing_still_oneself_is_no_loss_of_the_peer() {
+TEST(standing_still_oneself_is_no_loss_of_the_peer) {
   Peer peer(Kind::kTcp4, [](Link link) {
     Reactor reactor;
     Losses losses;
@@ -149,7 +155,7 @@ void standing_still_oneself_is_no_loss_of_the_peer() {
   peer.child->join();
 }
 
-void other_bytes_are_a_loss() {
+TEST(other_bytes_are_a_loss) {
   Ends ends = link_up(Kind::kTcp4);
   Reactor reactor;
   Losses losses;
@@ -158,7 +164,7 @@ void other_bytes_are_a_loss() {
   check_contains(losses.only(), "something else than heartbeats");
 }
 
-void a_watch_may_be_ended_by_its_own_news() {
+TEST(a_watch_may_be_ended_by_its_own_news) {
   Ends ends = link_up(Kind::kUnix);
   Reactor reactor;
   std::atomic<bool> done{false};
@@ -176,7 +182,7 @@ void a_watch_may_be_ended_by_its_own_news() {
   eventually([&] { return done.load(); }, "the end");
 }
 
-void a_forked_child_does_not_disturb() {
+TEST(a_forked_child_does_not_disturb) {
   Ends ends = link_up(Kind::kUnix);
   auto reactor = std::make_unique<Reactor>();
   Losses losses;
@@ -198,35 +204,9 @@ void a_forked_child_does_not_disturb() {
   check_contains(losses.only(), "closed without a goodbye");
 }
 
-void run_all(const std::string& only) {
-  const auto run = [&](const std::string& name, const std::function<void()>& test) {
-    testing::run(name, test, only);
-  };
-  const std::pair<Kind, std::string> kinds[] = {
-      {Kind::kUnix, " (unix)"}, {Kind::kTcp4, " (tcp)"}, {Kind::kTcp6, " (tcp, IPv6)"}};
-  for (const auto& [kind, suffix] : kinds) {
-    run("orderly end" + suffix, [kind = kind] { an_orderly_end_is_no_loss(kind); });
-  }
-  run("goodbye", a_goodbye_is_told_once);
-  run("child of a killed peer (unix)", [] {
-    // The child has the socket, too: only the end of the process tells.
-    const auto clone = [] { return static_cast<pid_t>(::syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0)); };
-    a_child_of_a_killed_peer_does_not_hide_its_end(Kind::kUnix, clone, "its process ended");
-  });
-  run("child of a killed peer (tcp)", [] {
-    a_child_of_a_killed_peer_does_not_hide_its_end(Kind::kTcp4, ::fork, "closed without a goodbye");
-  });
-  run("stopped peer", a_stopped_peer_is_lost_after_the_limit);
-  run("standing still", standing_still_oneself_is_no_loss_of_the_peer);
-  run("other bytes", other_bytes_are_a_loss);
-  run("watch ends itself", a_watch_may_be_ended_by_its_own_news);
-  run("forked child", a_forked_child_does_not_disturb);
-}
-
 }  // namespace
 }  // namespace adaptive::testing
 
 int main(int argc, char** argv) {
-  adaptive::testing::run_all(argc > 1 ? argv[1] : "");
-  return adaptive::testing::summary();
+  return adaptive::testing::run_tests(argc, argv);
 }

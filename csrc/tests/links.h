@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -103,4 +104,19 @@ inline Bytes hello_bytes(const Identity& self, int target) {
   return Bytes(bytes.begin(), bytes.end());
 }
 
+inline bool add_test_of_links(const std::string& name, const std::function<void(Kind)>& test) {
+  const std::pair<Kind, std::string> kinds[] = {
+      {Kind::kUnix, " (unix)"}, {Kind::kTcp4, " (tcp)"}, {Kind::kTcp6, " (tcp, IPv6)"}};
+  for (const auto& [kind, suffix] : kinds) {
+    add_test(name + suffix, [kind = kind, test] { test(kind); });
+  }
+  return true;
+}
+
 }  // namespace adaptive::testing
+
+// Defines a test of each kind of link: `TEST_OF_LINKS(what_it_shows) { ... kind ... }`.
+#define TEST_OF_LINKS(name)                                                                        \
+  void name(Kind kind);                                                                            \
+  [[maybe_unused]] const bool name##_added = ::adaptive::testing::add_test_of_links(#name, &name); \
+  void name(Kind kind)

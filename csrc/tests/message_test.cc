@@ -19,7 +19,7 @@ Message sound(std::size_t size = 24) {
   return message;
 }
 
-void sound_messages_pass() {
+TEST(sound_messages_pass) {
   for (const std::size_t size : {0, 1, 24}) {
     check_message(sound(size), kJob, 24, 3);
   }
@@ -43,7 +43,7 @@ void sound_messages_pass() {
   }
 }
 
-void unsound_messages_are_named() {
+TEST(unsound_messages_are_named) {
   const auto refused = [](const std::function<void(Message&)>& change, const std::string& words) {
     Message message = sound();
     change(message);
@@ -79,7 +79,7 @@ void unsound_messages_are_named() {
       "do not agree");
 }
 
-void checksums() {
+TEST(checksums) {
   check(crc32c("123456789", 9) == 0xE306'9283, "the published value");
   check(crc32c("", 0) == 0, "nothing");
   const Bytes zeros(32, 0);
@@ -92,7 +92,7 @@ void checksums() {
   }
 }
 
-void descriptions() {
+TEST(descriptions) {
   check(describe(message_of(1, 8)) == "F chunk 3 microbatch 8 of step -7", "a description");
   check(dlpack_code(ElementType::kBFloat16) == 4 && dlpack_code(ElementType::kFloat8) == 1,
         "DLPack's codes");
@@ -106,7 +106,7 @@ Message piece_of(std::uint64_t sequence, std::size_t offset, std::size_t size, s
   return message;
 }
 
-void pieces_make_the_whole() {
+TEST(pieces_make_the_whole) {
   Assembler assembler(1 << 20);
   for (std::uint64_t sequence = 0; sequence < 3; ++sequence) {
     const Bytes bytes = pattern(10'000, static_cast<unsigned>(sequence));
@@ -121,7 +121,7 @@ void pieces_make_the_whole() {
   }
 }
 
-void pieces_that_are_not_due() {
+TEST(pieces_that_are_not_due) {
   const Bytes bytes = pattern(100, 1);
   const auto* data = reinterpret_cast<const std::byte*>(bytes.data());
   const auto refused = [&](const Message& second, const std::string& words) {
@@ -142,13 +142,6 @@ void pieces_that_are_not_due() {
 }  // namespace
 }  // namespace adaptive::testing
 
-int main() {
-  using namespace adaptive::testing;
-  run("sound", sound_messages_pass);
-  run("unsound", unsound_messages_are_named);
-  run("crc", checksums);
-  run("describe", descriptions);
-  run("pieces", pieces_make_the_whole);
-  run("pieces, not due", pieces_that_are_not_due);
-  return summary();
+int main(int argc, char** argv) {
+  return adaptive::testing::run_tests(argc, argv);
 }

@@ -168,7 +168,6 @@ int main(int argc, char** argv) {
   const RdmaOptions many = with([](auto& o) {
     o.slots = 64;
     o.num_qps = 3;
-    o.write_bytes = 4096;
   });
   test("both directions", [&] { both_directions_at_once(lab, small_slots(), 1000); });
   test("both directions, one slot", [&] { both_directions_at_once(lab, small_slots(1), 300); });

@@ -230,8 +230,8 @@ class RawPeer {
       check(::ibv_post_recv(in_.get(), &request, &refused) == 0, "a receive");
       check(::ibv_post_recv(out_.get(), &request, &refused) == 0, "a receive");
     }
-    rdma::connect(out_.get(), *device_, {remote.qp_in, remote.psn_in, remote}, 5, {14});
-    rdma::connect(in_.get(), *device_, {remote.qp_out, remote.psn_out, remote}, 6, {14});
+    rdma::connect(out_.get(), *device_, {remote.qp_in, remote.psn_in, remote}, 5, 14);
+    rdma::connect(in_.get(), *device_, {remote.qp_out, remote.psn_out, remote}, 6, 14);
     link_.send_record(rdma::encode_ready(), {}, patient(), {});
     rdma::decode_ready(link_.recv_record(rdma::kLargestRecordBytes, 0, patient(), {}).bytes,
                        lab.peer());

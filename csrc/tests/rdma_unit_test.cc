@@ -32,7 +32,7 @@ int no_nearness(const std::string&, const std::string&) {
   return 0;
 }
 
-void a_port_is_found_by_itself() {
+TEST(a_port_is_found_by_itself) {
   const std::vector<RdmaDevice> devices{
       {"mlx5_0", {port(1, "DOWN", "Ethernet", kRoceGids)}},
       {"mlx5_1", {port(1, "ACTIVE", "Ethernet", kRoceGids, 1024)}},
@@ -60,7 +60,7 @@ void a_port_is_found_by_itself() {
   check_contains(choice.reason, "asked for");
 }
 
-void the_nearest_and_the_link_s_own_device_are_preferred() {
+TEST(the_nearest_and_the_link_s_own_device_are_preferred) {
   const auto device = [](const std::string& name, const std::string& address) {
     return RdmaDevice{name, {port(1, "ACTIVE", "Ethernet", {{0, "::ffff:" + address, "RoCE v2"}})}};
   };
@@ -78,7 +78,7 @@ void the_nearest_and_the_link_s_own_device_are_preferred() {
   check_contains(choice.reason, "nearest to 0000:3b:00.0");
 }
 
-void what_cannot_be_had_is_explained() {
+TEST(what_cannot_be_had_is_explained) {
   const std::vector<RdmaDevice> devices{
       {"rxe0", {port(1, "ACTIVE", "Ethernet", kRoceGids, 1024)}},
       {"rxe1", {port(1, "DOWN", "Ethernet", kRoceGids)}},
@@ -139,7 +139,7 @@ EndpointRecord some_record(std::size_t num_lanes) {
   return record;
 }
 
-void records_survive_the_way() {
+TEST(records_survive_the_way) {
   for (std::size_t num_lanes : {1U, 16U}) {
     const EndpointRecord record = some_record(num_lanes);
     const Bytes bytes = encode(record);
@@ -157,7 +157,7 @@ void records_survive_the_way() {
         "fields in their places");
 }
 
-void foreign_records_are_refused() {
+TEST(foreign_records_are_refused) {
   const auto refused = [](const Bytes& bytes, const std::string& words) {
     check_throws<Error>([&] { decode_endpoint(bytes, 3); }, words);
   };
@@ -188,7 +188,7 @@ void foreign_records_are_refused() {
   check_throws<Error>([] { decode_ready(encode_refusal("why"), 3); }, "why");
 }
 
-void immediates_survive_the_way() {
+TEST(immediates_survive_the_way) {
   for (std::uint32_t bits : {0U, 0xffff'ffffU, 0x1234'5678U, 0x0000'01c5U}) {
     check(pack(unpack(bits)) == bits, "the same bits");
   }
@@ -197,13 +197,13 @@ void immediates_survive_the_way() {
   check(pack({0x1000005, false, true, 63}) == 0x0000'057fU, "24 bits of the number");
 }
 
-void strides_are_whole_pages() {
+TEST(strides_are_whole_pages) {
   check(stride_of(1) == 4096 && stride_of(4096 - 128) == 4096 && stride_of(4096) == 8192 &&
             stride_of(1 << 20) == (1 << 20) + 4096,
         "room for header and payload");
 }
 
-void every_status_has_words() {
+TEST(every_status_has_words) {
   for (int status = -1; status < 40; ++status) {
     const StatusText text = status_text(status);
     check(std::strlen(text.name) > 3 && std::strlen(text.cause) > 10, "words");
@@ -217,14 +217,6 @@ void every_status_has_words() {
 
 }  // namespace
 
-int main() {
-  run("port by itself", a_port_is_found_by_itself);
-  run("nearest device", the_nearest_and_the_link_s_own_device_are_preferred);
-  run("impossible wishes", what_cannot_be_had_is_explained);
-  run("records", records_survive_the_way);
-  run("foreign records", foreign_records_are_refused);
-  run("immediates", immediates_survive_the_way);
-  run("strides", strides_are_whole_pages);
-  run("status words", every_status_has_words);
-  return summary();
+int main(int argc, char** argv) {
+  return adaptive::testing::run_tests(argc, argv);
 }

@@ -45,7 +45,7 @@ void no_error(const std::exception& error) {
   ++adaptive::testing::failures();
 }
 
-void a_handler_runs_on_the_reactor_s_thread() {
+TEST(a_handler_runs_on_the_reactor_s_thread) {
   Reactor reactor;
   const Pair pair;
   std::atomic<int> sum{0};
@@ -67,7 +67,7 @@ void a_handler_runs_on_the_reactor_s_thread() {
   reactor.remove(pair.near.get());
 }
 
-void nothing_runs_after_remove() {
+TEST(nothing_runs_after_remove) {
   Reactor reactor;
   const Pair pair;
   for (int round = 0; round < 200; ++round) {
@@ -81,7 +81,7 @@ void nothing_runs_after_remove() {
   }
 }
 
-void a_descriptor_s_number_may_be_used_again() {
+TEST(a_descriptor_s_number_may_be_used_again) {
   Reactor reactor;
   std::atomic<int> wrong{0};
   for (int round = 0; round < 300; ++round) {
@@ -104,7 +104,7 @@ void a_descriptor_s_number_may_be_used_again() {
   check(wrong == 0, "no run of a handler whose descriptor was never ready");
 }
 
-void a_failing_handler_is_removed_and_its_error_told() {
+TEST(a_failing_handler_is_removed_and_its_error_told) {
   Reactor reactor;
   const Pair pair;
   std::atomic<int> runs{0};
@@ -130,7 +130,7 @@ void a_failing_handler_is_removed_and_its_error_told() {
   reactor.remove(pair.near.get());
 }
 
-void modify_changes_what_is_watched() {
+TEST(modify_changes_what_is_watched) {
   Reactor reactor;
   const Pair pair;
   std::atomic<int> writable{0};
@@ -150,7 +150,7 @@ void modify_changes_what_is_watched() {
   reactor.remove(pair.near.get());
 }
 
-void tasks_run_in_order_and_may_post() {
+TEST(tasks_run_in_order_and_may_post) {
   Reactor reactor;
   std::vector<int> order;
   std::atomic<bool> done{false};
@@ -164,7 +164,7 @@ void tasks_run_in_order_and_may_post() {
   }
 }
 
-void a_failing_task_is_told_to_the_next_caller() {
+TEST(a_failing_task_is_told_to_the_next_caller) {
   Reactor reactor;
   std::atomic<bool> done{false};
   reactor.post([] { throw adaptive::Error("task"); });
@@ -174,7 +174,7 @@ void a_failing_task_is_told_to_the_next_caller() {
   reactor.every(milliseconds(1), [] {});
 }
 
-void timers_repeat_until_stopped() {
+TEST(timers_repeat_until_stopped) {
   Reactor reactor;
   std::atomic<int> fast{0};
   std::atomic<int> once{0};
@@ -195,7 +195,7 @@ void timers_repeat_until_stopped() {
   reactor.stop(timer);
 }
 
-void signals_are_not_for_the_reactor() {
+TEST(signals_are_not_for_the_reactor) {
   static std::atomic<pthread_t> handled_by{};
   struct sigaction action{};
   action.sa_handler = [](int) { handled_by = ::pthread_self(); };
@@ -213,7 +213,7 @@ void signals_are_not_for_the_reactor() {
   ::sigaction(SIGUSR1, &before, nullptr);
 }
 
-void a_forked_child_leaves_the_parent_s_reactor_alone() {
+TEST(a_forked_child_leaves_the_parent_s_reactor_alone) {
   auto reactor = std::make_unique<Reactor>();
   const Pair pair;
   std::atomic<int> seen{0};
@@ -230,7 +230,7 @@ void a_forked_child_leaves_the_parent_s_reactor_alone() {
   reactor->remove(pair.near.get());
 }
 
-void the_last_owner_may_be_a_handler() {
+TEST(the_last_owner_may_be_a_handler) {
   auto reactor = std::make_shared<Reactor>();
   std::atomic<bool> done{false};
   std::weak_ptr<Reactor> weak = reactor;
@@ -247,20 +247,5 @@ void the_last_owner_may_be_a_handler() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string only = argc > 1 ? argv[1] : "";
-  const auto run = [&](const char* name, const std::function<void()>& test) {
-    adaptive::testing::run(name, test, only);
-  };
-  run("handlers", a_handler_runs_on_the_reactor_s_thread);
-  run("remove", nothing_runs_after_remove);
-  run("reused numbers", a_descriptor_s_number_may_be_used_again);
-  run("failing handler", a_failing_handler_is_removed_and_its_error_told);
-  run("modify", modify_changes_what_is_watched);
-  run("tasks", tasks_run_in_order_and_may_post);
-  run("failing task", a_failing_task_is_told_to_the_next_caller);
-  run("timers", timers_repeat_until_stopped);
-  run("signals", signals_are_not_for_the_reactor);
-  run("fork", a_forked_child_leaves_the_parent_s_reactor_alone);
-  run("own thread", the_last_owner_may_be_a_handler);
-  return adaptive::testing::summary();
+  return adaptive::testing::run_tests(argc, argv);
 }

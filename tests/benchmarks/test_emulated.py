@@ -162,7 +162,7 @@ def put(queue: DelayedQueue, peer: int, sent_s: float) -> None:
     queue.put(HeldArrival(Label(0, Action(F, 0, peer)), peer, 0, lambda: payload))
 
 
-def test_a_delayed_message_lets_others_pass() -> None:
+def test_a_delayed_message_lets_others_pass_and_comes_when_its_time_has_passed() -> None:
     queue = DelayedQueue({0: 1e6, 1: 0.0})
     put(queue, 0, time.monotonic())
     put(queue, 1, time.monotonic())
@@ -170,11 +170,7 @@ def test_a_delayed_message_lets_others_pass() -> None:
     assert isinstance(found, Arrival)
     assert found.peer == 1
     assert queue.wait(time.monotonic() + 0.01) is None
-
-
-def test_a_delayed_message_comes_when_its_time_has_passed() -> None:
-    queue = DelayedQueue({0: 0.02})
-    sent_s = time.monotonic()
+    queue, sent_s = DelayedQueue({0: 0.02}), time.monotonic()
     put(queue, 0, sent_s)
     assert isinstance(queue.wait(sent_s + 60), Arrival)
     assert time.monotonic() >= sent_s + 0.02

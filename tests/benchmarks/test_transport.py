@@ -247,22 +247,6 @@ def pair(library: Path) -> Iterator[Pair]:
 
 
 @pytest.mark.multiprocess
-def test_a_pair_measures_and_ends(pair: Pair) -> None:
-    shared = {"nbytes": 1 << 16, "messages": 8}
-    for fresh in (False, True):
-        asked = {**shared, "connector": "gloo", "options": {}, "fresh": fresh}
-        first, second = pair.call("patterns", "stream", **asked)
-        assert 0 < first < 10
-        assert second is None
-    plain = pair.call("patterns", "copy", kind="plain", **shared)
-    assert 0 < plain[0] < 1
-    trip = pair.call(
-        "patterns", "half_round_trip", connector="gloo", nbytes=1024, rounds=5, options={}
-    )
-    assert all(0 < seconds < 10 for seconds in trip)
-
-
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("dies", [False, True], ids=["raises", "dies"])
 def test_a_pair_of_which_one_fails_says_so_and_is_gone(library: Path, dies: bool) -> None:
     pair = make_pair(library)
@@ -280,15 +264,19 @@ needs_extension = pytest.mark.skipif(
 )
 
 
-@needs_extension
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("connector", ["shm", "tcp", "gloo transport"])
-def test_our_transports_run_the_patterns(pair: Pair, connector: str) -> None:
-    options = {"slot_bytes": 1 << 16, "slots": 4}
+@pytest.mark.parametrize(
+    "connector",
+    ["gloo", *(pytest.param(name, marks=needs_extension) for name in ("shm", "tcp"))],
+)
+def test_a_pair_runs_the_patterns(pair: Pair, connector: str) -> None:
+    options = {} if connector == "gloo" else {"slot_bytes": 1 << 16, "slots": 4}
     shared = {"connector": connector, "options": options}
-    for nbytes in (1 << 12, 1 << 18):
-        streamed = pair.call("patterns", "stream", nbytes=nbytes, messages=12, **shared)
-        assert 0 < streamed[0] < 10
+    for nbytes, fresh in ((1 << 12, False), (1 << 18, False), (1 << 16, True)):
+        asked = {"nbytes": nbytes, "messages": 12, "fresh": fresh}
+        first, second = pair.call("patterns", "stream", **asked, **shared)
+        assert 0 < first < 10
+        assert second is None
     trip = pair.call("patterns", "half_round_trip", nbytes=1024, rounds=20, **shared)
     assert all(0 < seconds < 10 for seconds in trip)
 
@@ -297,12 +285,14 @@ def test_our_transports_run_the_patterns(pair: Pair, connector: str) -> None:
 @pytest.mark.multiprocess
 def test_reserved_memory_is_handed_over_and_a_step_of_the_pipeline_takes_time(pair: Pair) -> None:
     shared = {"connector": "shm", "options": {"slot_bytes": 1 << 16, "slots": 4}}
+    plain = pair.call("patterns", "copy", kind="plain", nbytes=1 << 16, messages=8)
+    assert 0 < plain[0] < 1
     left, arrived = pair.call("patterns", "hand_over", nbytes=1 << 16, rounds=10, **shared)
     assert all(0 < end - start < 10 for start, end in zip(left, arrived, strict=True))
     in_place = {"nbytes": 1 << 16, "messages": 10, "fresh": True, "in_place": True}
     pair.call("patterns", "stream", **in_place, **shared)
     step = {"nbytes": 1 << 16, "products": 1, "microbatches": 4}
-    for connector in (None, "shm"):
+    for connector in (None, "shm", "gloo transport"):
         shared = {"connector": connector, "options": {"slot_bytes": 1 << 16, "slots": 4}}
         assert all(0 < s < 10 for s in pair.call("pipeline_steps", "step", **step, **shared))
 

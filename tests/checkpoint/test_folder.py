@@ -132,13 +132,6 @@ def test_a_former_checkpoint_is_read_and_restored_after_a_crash(folder: Checkpoi
     assert folder.open(10)[0] == path
 
 
-def test_the_missing_checkpoint_of_the_tracker_is_refused(folder: CheckpointFolder) -> None:
-    write_checkpoint(folder, 10)
-    (folder.path / TRACKER).write_text("30")
-    with pytest.raises(CheckpointError, match=r"iter_0000030 does not exist.*--ckpt-step 10"):
-        folder.open(folder.latest() or 0)
-
-
 def test_a_tracker_without_a_number_is_refused(folder: CheckpointFolder) -> None:
     folder.path.mkdir()
     (folder.path / TRACKER).write_text("release")
@@ -155,6 +148,10 @@ def test_a_tracker_without_a_number_is_refused(folder: CheckpointFolder) -> None
         (lambda path: (path / "manifest.json").unlink(), "not written by this program"),
         (lambda path: (path / "manifest.json").write_text('{"form'), "cannot be read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "not of a checkpoint of this"),
+        (
+            lambda path: (path.parent / TRACKER).write_text("30"),
+            "iter_0000030 does not exist",
+        ),
     ],
 )
 def test_damage_is_refused_with_another_checkpoint_to_take(
@@ -165,8 +162,8 @@ def test_damage_is_refused_with_another_checkpoint_to_take(
     assert callable(damage)
     damage(path)
     with pytest.raises(CheckpointError, match=text) as caught:
-        folder.open(20)
-    assert "--ckpt-step 10" in str(caught.value)
+        folder.open(folder.latest() or 0)
+    assert f"--ckpt-step {10 if folder.latest() == 20 else 20}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

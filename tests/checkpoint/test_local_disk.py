@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import subprocess
 import threading
@@ -18,7 +17,6 @@ import pytest
 from megatron.adaptive.checkpoint import local_disk
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.local_disk import share_out
-from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import CheckpointError, ConfigError
 
 from .test_training import TRACKER, ranks
@@ -291,19 +289,3 @@ def test_what_was_done_again_since_is_not_taken_for_newer(
     last = make(save=saved, load=saved, save_local=disk)
     assert last.resume() == worker.progress(2)
     worker.require_equal(last.state(), state, "loaded")
-
-
-def test_ranks_that_the_job_went_on_without_save_nothing(
-    make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    progress = tmp_path / "progress"
-    progress.mkdir()
-    run = make(save=tmp_path / "saved", save_local=tmp_path / "disk", progress_dir=progress)
-    run.checkpoints.save(worker.progress(1))
-    mark_over(progress)
-    with caplog.at_level(logging.ERROR):
-        run.checkpoints.save_behind(worker.progress(2))
-        with pytest.raises(CheckpointError, match="the job has gone on without these ranks"):
-            run.checkpoints.saver.finish()
-    assert list(run.local._folder.steps()) == [1]
-    assert CheckpointFolder(tmp_path / "saved").latest() == 1

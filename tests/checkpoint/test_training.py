@@ -157,13 +157,15 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
     assert CheckpointFolder(folder / "inner").latest() == 7
 
 
+@pytest.mark.parametrize("flags", [{}, {"save_local": "disk"}], ids=["shared", "local"])
 def test_ranks_that_the_job_went_on_without_save_nothing(
-    make: Make, worker: Any, tmp_path: Path
+    make: Make, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str]
 ) -> None:
     """A machine that stood still wrote over what the others had done since."""
+    monkeypatch.chdir(tmp_path)
     saved, progress = tmp_path / "saved", tmp_path / "progress"
     progress.mkdir()
-    run = make(save=saved, progress_dir=progress)
+    run = make(save=saved, progress_dir=progress, **flags)
     run.checkpoints.save(worker.progress(1))
     mark_over(progress)
     others = CheckpointFolder(saved).begin(2)
@@ -174,6 +176,7 @@ def test_ranks_that_the_job_went_on_without_save_nothing(
         run.checkpoints.saver.finish()
     assert others.is_dir()
     assert CheckpointFolder(saved).latest() == 1
+    assert run.local is None or list(run.local._folder.steps()) == [1]
 
 
 def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> None:

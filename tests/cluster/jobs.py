@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.multiprocess.launch import ROOT, environment
+
 TRAINER = ROOT / "pretrain_gpt.py"
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -27,9 +27,7 @@ FLAGS = (
 ).split()
 
 
-def environment() -> dict[str, str]:
-    """What every process here runs with."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+__all__ = ["FLAGS", "ROOT", "TRAINER", "ElasticJob", "JobFolder", "command", "environment"]
 
 
 def command(

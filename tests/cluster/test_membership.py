@@ -77,21 +77,27 @@ def test_this_machine_is_known_by_its_names(host: str, loopback: bool, local: bo
     assert (machine.has_loopback, machine.is_local) == (loopback, local)
 
 
+async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
+    """Starts listening, and joins as a node ``a``."""
+    await members.start()
+    link = await Connection.connect(address, members.port, 5.0)
+    link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
+    answer = await link.receive()
+    assert answer is not None
+    assert answer["what"] == "welcome"
+    return link
+
+
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> None:
-    """Two sockets had two ports, of which nodes were told either."""
+    """Two sockets had two ports, of which nodes got either."""
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
 
     async def join() -> str:
         members = Membership(None, None, "192.0.2.1", "secret")
-        await members.start()
-        link = await Connection.connect(address, members.port, 5.0)
-        link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
-        answer = await link.receive()
-        assert answer is not None
-        assert answer["what"] == "welcome"
+        link = await joined(members, address)
         found = members.nodes["a"].link
         assert found is not None
         await link.close()
@@ -105,19 +111,34 @@ def test_a_manager_that_hands_over_ends_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nodes that look for another manager are still connected when the loop ends."""
-
-    async def join() -> Connection:
-        members = Membership(None, None, "127.0.0.1", "secret")
-        await members.start()
-        link = await Connection.connect("127.0.0.1", members.port, 5.0)
-        link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
-        answer = await link.receive()
-        assert answer is not None
-        assert answer["what"] == "welcome"
-        return link
-
-    asyncio.run(join())
+    asyncio.run(joined(Membership(None, None, "127.0.0.1", "secret")))
     assert caplog.text == ""
+
+
+def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
+    async def ask() -> None:
+        members = Membership(None, None, "127.0.0.1", "secret")
+        link = await joined(members)
+        asked = asyncio.create_task(members.ask("a", "port", 20.0))
+        question = await link.receive()
+        assert question is not None
+        assert question["what"] == "port"
+        link.send("answer", number=question["number"], port=7)
+        assert (await asked)["port"] == 7
+        with pytest.raises(TimeoutError, match="a did not end in time"):
+            await members.ask("a", "port", 0.01)
+        asked = asyncio.create_task(members.ask("a", "port", 20.0))
+        await asyncio.sleep(0)
+        await link.close()
+        for _ in range(2):  # as it goes, and afterwards
+            with pytest.raises(ConnectionError, match="a was lost as well"):
+                await asked
+            asked = asyncio.create_task(members.ask("a", "port", 20.0))
+        with pytest.raises(ConnectionError):
+            await asked
+        await members.close(0, hands_over=True)
+
+    asyncio.run(ask())
 
 
 @pytest.mark.slow

@@ -21,57 +21,57 @@ BASES = {
     "NO_RATE": SMALL.replace("--lr 1e-3", ""),
     "GROWS": SMALL.replace("--train-iters 10", "--train-samples 100 --global-batch-size 8"),
     "NOTHING": "",
+    "FILES": SMALL.replace("--mock-data", "--tokenizer-type NullTokenizer"),
+    "RAMP": (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--max-position-embeddings 32 --micro-batch-size 2 --lr 1e-3 --train-samples 1000 "
+        "--global-batch-size 16 --rampup-batch-size 4 4 100 "
+        "--tokenizer-type NullTokenizer --vocab-size 9"
+    ),
 }
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+PARALLEL = "--sequence-parallel --tensor-model-parallel-size 2"
 UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
 
 
-def broken_cases(table: str) -> list[tuple[str, int, list[str]]]:
+def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
     """Reads flags, processes and words of the message from lines ``FLAGS @2 => WORD | WORD``.
 
     ``@2`` is left out for one process. Indented lines continue the one before. The flags may begin
-    with one of ``BASES``; ``PP2`` and ``UNEQUAL`` stand for theirs.
+    with one of ``BASES``; ``PP2``, ``UNEQUAL`` and ``PARALLEL`` stand for flags.
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
         given, _, message = line.partition("=> ")
-        flags, _, world_size = given.replace("PP2", PP2).replace("UNEQUAL", UNEQUAL).partition("@")
+        for name, text in (("PP2", PP2), ("UNEQUAL", UNEQUAL), ("PARALLEL", PARALLEL)):
+            given = given.replace(name, text)
+        flags, _, world_size = given.partition("@")
         cases.append((flags, int(world_size or 1), message.split(" | ")))
     return cases
 
 
-def small(
-    flags: str = "",
-    *,
-    world_size: int = 1,
-    engine: bool = False,
-    apex: bool = False,
-    base: str = SMALL,
-) -> TrainerConfig:
+def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
     """Parses the small command line with further flags, later ones winning.
 
     Args:
-        flags: on top of ``base``; a first word of ``BASES`` names another one.
+        flags: on top of the small ones, or of those that a first word of ``BASES`` names; the words
+            ENGINE and APEX say that Transformer Engine or apex is installed.
         world_size: all processes.
-        engine: whether Transformer Engine is installed.
-        apex: whether apex is.
-        base: what ``flags`` are added to.
     """
-    first, _, rest = flags.strip().partition(" ")
-    if first in BASES:
-        base, flags = BASES[first], rest
+    words = flags.split()
+    base = BASES[words.pop(0)] if words[:1] and words[0] in BASES else SMALL
     return parse(
-        f"{base} {flags}".split(),
+        [*base.split(), *(word for word in words if word not in ("ENGINE", "APEX"))],
         world_size=world_size,
         last_wins=True,
-        installed=Installed(transformer_engine=engine, apex=apex),
+        installed=Installed(transformer_engine="ENGINE" in words, apex="APEX" in words),
     )
 
 
-def complaint(flags: str = "", **options: int | bool | str) -> str:
+def complaint(flags: str, world_size: int = 1) -> str:
     """The one line that a command line of :func:`small` is refused with."""
     with pytest.raises(ConfigError) as caught:
-        small(flags, **options)  # type: ignore[arg-type]
+        small(flags, world_size=world_size)
     text = str(caught.value)
     assert text
     assert text.splitlines() == [text]
@@ -80,5 +80,5 @@ def complaint(flags: str = "", **options: int | bool | str) -> str:
 
 def check_words(flags: str, world_size: int, words: list[str]) -> None:
     """A command line is refused with these words."""
-    text = complaint(flags, world_size=world_size)
+    text = complaint(flags, world_size)
     assert [word for word in words if word not in text] == []

@@ -15,7 +15,7 @@ from megatron.adaptive.config.refused import FAMILIES, reason_for, refused_flags
 from megatron.adaptive.config.trainer import groups
 from megatron.adaptive.errors import ConfigError
 
-from .conftest import SMALL, broken_cases, check_words, complaint, small
+from .conftest import SMALL, cases_of, check_words, complaint, small
 from .megatron_lm_flags import ALL
 
 BARE = Installed(transformer_engine=False, apex=False)
@@ -168,7 +168,7 @@ NO_DATA --split 9,1,0 --train-data-path y
 """
 
 
-@pytest.mark.parametrize(("flags", "world_size", "words"), broken_cases(BAD))
+@pytest.mark.parametrize(("flags", "world_size", "words"), cases_of(BAD))
 def test_a_bad_flag_is_answered_with_flag_value_and_rule(
     flags: str, world_size: int, words: list[str]
 ) -> None:
@@ -180,11 +180,6 @@ def test_flags_that_exclude_each_other_are_both_named(flags: str) -> None:
     """A partition reads as it was written."""
     names = [word for word in flags.split() if word.startswith("--") or word == "1-0-3"]
     check_words(flags, 1, ["exclude each other", *names])
-
-
-def test_a_length_of_zero_excludes_nothing() -> None:
-    config = small("--lr-warmup-fraction 0.1 --lr-warmup-iters 0 --lr-warmup-samples 0")
-    assert config.optimizer.lr_warmup_fraction == 0.1
 
 
 def test_a_repeated_flag_is_refused_unless_the_last_shall_win() -> None:
@@ -199,49 +194,19 @@ def test_a_repeated_flag_is_refused_unless_the_last_shall_win() -> None:
         parse(argv, world_size=1, installed=BARE)
 
 
-def test_chunks_may_be_given_in_three_ways() -> None:
-    for flags in (
-        "--model-chunks 2",
-        "--num-virtual-stages-per-pipeline-rank 2",
-        "--num-layers-per-virtual-pipeline-stage 1",
-    ):
-        config = small(f"{flags} --pipeline-model-parallel-size 2", world_size=2)
-        assert config.parallel.num_chunks == 2
-        assert config.parallel.virtual_pipeline_model_parallel_size == 2
-        assert config.layers_per_stage == (1, 1, 1, 1)
-    assert small().parallel.num_chunks == 1
-    assert small().parallel.virtual_pipeline_model_parallel_size is None
-
-
-def test_values_that_depend_on_others_are_filled_in() -> None:
-    config = small("--tensor-model-parallel-size 2", world_size=6)
-    assert config.parallel.data_parallel_size == 3
-    assert config.batch.global_batch_size == 6
-    assert config.num_microbatches == 1
-    assert config.model.transformer_impl == "local"
-    assert config.data.tokenizer_type == "NullTokenizer"
-    assert config.data.split == "969,30,1"
-    assert config.parallel.distributed_backend is None
-    assert config.schedule.pipeline_timeout_s == 600
-    assert small(engine=True).model.transformer_impl == "transformer_engine"
-    assert small("--pipeline-timeout-s 2.5").schedule.pipeline_timeout_s == 2.5
-
-
 def test_data_args_path_stands_for_data_path(tmp_path: Path) -> None:
     listing = tmp_path / "data.txt"
     listing.write_text("0.5 a\n0.5 b\n", encoding="utf-8")
-    base = SMALL.replace("--mock-data", "--tokenizer-type NullTokenizer")
-    config = small(f"--data-args-path {listing}", base=base)
+    config = small(f"FILES --data-args-path {listing}")
     assert config.data.data_path == ("0.5", "a", "0.5", "b")
 
 
 def test_an_unreadable_data_args_path_is_refused(tmp_path: Path) -> None:
-    base = SMALL.replace("--mock-data", "--tokenizer-type NullTokenizer")
-    assert "No such file" in complaint(f"--data-args-path {tmp_path}/none", base=base)
+    assert "No such file" in complaint(f"FILES --data-args-path {tmp_path}/none")
     (tmp_path / "empty").touch()
-    assert "is empty" in complaint(f"--data-args-path {tmp_path}/empty", base=base)
+    assert "is empty" in complaint(f"FILES --data-args-path {tmp_path}/empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert "not a text file" in complaint(f"--data-args-path {tmp_path}/binary", base=base)
+    assert "not a text file" in complaint(f"FILES --data-args-path {tmp_path}/binary")
 
 
 def test_the_table_has_a_row_for_each_flag() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
 import pytest
 
-from .conftest import PP2, UNEQUAL, broken_cases, check_words, complaint, small
+from .conftest import cases_of, check_words, complaint, small
 
 BROKEN = """\
 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 @6
@@ -123,87 +122,44 @@ GROWS --train-samples 4 => --train-samples 4 | one batch of 8
 GROWS --micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2
     --pipeline-model-parallel-size 2 --pipeline-schedule interleaved @2
     => 3 microbatches (global batch 3)
+--sequence-parallel => --tensor-model-parallel-size 1
+PARALLEL @2 => LayerNorm | Transformer Engine
+PARALLEL APEX --normalization RMSNorm @2 => RMSNorm
+PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of 2
+--context-parallel-size 2 @2 => is not installed
+ENGINE --context-parallel-size 2 --transformer-impl local @2 => is not in use
+ENGINE --context-parallel-size 2 --seq-length 30 @2 => 2 x --context-parallel-size 2 = 4
+PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
 --record-schedule /dev/null/orders.json => --record-schedule | cannot be written
 """
 
 
-@pytest.mark.parametrize(("flags", "world_size", "words"), broken_cases(BROKEN))
+@pytest.mark.parametrize(("flags", "world_size", "words"), cases_of(BROKEN))
 def test_a_broken_rule_is_named(flags: str, world_size: int, words: list[str]) -> None:
     check_words(flags, world_size, words)
 
 
-def test_head_width_of_its_own_frees_the_hidden_size() -> None:
-    assert small("--hidden-size 66 --kv-channels 20").model.kv_channels == 20
+RUNNING = """\
+PP2
+PP2 --global-batch-size 6 --model-chunks 2
+PP2 --pipeline-schedule 1f1b
+PP2 --pipeline-schedule megatron --model-chunks 2
+PP2 --pipeline-schedule interleaved --model-chunks 2
+PP2 --pipeline-schedule interleaved --model-chunks 2 --global-batch-size 10
+    --microbatch-group-size-per-virtual-pipeline-stage 3
+PP2 --partition 4-0 --pipeline-schedule megatron
+PP2 --partition 0-4-0-0 --model-chunks 2 --activation-cap 1.5
+PP2 --partition 0-4-0-0 --model-chunks 2 --pipeline-placement v
+PP2 --partition 1-1-0-1-1-0 --model-chunks 3 --pipeline-placement v
+PP2 --pipeline-placement loop --pipeline-schedule 1f1b
+"""
 
 
-def test_sequence_parallel() -> None:
-    text = complaint("--sequence-parallel")
-    assert "--tensor-model-parallel-size 1" in text
-    flags = "--sequence-parallel --tensor-model-parallel-size 2"
-    text = complaint(flags, world_size=2)
-    assert "LayerNorm" in text
-    assert "Transformer Engine" in text
-    assert small(flags, world_size=2, apex=True).parallel.sequence_parallel
-    assert small(flags, world_size=2, engine=True).parallel.sequence_parallel
-    # apex has no fused RMSNorm that megatron-core's local layers would use.
-    text = complaint(flags + " --normalization RMSNorm", world_size=2, apex=True)
-    assert "RMSNorm" in text
-    text = complaint(flags + " --seq-length 31", world_size=2, engine=True)
-    assert "--seq-length 31 is not a multiple of 2" in text
-
-
-def test_context_parallel() -> None:
-    flags = "--context-parallel-size 2"
-    assert "is not installed" in complaint(flags, world_size=2)
-    assert "is not in use" in complaint(
-        flags + " --transformer-impl local", world_size=2, engine=True
-    )
-    assert "2 x --context-parallel-size 2 = 4" in complaint(
-        flags + " --seq-length 30", world_size=2, engine=True
-    )
-    assert small(flags, world_size=4, engine=True).parallel.data_parallel_size == 2
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        f"{PP2}",
-        f"{PP2} --global-batch-size 6 --model-chunks 2",
-        f"{PP2} --pipeline-schedule 1f1b",
-        f"{PP2} --pipeline-schedule megatron --model-chunks 2",
-        f"{PP2} --pipeline-schedule interleaved --model-chunks 2",
-        f"{PP2} --pipeline-schedule interleaved --model-chunks 2 --global-batch-size 10 "
-        "--microbatch-group-size-per-virtual-pipeline-stage 3",
-        f"{PP2} --partition 4-0 --pipeline-schedule megatron",
-        f"{PP2} --partition 0-4-0-0 --model-chunks 2 --activation-cap 1.5",
-        f"{PP2} --partition 0-4-0-0 --model-chunks 2 --pipeline-placement v",
-        f"{PP2} --partition 1-1-0-1-1-0 --model-chunks 3 --pipeline-placement v",
-        f"{PP2} --pipeline-placement loop --pipeline-schedule 1f1b",
-    ],
-)
+@pytest.mark.parametrize("flags", [flags for flags, _, _ in cases_of(RUNNING)])
 def test_schedules_that_run(flags: str) -> None:
     config = small(flags, world_size=2)
     assert sum(config.layers_per_stage) == 4
     assert len(config.layers_per_stage) == config.num_stages
-
-
-def test_distributed_activations_are_refused_next_to_sequence_parallel() -> None:
-    text = complaint(
-        "--checkpoint-activations --distribute-saved-activations --sequence-parallel "
-        "--tensor-model-parallel-size 2",
-        world_size=2,
-        engine=True,
-    )
-    assert "--sequence-parallel" in text
-
-
-def test_the_length_in_samples_has_its_own_flags() -> None:
-    config = small(
-        "NO_LENGTH --train-samples 1000 --lr-decay-samples 800 --lr-warmup-samples 10 "
-        "--rampup-batch-size 2 2 100 --global-batch-size 8",
-    )
-    assert config.run.train_iters is None
-    assert config.batch.rampup_batch_size == (2, 2, 100)
 
 
 @pytest.mark.parametrize(
@@ -233,36 +189,3 @@ def test_an_output_folder_without_permission_is_named(tmp_path: Path) -> None:
 def test_trying_an_output_folder_leaves_nothing_behind(tmp_path: Path) -> None:
     small(f"--save {tmp_path}/a/b --save-interval 5 --trace-dir {tmp_path}/t")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_every_setting_of_the_transports() -> None:
-    given = small(
-        "--transport rdma --transport-slot-bytes 65536 --transport-slots 12 --transport-crc "
-        "--transport-gpu pinned --transport-interface ib0 "
-        "--rdma-device mlx5_0:1 --rdma-gid-index 3 --rdma-mtu-bytes 4096 --rdma-queue-pairs 4"
-    ).transport
-    values = ("rdma", 65536, 12, True, "pinned", "ib0", "mlx5_0:1", 3, 4096, 4)
-    assert tuple(dataclasses.asdict(given).values()) == values
-    usual = small().transport
-    assert (usual.forced, usual.transport_slots, usual.transport_gpu) == (None, None, "auto")
-
-
-def test_sizes_and_microbatches() -> None:
-    config = small(f"{UNEQUAL} --global-batch-size 24", world_size=3)
-    assert config.parallel.unequal_sizes == (2, 1)
-    assert config.parallel.data_parallel_size == 2
-    assert config.num_microbatches == 6
-    assert [config.parallel.microbatches_of(stage, 6) for stage in (0, 1)] == [6, 12]
-
-
-def test_the_batch_is_one_round_where_it_is_not_given() -> None:
-    config = small(UNEQUAL.replace("2-1", "2-3"), world_size=5)
-    assert config.num_microbatches == 1
-    assert config.batch.global_batch_size == 6 * config.batch.micro_batch_size
-
-
-def test_equal_sizes_are_the_usual_mesh() -> None:
-    config = small(UNEQUAL.replace("2-1", "2-2"), world_size=4)
-    assert config.parallel.unequal_sizes is None
-    assert config.parallel.data_parallel_size == 2
-    assert config.parallel.microbatches_of(0, 6) == 6

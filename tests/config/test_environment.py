@@ -22,17 +22,14 @@ TORCHRUN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("value", "interface"), [("eth1", "eth1"), (" ib0 ,ib1", "ib0"), ("", None), (",", None)]
-)
-def test_the_interface_of_gloo_is_known(value: str, interface: str | None) -> None:
-    assert Environment.read({"GLOO_SOCKET_IFNAME": value}).socket_interface == interface
-
-
-def test_it_is_known_who_serves_the_store() -> None:
-    assert Environment.read({"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_agent_store
-    assert not Environment.read({"TORCHELASTIC_USE_AGENT_STORE": "False"}).has_agent_store
-    assert not Environment.read({}).has_agent_store
+def test_single_variables() -> None:
+    """The first interface and the first number of threads count; the store has one server."""
+    for value, interface in (("eth1", "eth1"), (" ib0 ,ib1", "ib0"), ("", None), (",", None)):
+        assert Environment.read({"GLOO_SOCKET_IFNAME": value}).socket_interface == interface
+    for value in ("True", "False", ""):
+        found = Environment.read({"TORCHELASTIC_USE_AGENT_STORE": value})
+        assert found.has_agent_store == (value == "True")
+    assert Environment.read({"OMP_NUM_THREADS": "4,2"}).omp_num_threads == 4
 
 
 def test_the_variables_of_torchrun_are_read() -> None:
@@ -70,13 +67,10 @@ def test_the_process_itself_is_read_by_default(monkeypatch: pytest.MonkeyPatch) 
     assert Environment.read().rank == 5
 
 
-def test_threads_of_nested_regions_are_left_out() -> None:
-    assert Environment.read({"OMP_NUM_THREADS": "4,2"}).omp_num_threads == 4
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"RANK": "5,7"}, ("RANK", "'5,7'", "whole number")),
         ({"RANK": "five"}, ("RANK", "'five'", "whole number")),
         ({"WORLD_SIZE": "0"}, ("WORLD_SIZE", "0", "at least 1")),
         ({"RANK": "-1"}, ("RANK", "-1", "at least 0")),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
 MODEL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -37,53 +39,53 @@ FLAGS = (
 )
 
 
+Planned = Callable[..., TrainerConfig]
+
+
 @pytest.fixture
-def plan(tmp_path: Path) -> Path:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(PLAN))
-    return path
+def planned(tmp_path: Path) -> Planned:
+    """Parses the model's flags and those of a plan, ``--plan`` written in one of its ways."""
+
+    def run(plan: dict[str, Any], flags: str = "", processes: int = 12) -> TrainerConfig:
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(plan))
+        words = [f"--plan={path}"] if flags else ["--plan", str(path)]
+        return parse([*MODEL.split(), *words, *flags.split()], world_size=processes)
+
+    return run
 
 
-def test_a_plan_equals_its_flags(plan: Path) -> None:
-    by_plan = parse([*MODEL.split(), "--plan", str(plan)], world_size=12)
-    by_flags = parse([*MODEL.split(), *FLAGS.split()], world_size=12)
-    assert by_plan == by_flags
+def test_a_plan_equals_its_flags(planned: Planned) -> None:
+    by_plan = planned(PLAN)
+    assert by_plan == parse([*MODEL.split(), *FLAGS.split()], world_size=12)
     assert by_plan.layers_per_stage == (3, 3, 2)
-    assert parse([*MODEL.split(), f"--plan={plan}", "--bf16"], world_size=12) == by_plan
+    assert planned(PLAN, "--bf16") == by_plan
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_chunks_and_recompute(recompute: str, tmp_path: Path) -> None:
-    told = {
-        "format": 1,
-        "degrees": {"pipeline": 2, "chunks": 2},
-        "micro_batch_size": 1,
-        "recompute": recompute,
-    }
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(told))
-    config = parse([*MODEL.split(), "--plan", str(path)], world_size=2)
+def test_chunks_and_recompute(recompute: str, planned: Planned) -> None:
+    degrees = {"pipeline": 2, "chunks": 2}
+    plan = {"format": 1, "degrees": degrees, "micro_batch_size": 1, "recompute": recompute}
+    config = planned(plan, processes=2)
     assert config.parallel.num_chunks == 2
     assert config.recompute.recompute_granularity == (None if recompute == "none" else recompute)
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "processes", "words"),
     [
-        ("--micro-batch-size 1", "--micro-batch-size 1: --plan .* says 2; leave one of them out"),
-        ("--partition 2-3-3", "--partition 2-3-3: --plan .* says 3-3-2"),
-        ("--fp16", "--fp16: --plan .* says bf16"),
-        ("--plan other.json", "--plan is given twice"),
+        ("--micro-batch-size 1", 12, "--micro-batch-size 1: --plan .* says 2; leave one of them"),
+        ("--partition 2-3-3", 12, "--partition 2-3-3: --plan .* says 3-3-2"),
+        ("--fp16", 12, "--fp16: --plan .* says bf16"),
+        ("--plan other.json", 12, "--plan is given twice"),
+        ("", 6, "is for 12 processes, this run has 6"),
     ],
 )
-def test_a_flag_that_contradicts_the_plan_is_named(flags: str, words: str, plan: Path) -> None:
+def test_what_contradicts_the_plan_is_named(
+    flags: str, processes: int, words: str, planned: Planned
+) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse([*MODEL.split(), "--plan", str(plan), *flags.split()], world_size=12)
-
-
-def test_a_plan_for_other_processes_is_refused(plan: Path) -> None:
-    with pytest.raises(ConfigError, match="is for 12 processes, this run has 6"):
-        parse([*MODEL.split(), "--plan", str(plan)], world_size=6)
+        planned(PLAN, flags, processes)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +113,13 @@ def test_a_plan_for_other_processes_is_refused(plan: Path) -> None:
         ({"placement": [{"nodes": 1}]}, r"placement\[0\].processes_per_node is None"),
     ],
 )
-def test_a_bad_plan_is_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({**PLAN, **change}))
+def test_a_bad_plan_is_named(change: dict[str, Any], words: str, planned: Planned) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse([*MODEL.split(), "--plan", str(path)], world_size=12)
+        planned({**PLAN, **change})
 
 
-def test_a_plan_of_unequal_stages(tmp_path: Path) -> None:
-    told = {
+def test_a_plan_of_unequal_stages(planned: Planned) -> None:
+    plan = {
         "format": 1,
         "degrees": {"tensor": 1, "pipeline": 2, "data": 2, "chunks": 1},
         "micro_batch_size": 2,
@@ -131,17 +131,14 @@ def test_a_plan_of_unequal_stages(tmp_path: Path) -> None:
             {"tensor": [1], "nodes": [2], "micro_batch_size": 2},
         ],
     }
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(told))
-    config = parse([*MODEL.split(), "--plan", str(path)], world_size=3)
     flags = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1 --partition 5-3 "
     flags += "--micro-batch-size 2 --global-batch-size 8 --pipeline-schedule 1f1b"
-    assert config == parse([*MODEL.split(), *flags.split()], world_size=3)
+    assert planned(plan, processes=3) == parse([*MODEL.split(), *flags.split()], world_size=3)
     with pytest.raises(ConfigError, match="is for 3 processes, this run has 4"):
-        parse([*MODEL.split(), "--plan", str(path)], world_size=4)
+        planned(plan, processes=4)
 
 
-def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
+def test_a_plan_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="--plan nowhere.json: No such file"):
         parse([*MODEL.split(), "--plan", "nowhere.json"], world_size=1)
     with pytest.raises(ConfigError, match="--plan: expected one argument"):

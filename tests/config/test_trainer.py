@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 
 import pytest
 
@@ -12,24 +13,18 @@ from megatron.adaptive.config.schedule import default_placement
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
-from .conftest import small
+from .conftest import UNEQUAL, cases_of, small
 
 RICH = (
     "--pipeline-model-parallel-size 2 --model-chunks 2 --partition 0-3-1-0 --bf16 "
     "--activation-cap 3 --profile-ranks 0 1 --train-data-path a b --valid-data-path c "
     "--recompute-granularity selective --recompute-modules core_attn mlp"
 )
-BASE = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --lr 1e-3 --train-samples 1000 "
-    "--global-batch-size 16 --rampup-batch-size 4 4 100 "
-    "--tokenizer-type NullTokenizer --vocab-size 9"
-)
 
 
 @pytest.fixture
 def rich() -> TrainerConfig:
-    return small(RICH, world_size=4, base=BASE)
+    return small(f"RAMP {RICH}", world_size=4)
 
 
 def test_a_checkpoint_gives_back_what_was_put_in(rich: TrainerConfig) -> None:
@@ -113,60 +108,81 @@ def test_a_value_of_another_type_is_an_error(
         TrainerConfig.from_dict(saved)
 
 
-@pytest.mark.parametrize(
-    ("flags", "width"),
-    [
-        ("--hidden-size 64", 256),
-        ("--hidden-size 1024 --swiglu", 2688),
-        ("--hidden-size 4096 --swiglu", 10880),
-        ("--hidden-size 64 --ffn-hidden-size 96", 96),
-        ("--hidden-size 1024 --swiglu --ffn-hidden-size 96", 96),
-    ],
-)
-def test_width_of_the_feed_forward_block(flags: str, width: int) -> None:
-    assert small(flags).model.ffn_hidden_size == width
+VALUES = """\
+=> model.kv_channels 16 | model.query_groups 4 | model.ffn_hidden_size 256
+    | parallel.num_chunks 1 | parallel.virtual_pipeline_model_parallel_size None
+    | precision.dtype_name 'float32' | precision.check_for_nan_in_loss_and_grad True
+    | recompute.recompute_granularity None | transport.forced None
+    | transport.transport_slots None | transport.transport_gpu 'auto'
+--hidden-size 1024 --swiglu => model.ffn_hidden_size 2688
+--hidden-size 4096 --swiglu => model.ffn_hidden_size 10880
+--ffn-hidden-size 96 => model.ffn_hidden_size 96
+--hidden-size 1024 --swiglu --ffn-hidden-size 96 => model.ffn_hidden_size 96
+--hidden-size 66 --kv-channels 20 => model.kv_channels 20
+--group-query-attention --num-query-groups 2 --kv-channels 24
+    => model.kv_channels 24 | model.query_groups 2
+--use-rotary-position-embeddings --no-position-embedding => model.position_embedding_type 'rope'
+--disable-bias-linear
+    => model.bias_gelu_fusion False | model.add_qkv_bias False | model.apply_rope_fusion False
+--position-embedding-type rope => model.apply_rope_fusion True
+--fp16 => precision.dtype_name 'float16' | precision.initial_loss_scale 4294967296.0
+    | precision.check_for_nan_in_loss_and_grad False
+--fp16 --loss-scale 128 => precision.check_for_nan_in_loss_and_grad True
+--bf16 => precision.dtype_name 'bfloat16' | precision.accumulate_allreduce_grads_in_fp32 True
+--bf16 --grad-reduce-in-bf16 => precision.accumulate_allreduce_grads_in_fp32 False
+--apply-query-key-layer-scaling => precision.attention_softmax_in_fp32 True
+--recompute-activations => recompute.recompute_granularity 'selective'
+--lr-warmup-fraction 0.1 --lr-warmup-iters 0 --lr-warmup-samples 0
+    => optimizer.lr_warmup_fraction 0.1
+--pipeline-model-parallel-size 2 --model-chunks 2 @2
+    => parallel.num_chunks 2 | parallel.virtual_pipeline_model_parallel_size 2
+    | layers_per_stage (1, 1, 1, 1)
+--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 @2
+    => parallel.num_chunks 2
+--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 @2
+    => parallel.num_chunks 2
+--tensor-model-parallel-size 2 @6 => parallel.data_parallel_size 3 | batch.global_batch_size 6
+    | num_microbatches 1 | model.transformer_impl 'local' | data.tokenizer_type 'NullTokenizer'
+    | data.split '969,30,1' | parallel.distributed_backend None
+    | schedule.pipeline_timeout_s 600.0
+ENGINE => model.transformer_impl 'transformer_engine'
+--pipeline-timeout-s 2.5 => schedule.pipeline_timeout_s 2.5
+NO_LENGTH --train-samples 1000 --lr-decay-samples 800 --lr-warmup-samples 10
+    --rampup-batch-size 2 2 100 --global-batch-size 8
+    => run.train_iters None | batch.rampup_batch_size (2, 2, 100)
+PARALLEL APEX @2 => parallel.sequence_parallel True
+PARALLEL ENGINE @2 => parallel.sequence_parallel True
+ENGINE --context-parallel-size 2 @4 => parallel.data_parallel_size 2
+UNEQUAL --global-batch-size 24 @3 => parallel.unequal_sizes (2, 1) | num_microbatches 6
+    | parallel.data_parallel_size 2
+UNEQUAL --stage-data-parallel-sizes 2-3 @5 => num_microbatches 1 | batch.global_batch_size 12
+UNEQUAL --stage-data-parallel-sizes 2-2 @4
+    => parallel.unequal_sizes None | parallel.data_parallel_size 2
+"""
 
 
-def test_heads() -> None:
-    plain = small().model
-    assert (plain.kv_channels, plain.query_groups) == (16, 4)
-    grouped = small("--group-query-attention --num-query-groups 2 --kv-channels 24").model
-    assert (grouped.kv_channels, grouped.query_groups) == (24, 2)
+@pytest.mark.parametrize(("flags", "world_size", "values"), cases_of(VALUES))
+def test_values_that_follow_from_flags(flags: str, world_size: int, values: list[str]) -> None:
+    config = small(flags, world_size=world_size)
+    for name, _, value in (text.strip().partition(" ") for text in values):
+        assert repr(operator.attrgetter(name)(config)) == value, name
 
 
-def test_old_spellings_of_rotary_positions() -> None:
-    config = small("--use-rotary-position-embeddings --no-position-embedding")
-    assert config.model.position_embedding_type == "rope"
+def test_every_setting_of_the_transports() -> None:
+    given = small(
+        "--transport rdma --transport-slot-bytes 65536 --transport-slots 12 --transport-crc "
+        "--transport-gpu pinned --transport-interface ib0 "
+        "--rdma-device mlx5_0:1 --rdma-gid-index 3 --rdma-mtu-bytes 4096 --rdma-queue-pairs 4"
+    ).transport
+    values = ("rdma", 65536, 12, True, "pinned", "ib0", "mlx5_0:1", 3, 4096, 4)
+    assert tuple(dataclasses.asdict(given).values()) == values
 
 
-def test_fusions_that_cannot_apply_are_off() -> None:
-    model = small("--disable-bias-linear").model
-    assert not model.bias_gelu_fusion
-    assert not model.add_qkv_bias
-    assert not model.apply_rope_fusion
-    assert small("--position-embedding-type rope").model.apply_rope_fusion
-
-
-def test_precision() -> None:
-    full = small().precision
-    assert full.dtype_name == "float32"
-    assert full.check_for_nan_in_loss_and_grad
-    half = small("--fp16").precision
-    assert half.dtype_name == "float16"
-    assert half.initial_loss_scale == 2**32
-    assert not half.check_for_nan_in_loss_and_grad
-    assert small("--fp16 --loss-scale 128").precision.check_for_nan_in_loss_and_grad
-    brain = small("--bf16").precision
-    assert brain.dtype_name == "bfloat16"
-    assert brain.accumulate_allreduce_grads_in_fp32
-    reduced = small("--bf16 --grad-reduce-in-bf16").precision
-    assert not reduced.accumulate_allreduce_grads_in_fp32
-    assert small("--apply-query-key-layer-scaling").precision.attention_softmax_in_fp32
-
-
-def test_recompute_shorthand() -> None:
-    assert small("--recompute-activations").recompute.recompute_granularity == "selective"
-    assert small().recompute.recompute_granularity is None
+def test_microbatches_are_dealt_out_to_unequal_stages() -> None:
+    for widths, processes, dealt in (("2-1", 3, [6, 12]), ("2-2", 4, [6, 6])):
+        flags = f"{UNEQUAL} --global-batch-size 24 --stage-data-parallel-sizes {widths}"
+        parallel = small(flags, world_size=processes).parallel
+        assert [parallel.microbatches_of(stage, 6) for stage in (0, 1)] == dealt
 
 
 def test_traced_iterations() -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.data.corpus import Corpus, CorpusSpec, make_corpus, source_files
-from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
-from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
+from megatron.adaptive.data.corpus import CorpusSpec, make_corpus, source_files
 from megatron.adaptive.errors import ConfigError, DataError
 
 
@@ -37,12 +34,6 @@ def _spec(tmp_path: Path, sources: Path, **changes: object) -> CorpusSpec:
     return CorpusSpec(**settings)  # type: ignore[arg-type]
 
 
-def _state(folder: Path) -> dict[str, tuple[int, int]]:
-    return {
-        entry.name: (entry.stat().st_ino, entry.stat().st_mtime_ns) for entry in folder.iterdir()
-    }
-
-
 def test_tests_packages_and_undecodable_files_are_left_out(tmp_path: Path, sources: Path) -> None:
     corpus = make_corpus(_spec(tmp_path, sources))
     lines = [json.loads(line) for line in corpus.jsonl.read_text().splitlines()]
@@ -55,25 +46,6 @@ def test_the_order_is_the_same_in_another_place(tmp_path: Path, sources: Path) -
     order = [path.relative_to(sources) for path in source_files(sources)]
     os.rename(sources, moved)
     assert [path.relative_to(moved) for path in source_files(moved)] == order
-
-
-def test_the_parts_belong_together(corpus: Corpus) -> None:
-    tokenizer = GPT2BPETokenizer(corpus.vocab_file, corpus.merge_file)
-    assert tokenizer.vocab_size == 400
-    assert corpus.merge_file.read_text(encoding="utf-8").startswith("#version")
-    info = check_indexed(corpus.data_prefix)
-    assert info.num_documents == len(corpus.jsonl.read_text().splitlines())
-    check_vocabulary_fits(check_indexed(corpus.data_prefix), tokenizer.vocab_size)
-
-
-def test_a_second_call_uses_it_again(tmp_path: Path, sources: Path) -> None:
-    spec = _spec(tmp_path, sources)
-    first = make_corpus(spec)
-    before = _state(spec.output_dir)
-    second = make_corpus(spec)
-    assert (first.reused, second.reused) == (False, True)
-    assert _state(spec.output_dir) == before
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["made", "sources"]
 
 
 @pytest.mark.parametrize("damage", ["corpus.json", "corpus_text_document.idx", "vocab.json"])
@@ -136,9 +108,3 @@ def test_a_file_in_the_way_is_named(tmp_path: Path, sources: Path) -> None:
         make_corpus(_spec(tmp_path, sources))
     with pytest.raises(DataError, match="cannot be made"):
         make_corpus(_spec(tmp_path, sources, output_dir=tmp_path / "made" / "deeper"))
-
-
-def test_this_pythons_library_has_enough_to_train_on() -> None:
-    files = source_files(Path(sysconfig.get_path("stdlib")))
-    assert sum(path.stat().st_size for path in files) > 4_000_000
-    assert not any({"test", "tests", "site-packages"} & set(path.parts[-4:-1]) for path in files)

@@ -147,16 +147,6 @@ def test_one_pass_holds_every_token_once(write_tokens: Write, tmp_path: Path) ->
     assert tokens.bincount(minlength=20).sum() == 784
 
 
-def test_a_seed_gives_an_order(write_tokens: Write, tmp_path: Path) -> None:
-    prefix = write_tokens(_numbered(30, 40))
-    orders = [
-        _tokens(_train(prefix, tmp_path, 60, seed=seed, data_cache_path=str(tmp_path / cache)))
-        for seed, cache in ((1, "a"), (1, "b"), (2, "a"))
-    ]
-    assert orders[0] == orders[1]
-    assert orders[0] != orders[2]
-
-
 def test_weights_decide_the_mixture(write_tokens: Write, tmp_path: Path) -> None:
     small = write_tokens(_numbered(5, 40), name="small")
     large = write_tokens(_numbered(50, 40, first=50), name="large")
@@ -170,9 +160,7 @@ def test_weights_decide_the_mixture(write_tokens: Write, tmp_path: Path) -> None
     assert sorted(step[0]) == ["labels", "loss_mask", "position_ids", "tokens"]
 
 
-def test_reading_without_a_map_and_threads_change_nothing(
-    write_tokens: Write, tmp_path: Path
-) -> None:
+def test_the_seed_gives_the_order_not_threads_nor_maps(write_tokens: Write, tmp_path: Path) -> None:
     first, second = (write_tokens(_numbered(9, 40), name=name) for name in "ab")
     built = [
         _tokens(
@@ -180,14 +168,16 @@ def test_reading_without_a_map_and_threads_change_nothing(
                 ("1", first, "1", second),
                 tmp_path,
                 30,
+                seed=seed,
                 mmap_bin_files=threads == 1,
                 num_dataset_builder_threads=threads,
                 data_cache_path=str(tmp_path / f"cache{threads}"),
             )
         )
-        for threads in (1, 3)
+        for seed, threads in ((1, 1), (1, 3), (2, 1))
     ]
     assert built[0] == built[1]
+    assert built[0] != built[2]
 
 
 def test_without_weights_all_is_taken_once(write_tokens: Write, tmp_path: Path) -> None:
@@ -284,19 +274,15 @@ def _cached(folder: Path) -> dict[str, int]:
 
 
 def test_the_second_build_reads_the_first_ones_cache(write_tokens: Write, tmp_path: Path) -> None:
+    """It lies beside the data by default."""
     prefix = write_tokens(_numbered(40, 30))
-    first = _tokens(_train(prefix, tmp_path, 40))
-    before = _cached(tmp_path / "cache")
-    again = _train(prefix, tmp_path, 40)
+    first = _tokens(_train(prefix, tmp_path, 40, data_cache_path=None))
+    before = _cached(tmp_path / "index_cache")
+    again = _train(prefix, tmp_path, 40, data_cache_path=None)
     assert _tokens(again) == first
     assert len(before) == 3
-    assert _cached(tmp_path / "cache") == before
+    assert _cached(tmp_path / "index_cache") == before
     assert isinstance(again.shuffle_index, np.memmap)  # type: ignore[attr-defined]
-
-
-def test_the_cache_is_beside_the_data_by_default(write_tokens: Write, tmp_path: Path) -> None:
-    _train(write_tokens(_numbered(40, 30)), tmp_path, 40, data_cache_path=None)
-    assert len(_cached(tmp_path / "index_cache")) == 3
 
 
 def test_data_made_again_under_the_same_name_is_noticed(

@@ -83,22 +83,20 @@ def test_damage_is_named(write_tokens: Write, offset: int, raw: bytes, message: 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kept", [0, 20, 90])
-def test_every_truncation_of_the_index_is_seen(write_tokens: Write, kept: int) -> None:
-    prefix = write_tokens(DOCUMENTS)
-    raw = Path(f"{prefix}.idx").read_bytes()
-    Path(f"{prefix}.idx").write_bytes(raw[:kept])
-    with pytest.raises(DataError, match=r"data\.idx: is (truncated|no token index)"):
-        check_indexed(prefix)
-
-
-@pytest.mark.parametrize("change", [-1, -2, 2])
-def test_data_of_another_length_is_seen(write_tokens: Write, change: int) -> None:
-    prefix = write_tokens(DOCUMENTS)
-    raw = Path(f"{prefix}.bin").read_bytes() + b"\0\0"
-    Path(f"{prefix}.bin").write_bytes(raw[: 12 + change])
-    with pytest.raises(DataError, match=r"data\.bin: has \d+ bytes"):
-        check_indexed(prefix)
+@pytest.mark.parametrize(
+    ("suffix", "length", "message"),
+    [
+        *((".idx", kept, "is (truncated|no token index)") for kept in (0, 20, 90)),
+        *((".bin", length, r"has \d+ bytes") for length in (10, 11, 14)),
+    ],
+)
+def test_files_of_another_length_are_seen(
+    write_tokens: Write, suffix: str, length: int, message: str
+) -> None:
+    path = Path(f"{write_tokens(DOCUMENTS)}{suffix}")
+    path.write_bytes((path.read_bytes() + b"\0\0")[:length])
+    with pytest.raises(DataError, match=rf"data\{suffix}: {message}"):
+        check_indexed(path.with_suffix(""))
 
 
 def test_an_index_without_documents_is_refused(write_tokens: Write) -> None:
@@ -111,9 +109,6 @@ def test_an_id_outside_the_vocabulary_is_named(write_tokens: Write) -> None:
     check_vocabulary_fits(check_indexed(prefix), 8)
     with pytest.raises(DataError, match=r"holds id 7, but .* only 7 ids; .*\(8 ids or more\)"):
         check_vocabulary_fits(check_indexed(prefix), 7)
-
-
-def test_a_negative_id_is_named(write_tokens: Write) -> None:
     with pytest.raises(DataError, match="negative id -5"):
         check_vocabulary_fits(check_indexed(write_tokens([[1, -5]], dtype=np.int32)), 8)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -180,26 +179,6 @@ def make_leader(decisions: Paper, reports: dict[int, Any], queue: CompletionQueu
     return Leader(decisions, reports, queue, lambda rank: f"rank {rank}")
 
 
-def test_only_decisions_are_published() -> None:
-    board = Paper()
-    leader = make_leader(board, {}, CompletionQueue())
-    leader.begin(0, is_static=False)
-    state = fresh(1)
-    assert leader.next_action(ADAPTIVE, state, 1.0) is None
-    assert board.values == []
-    state.arrive(F, 0, 0)
-    assert leader.next_action(ADAPTIVE, state, 1.0) == Action(F, 0, 0)
-    # The follower is told even though its own state does not know of the input yet.
-    follower = Follower(board, Paper(), CompletionQueue(), 1.0)
-    follower.begin(0, is_static=False)
-    assert not follower.decides
-    assert leader.decides
-    assert follower.next_action(ADAPTIVE, fresh(1), 1.0) == Action(F, 0, 0)
-    follower.close()
-    leader.close()
-    assert board.closed.is_set()
-
-
 def test_an_input_counts_once_all_members_have_it() -> None:
     reports = {5: Paper(), 7: Paper()}
     queue = CompletionQueue()
@@ -225,18 +204,6 @@ def test_an_input_counts_once_all_members_have_it() -> None:
     assert leader.is_everywhere(message(5, 0))
     for paper in reports.values():
         paper.close()
-    leader.close()
-
-
-def test_reports_become_notices() -> None:
-    paper, queue = Paper(), CompletionQueue()
-    label = Label(8, Action(B, 2, 31))
-    paper.publish(encode(label.action, label.step), 1.0)
-    paper.publish((1 << 63) - 1, 1.0)
-    leader = make_leader(Paper(), {5: paper}, queue)
-    assert queue.wait(time.monotonic() + WATCHDOG_S) == Notice(label, 5)
-    with pytest.raises(PeerLostError, match="rank 5, of the same tensor-parallel group, lost"):
-        queue.wait(time.monotonic() + WATCHDOG_S)
     leader.close()
 
 

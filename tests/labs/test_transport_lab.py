@@ -18,6 +18,7 @@ from ..cpp_tests import VERBS, CppTests
 from ..multiprocess.launch import run_forked
 from . import rdma_lab
 from .rdma_lab import Result, run
+from .test_rdma_lab import rdma_lab_or_skip
 
 pytestmark = [
     pytest.mark.rdma_lab,
@@ -43,17 +44,7 @@ GPT = (
 TWO_STAGES = "--pipeline-model-parallel-size 2 --model-chunks 2".split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lab(pytestconfig: pytest.Config) -> None:
-    """Skip where the lab cannot run."""
-    if reason := rdma_lab.why_not():
-        pytest.skip(reason)
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-    try:
-        with capture.global_and_fixture_disabled():  # that it is being compiled is worth a line
-            rdma_lab.prepare()
-    except rdma_lab.LabError as error:  # no network, most likely
-        pytest.skip(str(error))
+lab = pytest.fixture(scope="module", autouse=True)(rdma_lab_or_skip)
 
 
 @pytest.fixture(scope="module")

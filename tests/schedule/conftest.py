@@ -4,5 +4,25 @@ from __future__ import annotations
 
 from hypothesis import settings
 
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.state import RankState
+
 settings.register_profile("megatron-adaptive", deadline=None)
 settings.load_profile("megatron-adaptive")
+
+
+def actions(words: str) -> tuple[Action, ...]:
+    """The actions of a text such as ``F0-0 W0-0.1``."""
+    found = []
+    for word in words.split():
+        chunk, microbatch, piece = f"{word[1:]}-0".replace(".", "-").split("-")[:3]
+        found.append(Action(ActionKind(word[0]), int(chunk), int(microbatch), int(piece)))
+    return tuple(found)
+
+
+def run(state: RankState, *todo: Action | str) -> None:
+    """Start and finish actions, or those that a text names."""
+    for action in (actions(one) if isinstance(one, str) else (one,) for one in todo):
+        for each in action:
+            state.start(each)
+            state.finish(each)

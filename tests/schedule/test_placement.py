@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.placement import _KINDS, Placement, PlacementKind
 
 placements = st.builds(
     Placement,
@@ -61,15 +61,14 @@ def test_later_chunks_are_later_stages(placement: Placement) -> None:
 
 
 def test_results_flow_to_the_neighbouring_stage() -> None:
-    loop = Placement(num_ranks=2, num_chunks=2)
-    forward, backward = ActionKind.F, ActionKind.B
-    assert loop.enabled_by(1, Action(forward, 0, 5)) == (0, Action(forward, 1, 5))
-    assert loop.enabled_by(1, Action(forward, 1, 5)) is None
-    assert loop.enabled_by(0, Action(backward, 1, 5)) == (1, Action(backward, 0, 5))
-    assert loop.enabled_by(0, Action(backward, 0, 5)) is None
-    assert loop.enabled_by(0, Action(ActionKind.W, 1, 5)) is None
-    v = Placement(num_ranks=2, num_chunks=2, kind="v")
-    assert v.enabled_by(1, Action(forward, 0, 5)) == (1, Action(forward, 1, 5))
+    loop, v = (Placement(num_ranks=2, num_chunks=2, kind=kind) for kind in _KINDS)
+    forward, backward, weight = ActionKind
+    assert loop.target_of(forward, 1, 0) == (0, 1)
+    assert loop.source_of(forward, 0, 1) == (1, 0)
+    assert v.target_of(forward, 1, 0) == v.source_of(backward, 1, 0) == (1, 1)
+    assert loop.target_of(backward, 0, 1) == (1, 0)
+    for nowhere in ((forward, 1, 1), (backward, 0, 0), (weight, 1, 1)):
+        assert loop.target_of(*nowhere) is None
 
 
 def test_the_ring_of_neighbours_closes_with_several_chunks() -> None:

@@ -15,6 +15,8 @@ from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.workload import Jitter, StageTimes
 from megatron.adaptive.trace.event import REASONS
 
+from .conftest import run
+
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
@@ -25,12 +27,6 @@ def make_state(ranks: int = 2, rank: int = 0, cap: float | None = None) -> RankS
         num_microbatches=2,
         cap=cap,
     )
-
-
-def run(state: RankState, *actions: Action) -> None:
-    for action in actions:
-        state.start(action)
-        state.finish(action)
 
 
 ORDER = (Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0, 1))

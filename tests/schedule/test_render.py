@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow
 from megatron.adaptive.schedule.registry import make_policies, make_schedule
 from megatron.adaptive.schedule.render import render_schedule, render_timeline
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import StageTimes, simulate
+
+from .conftest import actions
 
 PLACEMENT = Placement(num_ranks=2, num_chunks=1)
 
@@ -41,22 +42,16 @@ def test_timeline() -> None:
 
 
 def test_weight_gradients_and_their_pieces() -> None:
-    order = "F0-0 F0-1 B0-0 W0-0 W0-0.1 B0-1 W0-1 W0-1.1"
-    actions = [
-        Action(ActionKind(cell[0]), 0, int(cell[3]), 1 if cell.endswith(".1") else 0)
-        for cell in order.split()
-    ]
+    order = actions("F0-0 F0-1 B0-0 W0-0 W0-0.1 B0-1 W0-1 W0-1.1")
     placement = Placement(num_ranks=1, num_chunks=1)
-    schedule = Schedule(
-        name="mine", placement=placement, num_microbatches=2, orders=(tuple(actions),)
-    )
+    schedule = Schedule(name="mine", placement=placement, num_microbatches=2, orders=(order,))
     assert render_schedule(schedule) == (
         "rank 0 | F0-0   F0-1   B0-0   W0-0   W0-0.1 B0-1   W0-1   W0-1.1"
     )
     result = simulate(
         placement,
         2,
-        [Follow(actions)],
+        [Follow(order)],
         StageTimes.equal(1, forward_s=1.0, backward_s=1.0, weight_s=4.0),
         weight_pieces=2,
     )

@@ -12,7 +12,9 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import RulePolicy
 from megatron.adaptive.schedule.state import RankState
 
-F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+from .conftest import actions, run
+
+F = ActionKind.F
 
 
 def state(
@@ -25,22 +27,13 @@ def state(
     )
 
 
-def run(s: RankState, *names: str) -> None:
-    for name in names:
-        action = Action(ActionKind(name[0]), int(name[1]), int(name[3]))
-        if action.kind is W:
-            action = s.next_action(2, action.chunk)
-        s.start(action)
-        s.finish(action)
-
-
 def pick(rule: Callable[..., int], s: RankState) -> str:
     return str(RulePolicy("rule", rule).pick(s))
 
 
 def arrive(s: RankState, *names: str) -> None:
-    for name in names:
-        s.arrive(ActionKind(name[0]), int(name[1]), int(name[3]))
+    for action in actions(" ".join(names)):
+        s.arrive(action.kind, action.chunk, action.microbatch)
 
 
 def test_adaptive_alternates_and_fills_with_weight_gradients() -> None:

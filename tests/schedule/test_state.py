@@ -14,6 +14,8 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.state import RankState
 
+from .conftest import run
+
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
@@ -32,12 +34,6 @@ def make_state(
         cap=cap,
         **more,
     )
-
-
-def run(state: RankState, *actions: Action) -> None:
-    for action in actions:
-        state.start(action)
-        state.finish(action)
 
 
 def names(state: RankState) -> list[str]:

@@ -10,25 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_schedule, placement_for
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.validate import validate
 
+from .conftest import actions
+
 ONE_CHUNK = Placement(num_ranks=2, num_chunks=1)
 
 
 def schedule_of(*rows: str, placement: Placement = ONE_CHUNK, microbatches: int = 2) -> Schedule:
-    def parse(text: str) -> Action:
-        chunk, microbatch, piece = f"{text[1:]}-0".replace(".", "-").split("-")[:3]
-        return Action(ActionKind(text[0]), int(chunk), int(microbatch), int(piece))
-
     return Schedule(
         name="mine",
         placement=placement,
         num_microbatches=microbatches,
-        orders=tuple(tuple(parse(text) for text in row.split()) for row in rows),
+        orders=tuple(map(actions, rows)),
     )
 
 

@@ -90,35 +90,25 @@ def test_samples_serve_where_the_reference_itself_is_missing(tmp_path: Path) -> 
     assert first == pytest.approx(UNIX + 3600 * 10**9 + 10**9 + 300, abs=2)
 
 
-def message(kind: str, of: str, peer: int, start_ns: int, end_ns: int, *, reason: str = "") -> Span:
-    return Span(kind, 0, 0, start_ns, end_ns, 1, bytes=8, peer=peer, of=of, reason=reason)
+def conversation(folder: Path, error_ns: int, *at: int) -> RunTrace:
+    """F goes from rank 0 to 1, B back; ``at`` has its starts: sent, arrived, sent, arrived.
 
-
-def write_conversation(folder: Path, error_ns: int) -> None:
-    """F goes from 0 to 1 in 300 ns, B back in 100 ns; rank 1's time of day is wrong."""
-    here = on_host(make_header(0), "a", 0, UNIX)
-    there = on_host(make_header(1), "b", 0, UNIX + error_ns)
-    write_spans(
-        folder,
-        here,
-        [
-            message("send", "F", 1, 1000, 1010),
-            message("receive", "B", 1, 5100, 5110, reason="seen"),
-        ],
-    )
-    write_spans(
-        folder,
-        there,
-        [
-            message("receive", "F", 0, 1300, 1350, reason="seen"),
-            message("send", "B", 0, 5000, 5010),
-        ],
-    )
+    The time of day of rank 1 is wrong by ``error_ns``.
+    """
+    kinds = (("send", 0, "F"), ("receive", 1, "F"), ("send", 1, "B"), ("receive", 0, "B"))
+    for rank in range(2):
+        spans = [
+            Span(kind, 0, 0, start, start + 10, 1, peer=1 - rank, of=of, reason="seen")
+            for (kind, owner, of), start in zip(kinds, at, strict=True)
+            if owner == rank
+        ]
+        header = on_host(make_header(rank), "ab"[rank], 0, UNIX + rank * error_ns)
+        write_spans(folder, header, sorted(spans, key=lambda span: span.start_ns))
+    return read_run(folder)
 
 
 def test_messages_place_a_clock_that_was_not_measured(tmp_path: Path) -> None:
-    write_conversation(tmp_path, error_ns=70_000)
-    run = read_run(tmp_path)
+    run = conversation(tmp_path, 70_000, 1000, 1300, 5000, 5100)
     # Between the 300 ns there and the 100 ns back there is no telling: 200 ns each.
     assert starts(run) == [UNIX + 1000, UNIX + 1200]
     assert "messages place them" in run.notes()[0]
@@ -126,12 +116,5 @@ def test_messages_place_a_clock_that_was_not_measured(tmp_path: Path) -> None:
 
 
 def test_clocks_that_contradict_their_messages_are_named(tmp_path: Path) -> None:
-    here, there = on_host(make_header(0), "a", 0, UNIX), on_host(make_header(1), "b", 0, UNIX)
-    write_spans(
-        tmp_path, here, [message("send", "F", 1, 9000, 9010), message("receive", "B", 1, 1, 2)]
-    )
-    write_spans(
-        tmp_path, there, [message("receive", "F", 0, 5000, 5010), message("send", "B", 0, 999, 999)]
-    )
-    notes = read_run(tmp_path).notes()
+    notes = conversation(tmp_path, 0, 9000, 5000, 999, 1).notes()
     assert any("contradict the messages: one arrives 2.5 us before" in note for note in notes)

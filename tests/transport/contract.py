@@ -128,7 +128,7 @@ def far_ahead(
         for number in range(count):
             begin_s = time.monotonic()
             transport.send(peer, label(number), tensor)
-            assert time.monotonic() - begin_s < 1.0
+            assert time.monotonic() - begin_s < 5.0  # and not until the receiver takes something
         rank.mark("sent")
         return
     before = psutil.Process().memory_info().rss

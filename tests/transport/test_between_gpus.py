@@ -7,8 +7,6 @@ for a device's; streams of torch are those of ``test_staging.py``. On a GPU the 
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +19,7 @@ from megatron.adaptive.transport import connect
 from megatron.adaptive.transport.header import CODE_OF
 from megatron.adaptive.transport.native import NativeTransport
 
-from ..cpp_tests import ROOT, CppTests
+from ..cpp_tests import ROOT, CppTests, compiler_or_skip
 from .ends import LIMIT_S, SLOTS, close_all, label, open_nodes, open_transports, take
 from .test_connect import ROW, connect_all
 from .test_staging import Device, device
@@ -33,10 +31,9 @@ pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.w
 
 @pytest.fixture(scope="module")
 def library() -> str:
-    compiler = shutil.which(os.environ.get("CXX") or "c++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    programs = CppTests(compiler, flags=("-O1",), folder=ROOT / "build" / "cpp-tests-plain")
+    programs = CppTests(
+        compiler_or_skip(), flags=("-O1",), folder=ROOT / "build" / "cpp-tests-plain"
+    )
     return str(programs.library("standin_cuda"))
 
 

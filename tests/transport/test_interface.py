@@ -46,17 +46,6 @@ def test_header_survives_the_way(header: Header) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "said"),
-    [((2,), torch.bits8, "torch.bits8"), ((1,) * 8, torch.float32, "8 dimensions")],
-)
-def test_header_says_what_it_cannot_carry(
-    shape: tuple[int, ...], dtype: torch.dtype, said: str
-) -> None:
-    with pytest.raises(TransportError, match=said):
-        Header(FORWARD, shape, dtype, 0).words()
-
-
-@pytest.mark.parametrize(
     ("word", "value"),
     [(0, 7), (3, 2), (3, -2), (6, 99), (6, -1), (7, 8), (7, -1), (8, -3)],
     ids=["magic", "kind", "kind-", "dtype", "dtype-", "dimensions", "dimensions-", "size"],
@@ -86,18 +75,6 @@ def test_queue_waits_no_longer_than_the_deadline() -> None:
     assert queue.wait(time.monotonic() - 5.0) is not None
 
 
-def test_queue_wakes_its_waiter() -> None:
-    queue = CompletionQueue()
-    seen: list[Arrival | None] = []
-    waiter = threading.Thread(
-        target=lambda: seen.append(queue.wait(time.monotonic() + WATCHDOG_S)), daemon=True
-    )
-    waiter.start()
-    queue.put(arrival(6))
-    waiter.join(WATCHDOG_S)
-    assert [item and item.label.action.microbatch for item in seen] == [6]
-
-
 def test_a_failed_channel_is_told_in_its_turn() -> None:
     """What arrived before the failure is still handed over, by wait as by poll."""
     queue = CompletionQueue()
@@ -123,10 +100,3 @@ def test_queue_tells_its_listener_what_can_be_taken() -> None:
     thread.start()
     thread.join(WATCHDOG_S)
     assert heard == [(later, later, thread.ident)]
-
-
-def test_arrival_hands_over_its_payload() -> None:
-    tensor = torch.arange(6, dtype=torch.float16)
-    item = arrival(0, tensor)
-    assert (item.peer, item.nbytes) == (2, 12)
-    assert item.take() is tensor

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -32,6 +33,13 @@ def port() -> Iterator[int]:
     del store
 
 
+def free_port() -> int:
+    """Return a port for a store of the ranks' own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def check_line(text: str, dead: int, pid: int, survivor: int, what: str, host: str = "") -> None:
     """Assert that the survivor's line about the dead rank is there, once and complete."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -50,27 +58,44 @@ def kill_when_all_are_blocked(job: Pool, dead: int, num_ranks: int) -> None:
     job.signal(dead)
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_killed_rank_ends_all_that_are_blocked(start: Start, port: int, dead: int) -> None:
-    job = start("programs.blocked", 3, port=port)
-    kill_when_all_are_blocked(job, dead, 3)
-    for rank in {0, 1, 2} - {dead}:
-        assert job.status(rank, LIMIT_S) == 1
-        check_line(job.text(rank), dead, job.pid(dead), rank, "ended unexpectedly")
-        assert f"this is rank {rank} (stage {rank}) in iteration 7;" in job.text(rank)
+ENDED = "ended unexpectedly"
+APART = {"machines": ["east", "west"]}
+KILLS: dict[str, tuple[int, int, dict[str, Any], str, str]] = {
+    "first-rank": (3, 0, {}, ENDED, ""),
+    "middle-rank": (3, 1, {}, ENDED, ""),
+    # A kernel without pidfd_open, and a job that gives the watcher no store.
+    "no-pidfd": (2, 1, {"without_pidfd": True}, ENDED, ""),
+    "no-store": (2, 1, {"with_store": False}, ENDED, ""),
+    # Rank 0 sees rank 1 die beside it; rank 2 is elsewhere and reads the notice.
+    "elsewhere": (3, 1, {"machines": ["east", "east", "west"]}, ENDED, "east"),
+    # Nobody is left on it who could write a notice.
+    "silent": (2, 1, {**APART, "silent_s": 4.0}, "cannot be reached, nothing was heard", "west"),
+    # The store was in rank 0.
+    "no-answer": (2, 0, {**APART, "serve": True}, "cannot be reached, the job's store", "east"),
+}
+"""Number of ranks, the one that is killed, options of the watchers, what is said, its host."""
 
 
 @pytest.mark.parametrize(
-    "options", [{"without_pidfd": True}, {"with_store": False}], ids=["no-pidfd", "no-store"]
+    ("num_ranks", "dead", "options", "what", "host"), KILLS.values(), ids=KILLS.keys()
 )
-def test_killed_rank_is_seen_with_less_help(
-    start: Start, port: int, options: dict[str, bool]
+def test_killed_rank_ends_all_that_are_blocked(
+    start: Start,
+    port: int,
+    num_ranks: int,
+    dead: int,
+    options: dict[str, Any],
+    what: str,
+    host: str,
 ) -> None:
-    """A kernel without pidfd_open, and a job that gives the watcher no store."""
-    job = start("programs.blocked", 2, port=port, **options)
-    kill_when_all_are_blocked(job, 1, 2)
-    assert job.status(0, LIMIT_S) == 1
-    check_line(job.text(0), 1, job.pid(1), 0, "ended unexpectedly")
+    job = start(
+        "programs.blocked", num_ranks, port=free_port() if "serve" in options else port, **options
+    )
+    kill_when_all_are_blocked(job, dead, num_ranks)
+    for rank in set(range(num_ranks)) - {dead}:
+        assert job.status(rank, LIMIT_S) == 1
+        check_line(job.text(rank), dead, job.pid(dead), rank, what, host=host)
+        assert f"this is rank {rank} (stage {rank}) in iteration 7;" in job.text(rank)
 
 
 def test_asking_to_stop_does_not_keep_a_bereaved_rank_alive(start: Start, port: int) -> None:
@@ -83,33 +108,6 @@ def test_asking_to_stop_does_not_keep_a_bereaved_rank_alive(start: Start, port: 
     job.signal(0, signal.SIGTERM)
     assert job.status(0, LIMIT_S) == 1
     check_line(job.text(0), 1, job.pid(1), 0, "ended unexpectedly")
-
-
-def test_other_machines_hear_of_it(start: Start, port: int) -> None:
-    """Rank 0 sees rank 1 die beside it; rank 2 is elsewhere and reads the notice."""
-    job = start("programs.blocked", 3, port=port, machines=["east", "east", "west"])
-    kill_when_all_are_blocked(job, 1, 3)
-    for rank in (0, 2):
-        assert job.status(rank, LIMIT_S) == 1
-        check_line(job.text(rank), 1, job.pid(1), rank, "ended unexpectedly", host="east")
-
-
-def test_machine_that_falls_silent_is_lost(start: Start, port: int) -> None:
-    """Nobody is left on it who could write a notice."""
-    job = start("programs.blocked", 2, port=port, machines=["east", "west"], silent_s=4.0)
-    kill_when_all_are_blocked(job, 1, 2)
-    assert job.status(0, LIMIT_S) == 1
-    check_line(job.text(0), 1, job.pid(1), 0, "cannot be reached, nothing was heard", host="west")
-
-
-def test_store_that_is_gone_means_rank_0_is_lost(start: Start) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = start("programs.blocked", 2, port=port, machines=["east", "west"], serve=True)
-    kill_when_all_are_blocked(job, 0, 2)
-    assert job.status(1, LIMIT_S) == 1
-    check_line(job.text(1), 0, job.pid(0), 1, "cannot be reached, the job's store", host="east")
 
 
 def test_main_thread_that_can_act_is_told_once(start: Start, port: int) -> None:
@@ -155,11 +153,7 @@ def test_first_reason_that_is_reported_reaches_all(start: Start, port: int) -> N
 @pytest.mark.parametrize("serve", [False, True], ids=["store-elsewhere", "store-in-rank-0"])
 def test_rank_that_leaves_ends_nobody(start: Start, port: int, serve: bool) -> None:
     """Rank 0 stays until all have left, for its process may serve the store."""
-    if serve:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-    job = start("programs.leaving", 3, port=port, serve=serve)
+    job = start("programs.leaving", 3, port=free_port() if serve else port, serve=serve)
     assert job.status(1) == 0, job.text(1)
     job.mark("one-is-gone")
     for rank in range(3):

@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -81,19 +80,6 @@ def test_other_items_keep_their_place(ends: Ends) -> None:
     assert queue.wait(float("-inf")) is None
 
 
-def test_a_waiter_is_woken(ends: Ends) -> None:
-    low, high = ends
-    seen: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: seen.append(high.completions.wait(float("inf"))), daemon=True
-    )
-    thread.start()
-    time.sleep(0.05)
-    low.send(1, LABEL, torch.zeros(2))
-    thread.join(LIMIT_S)
-    assert [item.label for item in seen] == [LABEL]
-
-
 def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
     """All but four slots are given out as views: what comes next has memory of its own."""
     low, high = ends
@@ -151,18 +137,6 @@ def test_views_of_what_was_reserved_arrive_as_they_look(ends: Ends) -> None:
         assert torch.equal(take(high).take(), view(expected))
 
 
-def test_close_says_who_takes_nothing(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    low, high = ends
-    for _ in range(2 * SLOTS):
-        low.send(1, LABEL, torch.zeros(600))
-    with pytest.raises(DeadlineError, match=r"8 messages were not taken within 0.05 s by rank 1;"):
-        low.flush(0.05)
-    for _ in range(2 * SLOTS):
-        take(high).take()
-    low.flush(LIMIT_S)
-    assert low.describe_links()[1]["slots"] == SLOTS
-
-
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_ranks_that_all_close_do_not_wait_for_each_other(kind: str) -> None:
     pair = open_transports(kind)
@@ -175,12 +149,8 @@ def test_ranks_that_all_close_do_not_wait_for_each_other(kind: str) -> None:
     assert len(raised) < 2
 
 
-def test_what_cannot_be_sent_is_named(ends: Ends) -> None:
+def test_a_tensor_elsewhere_is_refused(ends: Ends) -> None:
     low, _ = ends
-    with pytest.raises(TransportError, match="torch.bits8 cannot be sent"):
-        low.send(1, LABEL, torch.empty(2, dtype=torch.bits8))
-    with pytest.raises(TransportError, match="8 dimensions"):
-        low.send(1, LABEL, torch.ones((2,) * 8))
     with pytest.raises(TransportError, match="is on meta"):
         low.send(1, LABEL, torch.ones(2, device="meta"))
     assert code_of(torch.float32, 7) == (0, 0)

@@ -171,7 +171,7 @@ def _complaint(message: str) -> str:
 
 
 def _flagged(kind: type) -> list[FieldSpec]:
-    return [spec for spec in fields_of(kind) if spec.flag is not None]
+    return [spec for spec in fields_of(kind) if spec.has_flag]
 
 
 def _all_specs() -> dict[str, FieldSpec]:
@@ -183,21 +183,19 @@ def _title(kind: type) -> str:
 
 
 def _help_of(spec: FieldSpec) -> str:
-    assert spec.flag is not None
     if not spec.flag.choices:
         return spec.flag.help
     return f"{spec.flag.help} One of: {', '.join(map(str, spec.flag.choices))}."
 
 
 def _metavar(spec: FieldSpec) -> str:
-    assert spec.flag is not None
     fallback = {int: "N", float: "X", str: "TEXT", bool: "True|False"}[spec.base]
     return (spec.unit or fallback) + (" ..." if _takes_any_number(spec) else "")
 
 
 def _takes_any_number(spec: FieldSpec) -> bool:
     """Returns whether one or more words follow the flag."""
-    return spec.many and spec.length is None and spec.flag is not None and not spec.flag.convert
+    return spec.many and spec.length is None and not spec.flag.convert
 
 
 def options_of(spec: FieldSpec) -> dict[str, Any]:
@@ -217,7 +215,6 @@ def options_of(spec: FieldSpec) -> dict[str, Any]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    assert spec.flag is not None
     options: dict[str, Any] = {
         "dest": spec.dest,
         "type": convert,

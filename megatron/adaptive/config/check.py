@@ -47,7 +47,7 @@ class _Given:
             spec.dest: spec.text_of(getattr(getattr(config, group), spec.dest))
             for group, kind in groups().items()
             for spec in fields_of(kind)
-            if spec.flag is not None
+            if spec.has_flag
         }
 
     def __getattr__(self, name: str) -> str:

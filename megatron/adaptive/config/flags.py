@@ -149,7 +149,7 @@ class FieldSpec:
         length: the tuple's length, ``None`` where it is free.
         optional: ``None`` is allowed.
         default: the default, ``MISSING`` where there is none.
-        flag: the command line's view, ``None`` for fields that no flag sets.
+        flag: the command line's view.
     """
 
     dest: str
@@ -159,12 +159,17 @@ class FieldSpec:
     length: int | None
     optional: bool
     default: Any
-    flag: Flag | None
+    flag: Flag
+
+    @property
+    def has_flag(self) -> bool:
+        """True if a flag sets the field."""
+        return bool(self.flag.help)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every spelling of the flag, the shown one first; empty where there is no flag."""
-        if self.flag is None:
+        if not self.has_flag:
             return ()
         return self.flag.names or ("--" + self.dest.replace("_", "-"),)
 
@@ -176,22 +181,22 @@ class FieldSpec:
     @property
     def unit(self) -> str:
         """The word shown in place of the value, empty for none."""
-        return (self.flag.unit if self.flag is not None else "") or self.limits.unit
+        return self.flag.unit or self.limits.unit
 
     @property
     def is_switch(self) -> bool:
         """True if the flag takes no value: its presence turns the default around."""
-        return self.flag is not None and self.base is bool and not self.flag.takes_value
+        return self.has_flag and self.base is bool and not self.flag.takes_value
 
     @property
     def is_required(self) -> bool:
         """True if the command line must name the flag."""
-        return self.flag is not None and self.default is MISSING and not self.flag.derived
+        return self.has_flag and self.default is MISSING and not self.flag.derived
 
     @property
     def default_text(self) -> str:
         """The default as shown in ``--help`` and the README."""
-        if self.flag is not None and self.flag.derived:
+        if self.flag.derived:
             return self.flag.derived
         for value, text in ((MISSING, "required"), (None, "none"), (True, "on"), (False, "off")):
             if self.default is value:
@@ -208,7 +213,7 @@ class FieldSpec:
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
             # A tuple with a conversion of its own is one word.
-            separator = "-" if self.flag is not None and self.flag.convert else " "
+            separator = "-" if self.flag.convert else " "
             value = separator.join(map(str, value))
         return f"{self.name} {value}"
 
@@ -218,8 +223,6 @@ class FieldSpec:
         Raises:
             ValueError: the word breaks a rule; the text names the word and the rule.
         """
-        if self.flag is None:
-            raise ValueError(f"{self.dest} cannot be set by a flag")
         if self.flag.convert is not None:
             return self.flag.convert(word)
         value = _convert_base(self.base, word)
@@ -263,7 +266,7 @@ def fields_of(group: type) -> tuple[FieldSpec, ...]:
         FieldSpec(
             dest=item.name,
             default=item.default,
-            flag=item.metadata.get(_METADATA_KEY),
+            flag=item.metadata.get(_METADATA_KEY, Flag(help="")),
             **_take_apart(hints[item.name]),
         )
         for item in dataclasses.fields(group)

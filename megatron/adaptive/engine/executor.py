@@ -174,10 +174,9 @@ class Executor:
     ) -> None:
         self._pp_rank = pp_rank
         self._num_chunks = placement.num_chunks
-        chunks = range(placement.num_chunks)
         self._targets = {
-            ActionKind.F: [placement.next_of(pp_rank, chunk) for chunk in chunks],
-            ActionKind.B: [placement.previous_of(pp_rank, chunk) for chunk in chunks],
+            kind: [placement.target_of(kind, pp_rank, n) for n in range(placement.num_chunks)]
+            for kind in ActionKind
         }
         self._route = route or (lambda position, microbatch: (position, microbatch))
         self._transport = transport
@@ -448,17 +447,6 @@ class StepLog:
         policy: picks the actions.
         num_chunks: chunks of the rank.
     """
-
-    __slots__ = (
-        "_by_group",
-        "_cause",
-        "_num_chunks",
-        "_policy",
-        "_rows",
-        "_since_ns",
-        "_until_ns",
-        "_waker",
-    )
 
     def __init__(self, policy: Policy, num_chunks: int) -> None:
         self._policy = policy

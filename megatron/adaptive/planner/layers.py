@@ -46,7 +46,6 @@ __all__ = [
     "reduce_s",
     "reduction",
     "stage_memory",
-    "state_bytes",
 ]
 
 
@@ -94,30 +93,19 @@ def in_flight(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tup
     return peak_units(registry.make_schedule(schedule, placement, num_microbatches))
 
 
-def state_bytes(model: Model, *, dp: int, distributed_optimizer: bool) -> tuple[float, ...]:
-    """Returns bytes of weight, gradient and optimizer state for a parameter that a rank holds."""
-    sizes = model.precision
-    shared = dp if distributed_optimizer else 1
-    return (
-        float(sizes.parameter_bytes),
-        float(sizes.gradient_bytes),
-        sizes.optimizer_bytes / shared,
-    )
-
-
 def stage_memory(
     model: Model,
     *,
-    parameters: float,
-    kept_bytes: float,
+    parameters: Any,
+    kept_bytes: Any,
     held: float,
-    workspace_bytes: float,
+    workspace_bytes: Any,
     dp: int,
     distributed_optimizer: bool,
     limit_bytes: float,
     runtime: Runtime = OURS,
 ) -> StageMemory:
-    """Adds up the memory of a stage.
+    """Adds up the memory of a stage, or of many: numbers or arrays.
 
     Args:
         model: for the bytes of numbers.
@@ -131,11 +119,11 @@ def stage_memory(
         runtime: what the training program needs besides.
     """
     besides = runtime.context_bytes + parameters * runtime.parameter_copies_bytes
-    weight, gradient, state = state_bytes(model, dp=dp, distributed_optimizer=distributed_optimizer)
+    sizes = model.precision
     return StageMemory(
-        parameter_bytes=parameters * weight,
-        gradient_bytes=parameters * gradient,
-        optimizer_bytes=parameters * state,
+        parameter_bytes=parameters * sizes.parameter_bytes,
+        gradient_bytes=parameters * sizes.gradient_bytes,
+        optimizer_bytes=parameters * (sizes.optimizer_bytes / (dp if distributed_optimizer else 1)),
         activation_bytes=kept_bytes * held,
         workspace_bytes=workspace_bytes + besides,
         limit_bytes=limit_bytes,

@@ -34,12 +34,9 @@ __all__ = [
     "PRESETS",
     "arguments_model",
     "listed_model",
-    "make_model",
     "preset",
     "preset_names",
-    "read_arguments",
     "read_model",
-    "trainer_shape",
 ]
 
 
@@ -114,10 +111,9 @@ def preset(name: str, precision: str = "bf16", *, fused: bool | None = None) -> 
         shape = replace(PRESETS[name], precision=Precision.named(precision))
         return build_model(replace(shape, fused_attention=bool(fused)))
     if name not in MODELS:
-        nearest = difflib.get_close_matches(name.lower(), preset_names(), n=1)
-        hint = (
-            f"the nearest is {nearest[0]}" if nearest else f"names are {', '.join(preset_names())}"
-        )
+        names = preset_names()
+        nearest = difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f"the nearest is {nearest[0]}" if nearest else f"names are {', '.join(names)}"
         raise ConfigError(f"model {name!r} is not known: {hint}")
     family = name.partition("-")[0]
     vocabulary = _VOCABULARY.get("gpt" if family.startswith("gpt") else family, _SMALL_VOCABULARY)
@@ -166,7 +162,7 @@ def arguments_model(
         # The planner may run where the kernels of the run are not installed.
         installed=Installed(transformer_engine=True, apex=True),
     )
-    return build_model(trainer_shape(config, name, kept))
+    return build_model(_trainer_shape(config, name, kept))
 
 
 def _vocabulary(words: Sequence[str]) -> int:
@@ -177,16 +173,8 @@ def _vocabulary(words: Sequence[str]) -> int:
         return _VOCABULARY["gpt"]
 
 
-def trainer_shape(
-    config: TrainerConfig, name: str, arguments: Sequence[str] = ()
-) -> TransformerShape:
-    """Returns the shape of the model that a run of the trainer builds.
-
-    Args:
-        config: the run's settings.
-        name: of the model.
-        arguments: of the model alone, for plan files.
-    """
+def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -> TransformerShape:
+    """Returns the shape of the model that a run with these settings builds."""
     model = config.model
     learned = model.position_embedding_type == "learned_absolute"
     precision = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -221,7 +209,7 @@ def trainer_shape(
     )
 
 
-def read_arguments(text: str, folder: Path, where: str) -> list[str]:
+def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     """Reads a list of arguments, written out or in a file.
 
     Args:
@@ -262,48 +250,31 @@ def read_model(
         ConfigError: it is none of them, or breaks a rule.
     """
     if text.lstrip().startswith("--"):
-        return arguments_model(read_arguments(text, Path(), "--model"), "model", precision)
+        return arguments_model(_read_arguments(text, Path(), "--model"), "model", precision)
     path = Path(text)
     if path.suffix.lower() in _FILES:
         document = read_file(path, "model")
         if isinstance(document, dict) and isinstance(document.get("model"), dict):
             return _of_profile(document, str(path), precision)
-        return make_model(document, str(path), path.parent, precision, default=default, fused=fused)
+        return _of_file(document, path, precision, default, fused)
     if text in preset_names() or not path.is_file():
         return preset(text, precision or default, fused=fused)
-    arguments = read_arguments(text, Path(), "--model")
+    arguments = _read_arguments(text, Path(), "--model")
     return arguments_model(arguments, path.stem, precision, fused=fused)
 
 
-def make_model(
-    document: Any,
-    where: str,
-    folder: Path,
-    precision: str | None = None,
-    *,
-    default: str = "bf16",
-    fused: bool | None = None,
+def _of_file(
+    document: Any, path: Path, precision: str | None, default: str, fused: bool | None
 ) -> Model:
-    """Makes a model of the contents of a model file.
-
-    Args:
-        document: plain lists, dicts, texts and numbers.
-        where: the file, for messages.
-        folder: what relative paths in it start from.
-        precision: wins over the file.
-        default: where neither says it.
-        fused: see :func:`read_model`.
-
-    Raises:
-        ConfigError: it breaks a rule.
-    """
+    """Makes a model of the contents of a model file; the rest is as in :func:`read_model`."""
+    where = str(path)
     check_form(document, "model", where)
-    name = document.get("name", Path(where).stem)
+    name = document.get("name", path.stem)
     precision = precision or document.get("precision")
     if "preset" in document:
         return preset(document["preset"], precision or default, fused=fused)
     if "arguments" in document:
-        arguments = read_arguments(document["arguments"], folder, f"{where}: arguments")
+        arguments = _read_arguments(document["arguments"], path.parent, f"{where}: arguments")
         return arguments_model(arguments, name, precision, fused=fused)
     if "shape" in document:
         sizes = Precision.named(precision or default)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.adaptive.schedule.compare import Candidate, evaluate
@@ -87,17 +87,11 @@ class Loads:
 
     def beside(self) -> list[float]:
         """Returns the seconds of each rank outside its layers."""
-        found = [0.0] * self.placement.num_ranks
-        for stage, times in enumerate(self.beside_s):
-            found[self._rank_of(stage)] += sum(times)
-        return found
+        return self._by_rank(map(sum, self.beside_s))
 
     def layers_of(self, partition: Sequence[int]) -> list[int]:
         """Returns the layers of each rank under a partition."""
-        found = [0] * self.placement.num_ranks
-        for stage, layers in enumerate(partition):
-            found[self._rank_of(stage)] += layers
-        return found
+        return [int(layers) for layers in self._by_rank(partition)]
 
     def fits(self, partition: Sequence[int]) -> bool:
         """Returns whether every rank's memory allows a partition."""
@@ -108,6 +102,12 @@ class Loads:
         """Returns the stages that a rank holds."""
         chunks = range(self.placement.num_chunks)
         return [self.placement.stage_of(rank, chunk) for chunk in chunks]
+
+    def _by_rank(self, values: Iterable[float]) -> list[float]:
+        found = [0.0] * self.placement.num_ranks
+        for stage, value in enumerate(values):
+            found[self._rank_of(stage)] += value
+        return found
 
     def _rank_of(self, stage: int) -> int:
         return self.placement.locate(stage)[0]

@@ -30,7 +30,7 @@ from megatron.adaptive.planner.layers import (
     layer_table,
     range_largest,
     range_sums,
-    state_bytes,
+    stage_memory,
 )
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, place_ranks
@@ -214,12 +214,18 @@ class _Shape:
             seconds = np.maximum(
                 seconds, range_sums(table.forward_s + table.backward_s + table.weight_s)
             )
-            state = sum(state_bytes(running.model, dp=1, distributed_optimizer=False))
-            fixed = (
-                range_sums(table.parameters * state)
-                + range_sums(table.kept_bytes) * self._held[rank]
+            memory = stage_memory(
+                running.model,
+                parameters=range_sums(table.parameters),
+                kept_bytes=range_sums(table.kept_bytes),
+                held=self._held[rank],
+                workspace_bytes=range_largest(table.workspace_bytes),
+                dp=1,
+                distributed_optimizer=False,
+                limit_bytes=node.memory_bytes,
+                runtime=_RUNTIME,
             )
-            needed = np.maximum(needed, fixed + range_largest(table.workspace_bytes))
+            needed = np.maximum(needed, memory.total_bytes)
         return seconds, needed, min(one.memory_bytes for one in nodes)
 
     def best(self, given: tuple[int, ...] | None) -> Option:

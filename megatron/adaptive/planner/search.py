@@ -408,7 +408,7 @@ class Searcher:
                     work = float((table.forward_s + table.backward_s + table.weight_s).sum())
                     stages = group.count * group.type.gpus / (one.tp * one.dp)
                     rates.append((index, 1 / max(work, 1e-30), stages))
-        return choice.microbatches / most_rate(rates, self._most_stages(classes))
+        return choice.microbatches / _most_rate(rates, self._most_stages(classes))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
         if self.options.pp:
@@ -500,7 +500,7 @@ class Searcher:
         bounded = self._bounded(shape, best, min(_FEW_LEVELS, self.options.most_levels))
         shape.least_value = bounded.goals[0][0] if bounded.goals else math.inf
         if not bounded.levels.whole:
-            room = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
+            room = _capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
             shape.bound_s = max(shape.bound_s, room)
             shape.least_value = best.value(shape.bound_s, self._least_price)
         for _, _, level, price in bounded.goals[:1]:
@@ -606,7 +606,7 @@ def _only(after: Any, partition: Sequence[int]) -> Any:
     return np.where(allowed, after, np.inf)
 
 
-def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
+def _most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
     """Returns the microbatches per second if the work of one could be divided freely.
 
     Args:
@@ -628,7 +628,7 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     return max(whole, 1e-30)
 
 
-def capacity_bound(
+def _capacity_bound(
     tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
     """Returns the seconds below which the stages of all nodes together cannot hold all layers.

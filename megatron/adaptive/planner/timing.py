@@ -49,6 +49,14 @@ class Steps:
     rows: Any
     split: bool
 
+    def table(self, seconds: Any) -> Any:
+        """Returns a copy of a ``[3, stages]`` table; B takes what W does where B is not split."""
+        copy = np.array(seconds, dtype=np.float64)
+        if not self.split:
+            copy[_B] += copy[_W]
+            copy[_W] = 0.0
+        return copy
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimes:
@@ -127,12 +135,8 @@ def step_times(
         launch_s: ``[3, stages]``, the part of ``durations_s`` in which the CPU launches the work,
             which needs no input and goes on while the rank waits. None for none.
     """
-    durations = np.array(durations_s, dtype=np.float64)
-    launch = np.zeros_like(durations) if launch_s is None else np.array(launch_s, dtype=np.float64)
-    if not steps.split:
-        for table in (durations, launch):
-            table[_B] += table[_W]
-            table[_W] = 0.0
+    durations = steps.table(durations_s)
+    launch = np.zeros_like(durations) if launch_s is None else steps.table(launch_s)
     ranks = steps.placement.num_ranks
     end = np.zeros(ranks)
     busy = np.zeros(ranks)
@@ -197,10 +201,7 @@ def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> fl
     """
     if sigma <= 0:
         return 0.0
-    durations = np.array(durations_s, dtype=np.float64)
-    if not steps.split:
-        durations[1] += durations[2]
-        durations[2] = 0.0
+    durations = steps.table(durations_s)
     rng = np.random.default_rng(0)
     factors = np.exp(sigma * rng.standard_normal((len(steps.rows), DRAWS)) - sigma**2 / 2)
     # The last column has no jitter; the others are compared with the mean over their own draws.

@@ -130,7 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     group = parser.add_argument_group(title="megatron.adaptive")
     for name, spec in _flags().items():
-        assert spec.flag is not None
         own = name == "schedule"
         group.add_argument(
             spec.name,

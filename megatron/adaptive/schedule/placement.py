@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.action import ActionKind
 
 PlacementKind = Literal["loop", "v"]
 _KINDS = ("loop", "v")
@@ -112,21 +112,19 @@ class Placement:
         """The ranks that one exchanges messages with, sorted."""
         return tuple(sorted(a + b - rank for a, b in self.neighbours() if rank in (a, b)))
 
-    def enabled_by(self, rank: int, action: Action) -> tuple[int, Action] | None:
-        """The action that ``action`` on ``rank`` produces the input of, with its rank.
+    def target_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
+        """The ``(rank, chunk)`` that takes the result of a chunk's action.
 
         A forward feeds the following stage's forward, a backward the preceding stage's backward.
-
-        Returns:
-            ``(rank, action)`` of the consumer; None for the last stage's forward (its own
-            backward follows on the same stage), the first stage's backward, and every W.
+        None for the last stage's forward (its own backward follows on the same stage), the first
+        stage's backward, and every W.
         """
-        if action.kind is ActionKind.F:
-            place = self.next_of(rank, action.chunk)
-        elif action.kind is ActionKind.B:
-            place = self.previous_of(rank, action.chunk)
-        else:
-            place = None
-        if place is None:
+        if kind is ActionKind.W:
             return None
-        return place[0], Action(action.kind, place[1], action.microbatch)
+        return (self.next_of if kind is ActionKind.F else self.previous_of)(rank, chunk)
+
+    def source_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
+        """The ``(rank, chunk)`` whose result a chunk's action takes; see ``target_of``."""
+        if kind is ActionKind.W:
+            return None
+        return (self.previous_of if kind is ActionKind.F else self.next_of)(rank, chunk)

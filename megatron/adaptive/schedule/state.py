@@ -34,17 +34,6 @@ class RankState:
         ScheduleError: an argument is out of range, or the cap is below the least cap.
     """
 
-    __slots__ = (
-        "_actions",
-        "cap",
-        "forward_only",
-        "num_microbatches",
-        "numbers",
-        "placement",
-        "rank",
-        "weight_pieces",
-    )
-
     def __init__(
         self,
         *,
@@ -188,7 +177,7 @@ class RankState:
             ScheduleError: no such action takes an input, or this one arrived before.
         """
         name = f"rank {self.rank}: input of {kind}{chunk}-{microbatch}"
-        if kind is ActionKind.W or not self._has(kind, chunk) or not self._source(kind, chunk):
+        if not (self._has(kind, chunk) and self.placement.source_of(kind, self.rank, chunk)):
             raise ScheduleError(f"{name} was reported, which takes no input from another stage")
         if not 0 <= microbatch < self.num_microbatches:
             raise ScheduleError(
@@ -313,12 +302,8 @@ class RankState:
             return action.microbatch * self.weight_pieces + action.piece
         return action.microbatch
 
-    def _source(self, kind: ActionKind, chunk: int) -> tuple[int, int] | None:
-        edge = self.placement.previous_of if kind is ActionKind.F else self.placement.next_of
-        return edge(self.rank, chunk)
-
     def _sender(self, action: Action) -> str:
-        source = self._source(action.kind, action.chunk)
+        source = self.placement.source_of(action.kind, self.rank, action.chunk)
         if source is None:
             return "its own stage"
         return f"rank {source[0]} (stage {self.placement.stage_of(*source)})"

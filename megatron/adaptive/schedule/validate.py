@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
-from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind, action_table
+from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, action_table
 from megatron.adaptive.schedule.render import render_schedule
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
@@ -79,12 +79,6 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
     )
 
 
-def _kinds(schedule: Schedule) -> tuple[ActionKind, ...]:
-    if schedule.forward_only:
-        return (ActionKind.F,)
-    return tuple(ActionKind) if schedule.weight_pieces else (ActionKind.F, ActionKind.B)
-
-
 def _check_pieces(schedule: Schedule) -> None:
     """Check that all weight gradients are cut into the same number of pieces."""
     last: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -114,12 +108,10 @@ def _check_order(schedule: Schedule, rank: int) -> None:
     """Check one rank by itself: run its order as if every input were there from the start."""
     placement, num_microbatches = schedule.placement, schedule.num_microbatches
     state = _new_state(schedule, rank)
-    for kind, edge in (
-        (ActionKind.F, placement.previous_of),
-        (ActionKind.B, placement.next_of),
-    ):
+    kinds = (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)
+    for kind in kinds:
         for chunk in range(placement.num_chunks):
-            if kind in _kinds(schedule) and edge(rank, chunk) is not None:
+            if placement.source_of(kind, rank, chunk) is not None:
                 for microbatch in range(num_microbatches):
                     state.arrive(kind, chunk, microbatch)
     order = schedule.orders[rank]
@@ -135,16 +127,12 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _missing(schedule: Schedule, rank: int) -> list[Action]:
-    listed, placement = set(schedule.orders[rank]), schedule.placement
+    listed, chunks = set(schedule.orders[rank]), schedule.placement.num_chunks
+    pieces = (1, int(not schedule.forward_only), schedule.weight_pieces)
     return [
         action
-        for kind in _kinds(schedule)
-        for of_chunk in action_table(
-            kind,
-            placement.num_chunks,
-            schedule.num_microbatches,
-            schedule.weight_pieces if kind is ActionKind.W else 1,
-        )
+        for kind, count in zip(KINDS, pieces, strict=True)
+        for of_chunk in action_table(kind, chunks, schedule.num_microbatches, count)
         for action in of_chunk
         if action not in listed
     ]
@@ -164,11 +152,10 @@ def _check_flow(schedule: Schedule) -> None:
                 break
             state.start(action)
             state.finish(action)
-            consumer = placement.enabled_by(rank, action)
-            if consumer is not None:
-                to_rank, input_of = consumer
-                states[to_rank].arrive(input_of.kind, input_of.chunk, input_of.microbatch)
-                waiting.append(to_rank)
+            target = placement.target_of(action.kind, rank, action.chunk)
+            if target is not None:
+                states[target[0]].arrive(action.kind, target[1], action.microbatch)
+                waiting.append(target[0])
     stuck = [rank for rank, state in enumerate(states) if not state.done]
     if stuck:
         # The rank that came least far is nearest to the cause.
@@ -188,8 +175,7 @@ def _circle(schedule: Schedule, rank: int, positions: Sequence[int]) -> str:
     while rank not in seen:
         seen.add(rank)
         action = schedule.orders[rank][positions[rank]]
-        edge = placement.previous_of if action.kind is ActionKind.F else placement.next_of
-        source = edge(rank, action.chunk)
+        source = placement.source_of(action.kind, rank, action.chunk)
         assert source is not None
         sent = Action(action.kind, source[1], action.microbatch)
         parts.append(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -241,13 +241,8 @@ def _factors(rank_factors: Sequence[float] | None, ranks: int) -> Any:
 
 
 def _check_times(placement: Placement, times: StageTimes) -> None:
-    kinds = {
-        "forward": times.forward_s,
-        "backward": times.backward_s,
-        "weight": times.weight_s,
-        "recompute": times.recompute_s,
-    }
-    for what, values in kinds.items():
+    for field_ in fields(times):
+        what, values = field_.name.removesuffix("_s"), getattr(times, field_.name)
         if what in ("weight", "recompute") and not values:
             continue
         if len(values) != len(times.forward_s) or len(values) % placement.num_stages:
@@ -301,11 +296,8 @@ def _parse(data: Any, num_stages: int) -> StageProfile:
     links = {}
     entries = data.get("links", [])
     for at, entry in enumerate(entries if isinstance(entries, list) else [None]):
-        if not isinstance(entry, dict) or not {"from", "to"} <= set(entry) <= {
-            *delays,
-            "from",
-            "to",
-        }:
+        ends = {"from", "to"}
+        if not isinstance(entry, dict) or not ends <= set(entry) <= {*delays, *ends}:
             raise ScheduleError(
                 f"it has links[{at}] = {entry}: it must have from and to (ranks) and latency_s,"
                 " occupancy_s or both"

@@ -132,48 +132,39 @@ def _figures(snapshot: Snapshot, width: int) -> Text:
 
 
 def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
-    is_roomy = width >= MIDDLE
-    table = _table(width)
+    step = "step" if width >= MIDDLE else ""
+    table = _table(width, f"rank stage now done {step} bubble waits compute held slow")
+    # Its cells give way where there is too little room.
+    table.columns[2].min_width, table.columns[2].no_wrap = 14, False
     chunks = max((r.header.num_chunks for r in ranks if r.header is not None), default=1)
-    for name in ("rank", "stage"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("now", min_width=14)  # its cells give way where there is too little room
-    table.add_column("done", justify="right", no_wrap=True)
-    if is_roomy:
-        table.add_column("step", no_wrap=True)
-    table.add_column("bubble", justify="right", no_wrap=True)
-    table.add_column("waits", no_wrap=True)
-    for name in ("compute", "held", "slow"):
-        table.add_column(name, justify="right" if name != "slow" else "left", no_wrap=True)
     for rank in ranks:
         stage = "" if rank.header is None else str(rank.header.pp_rank)
-        cells: list[Text | str] = [str(rank.rank), stage, _now(rank, chunks), _done(rank, width)]
-        if is_roomy:
-            cells.append(_bar(rank, 32 if width >= WIDE else 14))
-        cells.append(_percent(None if rank.busy is None else 1 - rank.busy))
-        cells.append(_waits(rank.waits, 4 if width >= WIDE else 1))
         held = rank.held_bytes if rank.now is None else rank.now.held_bytes or rank.held_bytes
-        cells += [_ms(rank.compute_ms), _bytes(held), _mark(rank, is_short=width < WIDE)]
-        table.add_row(*cells)
+        table.add_row(
+            *(str(rank.rank), stage, _now(rank, chunks), _done(rank, width)),
+            *([_bar(rank, 32 if width >= WIDE else 14)] if step else []),
+            _percent(None if rank.busy is None else 1 - rank.busy),
+            _waits(rank.waits, 4 if width >= WIDE else 1),
+            *(_ms(rank.compute_ms), _bytes(held), _mark(rank, is_short=width < WIDE)),
+        )
     return table
 
 
-def _table(width: int) -> Table:
+def _table(width: int, columns: str) -> Table:
+    """A table without rows; words and bars stand to the left, numbers to the right."""
     padding = (0, 1, 0, 1) if width >= WIDE else (0, 0, 0, 1)
-    return Table(box=None, padding=padding, header_style="dim")
+    table = Table(box=None, padding=padding, header_style="dim")
+    for name in columns.split():
+        is_text = name in ("now", "step", "waits", "slow")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    return table
 
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
     """A line per stage: what its ranks do, and the figures of the middle one and the worst."""
-    table = _table(width)
-    table.add_column("stage", justify="right", no_wrap=True)
-    table.add_column("ranks", justify="right", no_wrap=True)
-    table.add_column("now", no_wrap=True, overflow="ellipsis", max_width=width - 46)
-    table.add_column("bubble", justify="right", no_wrap=True)
-    if width >= MIDDLE:
-        table.add_column("waits", no_wrap=True)
-    for name in ("compute", "slowest", "slow"):
-        table.add_column(name, justify="right" if name != "slow" else "left", no_wrap=True)
+    waits = "waits" if width >= MIDDLE else ""
+    table = _table(width, f"stage ranks now bubble {waits} compute slowest slow")
+    table.columns[2].overflow, table.columns[2].max_width = "ellipsis", width - 46
     stages: dict[int, list[LiveRank]] = {}
     for rank in snapshot.ranks:
         if rank.header is not None:
@@ -186,23 +177,17 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
         busy = [rank.busy for rank in members if rank.busy is not None]
         times = {rank.rank: rank.compute_ms for rank in members if rank.compute_ms is not None}
         worst = max(times, key=lambda rank: times[rank], default=None)
-        marks = [rank for rank in members if rank.slowness is not None]
-        slow = Text()
-        if marks:
-            first = max(marks, key=lambda r: r.slowness.factor if r.slowness else 0.0)
-            slow = _mark(first, is_short=True)
-        cells: list[Text | str] = [str(stage), str(len(members)), text]
-        cells.append(_percent(1 - statistics.median(busy) if busy else None))
-        if width >= MIDDLE:
-            causes = {cause for rank in members for cause in rank.waits}
-            cells.append(
-                _waits(
-                    {c: statistics.median(r.waits.get(c, 0.0) for r in members) for c in causes}, 2
-                )
-            )
-        cells.append(_ms(statistics.median(times.values()) if times else None))
-        cells.append("" if worst is None else f"rank {worst} {_ms(times[worst])}")
-        table.add_row(*cells, slow)
+        slowest = max(members, key=lambda r: r.slowness.factor if r.slowness else 0.0)
+        causes = {cause for rank in members for cause in rank.waits}
+        usual = {c: statistics.median(r.waits.get(c, 0.0) for r in members) for c in causes}
+        table.add_row(
+            *(str(stage), str(len(members)), text),
+            _percent(1 - statistics.median(busy) if busy else None),
+            *([_waits(usual, 2)] if waits else []),
+            _ms(statistics.median(times.values()) if times else None),
+            "" if worst is None else f"rank {worst} {_ms(times[worst])}",
+            _mark(slowest, is_short=True),
+        )
     return table
 
 

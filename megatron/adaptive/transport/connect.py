@@ -38,6 +38,7 @@ from megatron.adaptive.transport.select import (
     ChannelSize,
     Choice,
     choose,
+    is_loopback,
     log_lines,
     size_of_channel,
 )
@@ -443,7 +444,7 @@ def network_address(interface: str | None, store_host: str | None, *, alone: boo
             )
         return found[0]
     address = None if store_host is None else _source_towards(store_host)
-    if address is None or (_is_local(address) and not alone):
+    if address is None or (is_loopback(address) and not alone):
         address = _source_towards(_ANYWHERE) or next(iter(_outside_addresses()), address)
     return address or ("127.0.0.1" if alone else None)
 
@@ -459,7 +460,7 @@ def _addresses_of(interface: str) -> list[str]:
 def _outside_addresses() -> list[str]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = [one for name in sorted(up & set(psutil.net_if_addrs())) for one in _addresses_of(name)]
-    return [address for address in found if not _is_local(address)]
+    return [address for address in found if not is_loopback(address)]
 
 
 def _source_towards(host: str) -> str | None:
@@ -474,10 +475,6 @@ def _source_towards(host: str) -> str | None:
     except OSError:
         pass
     return None
-
-
-def _is_local(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 class CompositeTransport:

@@ -108,7 +108,9 @@ class GlooTransport:
         self._send_limit = datetime.timedelta(seconds=timeout_s)
         self._index = {peer: dist.get_group_rank(group, peer) for peer in peers}
         self._sent = dict.fromkeys(peers, 0)
-        self._pending: deque[tuple[int, Packet | None, torch.Tensor, tuple[Any, ...]]] = deque()
+        self._pending: deque[tuple[int, Packet | None, torch.Tensor | None, tuple[Any, ...]]] = (
+            deque()
+        )
         self._closing = False
         self._ahead = 1 if payload_shape is None else _DEPTH
         size = 0 if payload_shape is None else torch.Size(payload_shape).numel() * dtype.itemsize
@@ -204,10 +206,11 @@ class GlooTransport:
         header = Header(label, tuple(payload.shape), payload.dtype, sequence)
         packet = self._free.pop() if self._free else self._packet()
         packet.fill(header, payload if self._packs else None)
+        kept = None if self._packs else payload
         self._sent[peer] = sequence + 1
         slot = sequence % _DEPTH
         work = self._start(peer, packet.raw, 2 * slot)
-        self._pending.append((peer, packet, payload, (work, *works)))
+        self._pending.append((peer, packet, kept, (work, *works)))
         return slot
 
     def _packet(self) -> Packet:

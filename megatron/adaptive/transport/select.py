@@ -29,6 +29,7 @@ __all__ = [
     "ChannelSize",
     "candidates",
     "choose",
+    "is_loopback",
     "log_lines",
     "size_of_channel",
     "why_not",
@@ -76,7 +77,7 @@ def why_not(kind: str, one: Endpoint, other: Endpoint) -> str | None:
             )
     if kind == "tcp" and one.machine != other.machine:
         for end in (one, other):
-            if _is_loopback(end.addresses.get("tcp", "")):
+            if is_loopback(end.addresses.get("tcp", "")):
                 return (
                     f"rank {end.rank} on {end.host} has only the address "
                     f"{end.addresses['tcp']}, which others cannot reach; name its network with "
@@ -201,5 +202,6 @@ def size_of_channel(
     return ChannelSize(slot_bytes, slots)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to its own machine only."""
     return address.startswith("127.") or address == "::1"

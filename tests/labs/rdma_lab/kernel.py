@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -48,19 +45,14 @@ def prepare() -> Path:
     kernel = _kernel()
     if lacking := _lacking(kernel):
         packages.install(lacking)
-    if not kernel.exists():
-        kernel.parent.parent.mkdir(parents=True, exist_ok=True)
-        with (kernel.parent.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two at once: the second finds the work done
-            if not kernel.exists():
-                _build(kernel)
+    packages.make_once(kernel.parent, _build)
     return kernel
 
 
 def why_not() -> str | None:
     """Return why :func:`prepare` cannot succeed, ``None`` if nothing speaks against it."""
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        return "the RDMA lab needs Linux on x86_64"
+    if reason := packages.why_not_here():
+        return reason
     lacking = _lacking(_kernel())
     if lacking and not packages.can_install():
         return (
@@ -78,16 +70,13 @@ def _lacking(kernel: Path) -> list[str]:
 
 def _kernel() -> Path:
     """Path of the kernel that these choices give, whether it is there or not."""
-    choices = repr((SOURCE, CONFIG.read_text(), CHANGES)).encode()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(choices).hexdigest()[:16]
-    return cache / "megatron-adaptive" / "rdma-lab" / digest / "linux"
+    return packages.cache_path("", (SOURCE, CONFIG.read_text(), CHANGES)) / "linux"
 
 
-def _build(kernel: Path) -> None:
+def _build(folder: Path) -> None:
     """Compile in a folder beside the kernel's, which then takes its name."""
-    print(f"rdma-lab: compiling {kernel}, which takes some minutes", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=kernel.parent.parent) as name:
+    print(f"rdma-lab: compiling {folder}, which takes some minutes", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         work = Path(name)
         packages.call("tar", "xf", _archive(work), "-C", work)
         tree = next(work.glob("*/Kconfig")).parent
@@ -102,7 +91,7 @@ def _build(kernel: Path) -> None:
         done = work / "done"
         done.mkdir()
         packages.call("strip", "-o", done / "linux", tree / "linux")
-        done.rename(kernel.parent)
+        done.rename(folder)
 
 
 def _archive(work: Path) -> Path:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
+import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["BUILDING", "RUNNING", "LabError", "can_install", "call", "install", "missing"]
+__all__ = [
+    "BUILDING",
+    "RUNNING",
+    "LabError",
+    "cache_path",
+    "call",
+    "can_install",
+    "install",
+    "make_once",
+    "missing",
+    "why_not_here",
+]
 
 RUNNING: Mapping[str, str] = {
     "ip": "iproute2",
@@ -37,6 +52,30 @@ _SYSTEM = "/usr/sbin:/sbin"
 
 class LabError(Exception):
     """The lab cannot run here; one line that says why and what to do."""
+
+
+def why_not_here() -> str | None:
+    """Return why no kind of node can run on this machine, ``None`` if nothing speaks against it."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return "the RDMA lab needs Linux on x86_64"
+    return None
+
+
+def cache_path(kind: str, choices: object) -> Path:
+    """Return where what these choices give is kept, whether it is there or not."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:16]
+    return cache / "megatron-adaptive" / "rdma-lab" / f"{kind}{digest}"
+
+
+def make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Call ``make(folder)`` unless the folder is there; two at once do not do it twice."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                make(folder)
 
 
 def missing(*needs: Mapping[str, str]) -> list[str]:

@@ -15,15 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = [
-    "BANDWIDTH_SIZES",
-    "LATENCY_SIZES",
-    "PerftestError",
-    "bandwidth",
-    "latencies",
-    "latency",
-    "perftest",
-]
+__all__ = ["BANDWIDTH_SIZES", "LATENCY_SIZES", "PerftestError", "bandwidth", "latencies"]
 
 BANDWIDTH_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 LATENCY_SIZES = (64, 1 << 10)
@@ -37,14 +29,6 @@ _MIB = 1 << 20
 
 class PerftestError(Exception):
     """perftest did not measure; holds what it wrote."""
-
-
-def perftest(size_bytes: int, *, timeout_s: float = 60.0) -> tuple[float, float]:
-    """Return bandwidth in bytes per second and latency in microseconds of RDMA writes.
-
-    Calls :func:`bandwidth`, then :func:`latency`; ``timeout_s`` is for each.
-    """
-    return bandwidth(size_bytes, timeout_s=timeout_s), latency(size_bytes, timeout_s=timeout_s)
 
 
 def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float = 60.0) -> float:
@@ -66,8 +50,11 @@ def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float
     return average * _MIB  # it says MB and means MiB
 
 
-def latency(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> float:
+def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> tuple[float, float]:
     """Return microseconds from an RDMA write until the other node's program sees it in its memory.
+
+    Where processors are shared the two values differ by a multiple: some writes wait for a whole
+    slice of another program.
 
     Args:
         size_bytes: of a write.
@@ -75,20 +62,11 @@ def latency(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> fl
         timeout_s: the longest that this may block.
 
     Returns:
-        The typical (median) value of ``ib_write_lat``, half a round trip, as
-        node 1 saw it; the same on both nodes.
+        The typical (median) value of ``ib_write_lat``, half a round trip, as node 1 saw it, and the
+        mean; the same on both nodes.
 
     Raises:
         PerftestError: it failed, or the time was over.
-    """
-    return latencies(size_bytes, count=count, timeout_s=timeout_s)[0]
-
-
-def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> tuple[float, float]:
-    """Return what :func:`latency` does, and the mean in microseconds.
-
-    Where processors are shared the two differ by a multiple: some writes wait for a whole slice of
-    another program.
     """
     _least, _most, typical, mean = _measure("ib_write_lat", size_bytes, count, timeout_s)[:4]
     return typical, mean
@@ -168,7 +146,7 @@ def main() -> None:
         if not quiet:
             print(f"ib_write_bw  {size_bytes:>8} B  {rate / 1e6:>8.1f} MB/s", flush=True)
     for size_bytes in LATENCY_SIZES:
-        time_us = latency(size_bytes)
+        time_us, _mean_us = latencies(size_bytes)
         if not quiet:
             print(f"ib_write_lat {size_bytes:>8} B  {time_us:>8.1f} us", flush=True)
 

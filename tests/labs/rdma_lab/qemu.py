@@ -6,13 +6,8 @@ emulates the processor, so that neither privileges nor virtualisation are needed
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import os
-import platform
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,8 +39,8 @@ _FOLDERS = ("bin", "modules", "proc", "sys", "dev", "host")
 
 def why_not() -> str | None:
     """Return why :func:`prepare` cannot succeed, ``None`` if nothing speaks against it."""
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        return "the RDMA lab needs Linux on x86_64"
+    if reason := packages.why_not_here():
+        return reason
     if lacking := packages.missing(packages.RUNNING, PACKAGES):
         return (
             f"nodes under QEMU need the packages {' '.join(lacking)}: "
@@ -62,16 +57,8 @@ def prepare() -> Path:
     """
     if reason := why_not():
         raise LabError(reason)
-    choices = repr((KERNEL, MODULES, INIT.read_text())).encode()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "megatron-adaptive" / "rdma-lab"
-    kernel = folder / f"qemu-{hashlib.sha256(choices).hexdigest()[:16]}"
-    if not kernel.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two at once: the second finds the work done
-            if not kernel.exists():
-                _make(kernel)
+    kernel = packages.cache_path("qemu-", (KERNEL, MODULES, INIT.read_text()))
+    packages.make_once(kernel, _make)
     return kernel
 
 

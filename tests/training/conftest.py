@@ -1,7 +1,0 @@
-"""Shares the fixtures of tests that build a trainer."""
-
-from __future__ import annotations
-
-from tests.fixtures import corpus, make, tokenizer, worker, write_tokens
-
-__all__ = ["corpus", "make", "tokenizer", "worker", "write_tokens"]
