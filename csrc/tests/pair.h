@@ -25,13 +25,13 @@ namespace adaptive::testing {
 
 constexpr std::uint64_t kJob = 0x1234'5678'9abcULL;
 
-inline Session make_session(int rank) {
+inline Session make_session(int rank, unsigned local_processes = 2) {
   Session session;
-  session.completions = std::make_shared<Completions>(2);
+  session.completions = std::make_shared<Completions>(local_processes);
   session.reactor = std::make_shared<Reactor>();
   session.job = kJob;
   session.rank = rank;
-  session.local_processes = 2;
+  session.local_processes = local_processes;
   session.describe = [](int peer) { return "rank " + std::to_string(peer) + " (stage 5)"; };
   return session;
 }

@@ -51,7 +51,7 @@ class Lab {
   // One end of a new channel; both ranks open it with the same port.
   End open(int port, const RdmaOptions& options) const {
     End end;
-    end.session = make_session(rank_);
+    end.session = make_session(rank_, 1);  // alone on its node: waits spin longer
     end.sender = open_rdma(end.session, link(port), options, patient(), kNoTick);
     return end;
   }
