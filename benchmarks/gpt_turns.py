@@ -1,4 +1,4 @@
-"""What traces, checkpoints and copies in memory cost the steps of a small GPT.
+"""Measures what traces, checkpoints and copies in memory add to the steps of a small GPT.
 
 One job takes turns with and without, so that whatever else the machine does hits both alike. Both
 the time on the clock and the processor time of all ranks are taken: who waits for whom changes the
@@ -90,7 +90,7 @@ class _Rank(GptRank):
         return time.perf_counter() - start, processor
 
     def progress(self, iteration: int) -> Any:
-        """What a checkpoint says of a run that has done ``iteration`` steps."""
+        """Returns a checkpoint's entry for a run that has done ``iteration`` steps."""
         from megatron.adaptive.checkpoint.training import Progress
 
         return Progress(

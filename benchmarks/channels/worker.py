@@ -26,7 +26,7 @@ _FEWEST = 2
 
 @dataclass(frozen=True)
 class Family:
-    """What the payloads of a process are.
+    """Makes and checks the payloads of a process.
 
     Attributes:
         buffer: makes a touched payload of so many bytes.

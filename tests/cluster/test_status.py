@@ -1,4 +1,4 @@
-"""What the files of a job say: progress, errors, differences, and that it stands still."""
+"""Reads the files of a job: progress, errors, differences, and that it stands still."""
 
 from __future__ import annotations
 
