@@ -100,6 +100,12 @@ def test_options_reach_the_script_and_what_follows_two_dashes_the_trainer(
     assert started.options == [*MOVES_LAYERS, "--train-iters", "7", "--", "--resume"]
 
 
+def test_another_number_of_layers_is_cut_by_the_trainer(run: Run, tmp_path: Path) -> None:
+    assert run(*"--pipeline_parallel 3 -- --num-layers 9".split()) == 0
+    options = Started(tmp_path / "runs" / "latest" / "started").options
+    assert options == [*MOVES_LAYERS, "--num-layers", "9"]
+
+
 @pytest.mark.parametrize(
     "argv",
     ["--pipeline_parallel 1", "--schedule megatron", "-- --partition 3-5", "-- --plan=plan.json"],

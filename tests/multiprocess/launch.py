@@ -314,7 +314,7 @@ SMALL_GPT = (
 
 
 class CaseRuns:
-    """What the ranks of ``worker.py`` saw of each case.
+    """Runs ``worker.py`` and keeps the results of each case's ranks.
 
     All cases of a world size train in one job, which begins when one of them is asked for: starting
     processes takes longer than training.

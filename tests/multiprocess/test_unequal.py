@@ -103,7 +103,7 @@ def cases_of(size: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """What every case saw."""
+    """Returns the results of each case's ranks."""
     return CaseRuns(cases_of, tmp_path_factory.mktemp, LIMIT_S)
 
 

@@ -103,10 +103,10 @@ def _default_flags(options: argparse.Namespace, trainer: Sequence[str]) -> list[
     times are measured, unless the user gives a partition.
     """
     flags = []
-    stages = options.pipeline_parallel * options.model_chunks
-    if _LAYERS % stages:
-        flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
     given = {word.split("=", 1)[0] for word in trainer}
+    stages = options.pipeline_parallel * options.model_chunks
+    if _LAYERS % stages and "--num-layers" not in given:
+        flags += ["--partition", format_partition(nearly_even_split(_LAYERS, stages))]
     may_move = options.pipeline_parallel > 1 and options.schedule != "megatron"
     if may_move and not given & _FIXED_STAGES:
         flags += ["--repartition", "auto", "--repartition-interval", str(_REPARTITION_INTERVAL)]

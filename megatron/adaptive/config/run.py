@@ -26,7 +26,7 @@ class RunConfig:
     exit_duration_in_mins: Count | None = flag("Save and end after this time.", unit="MINUTES")
     exit_signal_handler: bool = switch("No effect: the run always saves and ends on SIGTERM.")
     seed: Count = flag("Seed of all random numbers.", 1234)
-    manual_gc: bool = switch("Collect Python's garbage only when told to.")
+    manual_gc: bool = switch("Collect Python's garbage only as --manual-gc-interval says.")
     manual_gc_interval: Natural = flag(
         "Iterations between collections with --manual-gc; 0 for none.", 0, unit="ITERATIONS"
     )
