@@ -7,6 +7,7 @@
     ├── SetupError           the machine lacks something (device, port, permission, package)
     ├── DataError            corpus, vocabulary or indexed dataset is missing, broken or foreign
     ├── CheckpointError      a checkpoint is missing, incomplete, newer or of another model
+    │   └── DamagedCheckpointError   it is not what was written
     ├── ScheduleError        a schedule or a policy breaks the rules of the pipeline
     ├── TraceError           trace files are missing, mixed or of a newer format
     ├── DeviceMemoryError    the accelerator ran out of memory
@@ -26,6 +27,7 @@ __all__ = [
     "AdaptiveError",
     "CheckpointError",
     "ConfigError",
+    "DamagedCheckpointError",
     "DataError",
     "DeadlineError",
     "DeviceMemoryError",
@@ -55,6 +57,10 @@ class DataError(AdaptiveError):
 
 class CheckpointError(AdaptiveError):
     """A checkpoint is missing, incomplete, of a newer format or of another model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not, or not all of, what was written; another one may be whole."""
 
 
 class ScheduleError(AdaptiveError):

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron.adaptive.checkpoint.checksums import BLOCK_BYTES, sealed
 from megatron.adaptive.checkpoint.folder import (
     FORMAT_VERSION,
+    INDEX,
     CheckpointFolder,
     Manifest,
     PipelineFolder,
+    verify,
 )
-from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 MANIFEST = Manifest(
     progress={"iteration": 10},
@@ -33,8 +41,16 @@ TRACKER = "latest_checkpointed_iteration.txt"
 def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = b"old") -> Path:
     partial = folder.begin(iteration)
     (partial / "metadata.json").write_text("{}")
+    (partial / INDEX).write_text("{}")
     (partial / "__0_0.distcp").write_bytes(content)
     return folder.commit(iteration, MANIFEST.to_dict())
+
+
+def reseal(manifest: Path, **values: object) -> None:
+    """Change a manifest as a program would that writes its checksum too."""
+    body = json.loads(manifest.read_text()) | values
+    del body["checksum"]
+    manifest.write_text(sealed([f"{json.dumps(n)}: {json.dumps(one)}" for n, one in body.items()]))
 
 
 @pytest.fixture
@@ -46,6 +62,7 @@ def test_a_checkpoint_appears_under_its_name_and_is_the_latest(folder: Checkpoin
     partial = folder.begin(10)
     assert partial.name.startswith(".")
     (partial / "metadata.json").write_text("{}")
+    (partial / INDEX).write_text("{}")
     assert folder.latest() is None
     path = folder.commit(10, MANIFEST.to_dict())
     assert path == folder.path / "iter_0000010"
@@ -53,7 +70,7 @@ def test_a_checkpoint_appears_under_its_name_and_is_the_latest(folder: Checkpoin
     assert sorted(entry.name for entry in folder.path.iterdir()) == ["iter_0000010", TRACKER]
     opened, manifest = folder.open(10)
     assert opened == path
-    assert manifest.files == {"metadata.json": 2}
+    assert manifest.files == {"metadata.json": 2, INDEX: 2}
     assert manifest.progress == {"iteration": 10}
 
 
@@ -145,7 +162,7 @@ def test_a_tracker_without_a_number_is_refused(folder: CheckpointFolder) -> None
         (lambda path: (path / "__0_0.distcp").write_bytes(b"o"), "1 bytes and was written with 3"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda path: (path / "metadata.json").unlink(), "metadata.json is missing"),
-        (lambda path: (path / "manifest.json").unlink(), "not written by this program"),
+        (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
         (lambda path: (path / "manifest.json").write_text('{"form'), "cannot be read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "not of a checkpoint of this"),
         (
@@ -172,6 +189,9 @@ def test_a_folder_of_another_format_is_named(folder: CheckpointFolder) -> None:
     path.mkdir(parents=True)
     with pytest.raises(CheckpointError, match="is incomplete"):
         folder.open(5)
+    (path / "metadata.json").touch()
+    with pytest.raises(CheckpointError, match="not written by this program"):
+        folder.open(5)
     (path / "mp_rank_00").mkdir()
     with pytest.raises(CheckpointError, match="old torch format"):
         folder.open(5)
@@ -179,10 +199,8 @@ def test_a_folder_of_another_format_is_named(folder: CheckpointFolder) -> None:
 
 def test_a_newer_format_is_refused(folder: CheckpointFolder) -> None:
     path = write_checkpoint(folder, 10)
-    body = json.loads((path / "manifest.json").read_text())
-    body["version"] = FORMAT_VERSION + 1
-    (path / "manifest.json").write_text(json.dumps(body))
-    with pytest.raises(CheckpointError, match="format version 2 and this program reads up to 1"):
+    reseal(path / "manifest.json", version=FORMAT_VERSION + 1)
+    with pytest.raises(CheckpointError, match="format version 3 and this program reads up to 2"):
         folder.open(10)
 
 
@@ -224,6 +242,7 @@ def test_what_is_found_at_the_last_moment_keeps_a_checkpoint_back(folder: Checkp
 
 def write_pipeline(folder: PipelineFolder, step: int, text: str = "tensors") -> Path:
     (folder.begin(step) / "__0_0.distcp").write_text(text)
+    (folder.partial_path(step) / INDEX).write_text("{}")
     return folder.commit(step, {"step": step})
 
 
@@ -261,11 +280,114 @@ def test_what_is_broken_of_a_pipeline_is_named(tmp_path: Path) -> None:
     (path / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
         folder.open(1)
-    (path / "pipeline.json").write_text('{"format": 9}')
-    with pytest.raises(CheckpointError, match="format version 9 and this program reads up to 1"):
+    reseal(path / "pipeline.json", format=9)
+    with pytest.raises(CheckpointError, match="format version 9 and this program reads up to 2"):
         folder.open(1)
     (path / "pipeline.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         folder.open(1)
     with pytest.raises(CheckpointError, match="no checkpoint of step 7: there are steps 1"):
         folder.open(7)
+
+
+def damages(chosen: random.Random, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield what may happen to the files of a checkpoint, as a name and what does it."""
+    while True:
+        path = chosen.choice(sorted(folder.iterdir()))
+        data = bytearray(path.read_bytes())
+        kind = chosen.choice(["bit", "byte", "zeros", "cut", "gone", "swap"])
+        at = chosen.randrange(len(data))
+        if kind == "bit":
+            data[at] ^= 1 << chosen.randrange(8)
+        elif kind == "byte":
+            data[at] = (data[at] + chosen.randrange(1, 256)) % 256
+        elif kind == "zeros":
+            end = min(len(data), at + chosen.randrange(1, 5000))
+            if not any(data[at:end]):
+                continue
+            data[at:end] = bytes(end - at)
+        elif kind == "cut":
+            del data[at:]
+        elif kind == "gone":
+            yield path.name, path.unlink
+            continue
+        else:
+            other = chosen.choice(sorted(folder.iterdir()))
+            if other.read_bytes() == data:
+                continue
+            data = bytearray(other.read_bytes())
+        yield path.name, functools.partial(path.write_bytes, data)
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True], ids=["trainer", "pipeline"])
+def test_any_damage_is_found_and_its_file_named(tmp_path: Path, is_pipeline: bool) -> None:
+    chosen = random.Random(11)
+    folder = PipelineFolder(tmp_path) if is_pipeline else CheckpointFolder(tmp_path)
+    partial = folder.begin(10)
+    for name in (INDEX, "metadata.json", ".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (partial / name).write_bytes(chosen.randbytes(chosen.randrange(1, 20_000)))
+    path = folder.commit(10, MANIFEST.to_dict())
+    whole = {one: one.read_bytes() for one in path.iterdir()}
+    assert verify(path) == []
+    for name, damage in itertools.islice(damages(chosen, path), 500):
+        damage()
+        problems = verify(path)
+        assert problems, name
+        assert any(name in one for one in problems), (name, problems)
+        if not name.endswith(".distcp"):
+            with pytest.raises(DamagedCheckpointError, match=re.escape(name)):
+                folder.open(10)
+        for one, content in whole.items():
+            one.write_bytes(content)
+    assert verify(path) == []
+    folder.open(10)
+
+
+def test_a_block_of_a_large_file_is_named(tmp_path: Path) -> None:
+    path = write_checkpoint(CheckpointFolder(tmp_path), 10, bytes(2 * BLOCK_BYTES + 5))
+    file = path / "__0_0.distcp"
+    with file.open("r+b") as stream:
+        stream.seek(BLOCK_BYTES + 7)
+        stream.write(b"x")
+    (problem,) = verify(path)
+    assert problem == (
+        f"{file} is damaged (block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES - 1}, is not what was"
+        " written)"
+    )
+
+
+def test_a_whole_checkpoint_under_another_ones_name_is_found(folder: CheckpointFolder) -> None:
+    write_checkpoint(folder, 10).rename(folder.complete_path(20))
+    assert "manifest.json is that of step 10" in verify(folder.complete_path(20))[0]
+    with pytest.raises(DamagedCheckpointError, match="is that of step 10"):
+        folder.open(20)
+
+
+def test_what_lost_its_manifest_is_tried_before_older_ones(tmp_path: Path) -> None:
+    folder = PipelineFolder(tmp_path)
+    for step in (1, 2, 3):
+        write_pipeline(folder, step)
+    (folder.complete_path(3) / "pipeline.json").unlink()
+    assert folder.latest() == 2
+    assert [*folder.candidates()] == [3, 2, 1]
+    with pytest.raises(DamagedCheckpointError, match=r"it has no pipeline\.json"):
+        folder.open(3)
+
+
+def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder) -> None:
+    path = write_checkpoint(folder, 10)
+    body = json.loads((path / "manifest.json").read_text()) | {"version": 1}
+    for name in ("blocks", "checksum", "step"):
+        del body[name]
+    del body["files"][INDEX]
+    (path / "manifest.json").write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match="give --trust-checkpoint if you know") as caught:
+        folder.open(10)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert folder.open(10, trust=True)[1].blocks == {}
+    # One of now is not taken for a former one.
+    path = write_checkpoint(folder, 20)
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
+    with pytest.raises(DamagedCheckpointError, match="checksum is another"):
+        folder.open(20, trust=True)

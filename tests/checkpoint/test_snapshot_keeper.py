@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import xxhash
 
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 
@@ -45,7 +45,7 @@ class Sender:
             self.socket.sendall(struct.pack("<QQQ", step, slot, extra))
             self.socket.sendall(body if whole else body[:-1])
             if whole:
-                self.socket.sendall(struct.pack("<Q", zlib.crc32(body) + wrong))
+                self.socket.sendall(struct.pack("<Q", xxhash.xxh3_64_intdigest(body) + wrong))
             else:
                 self.socket.shutdown(socket.SHUT_WR)
             return self.socket.recv(8) == struct.pack("<Q", step)

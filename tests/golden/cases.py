@@ -230,9 +230,10 @@ def resume_jobs() -> list[Job]:
     """Return jobs that go on from each checkpoint of the trainer."""
     given = {}
     for name, (ranks, flags) in RESUMED.items():
-        more = f"--load {name} --exit-on-missing-checkpoint"
+        more = f"--load {name} --exit-on-missing-checkpoint --trust-checkpoint"
         if name == "local":
             more = "--load shared --save shared --save-interval 2 --save-local disk"
+            more += " --trust-checkpoint"
         given[f"resume-{name}"] = (ranks, f"{MOCK} {flags} {more}")
     return run_jobs_of(given)
 

@@ -81,13 +81,17 @@ def train(
     state = {"scheduler": scheduler}
     found: dict[str, Any] = {"losses": {}, "grad_norms": {}}
     if load:
-        found["extra"] = pipe.load(load, state=state)
+        found["extra"] = pipe.load(load, state=state, trust_checkpoint=True)
         held = {name: one for name, one in net.state_dict().items() if not one.is_meta}
         for name, parameter in pipe.named_parameters():
             own = optimizer.state[parameter]
             held |= {f"{name}.{key}": one for key, one in own.items()}
         found["loaded"] = {name: checksum(one) for name, one in held.items()}
-    steps = range(pipe.steps, total) if loop is None else pipe.loop(total, state=state, **loop)
+    steps = (
+        range(pipe.steps, total)
+        if loop is None
+        else pipe.loop(total, state=state, trust_checkpoint=True, **loop)
+    )
     for step in steps:
         loss, _ = pipe.step(pipe.share(batch_of(step)))
         scheduler.step()

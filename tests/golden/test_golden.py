@@ -68,9 +68,9 @@ def change(path: Path, key: str) -> Path:
     return copy
 
 
-def raise_version(path: Path, key: str) -> None:
+def raise_version(path: Path, key: str, by: int = 1) -> None:
     told = json.loads(path.read_text())
-    told[key] = told.get(key, 1) + 1
+    told[key] = told.get(key, 1) + by
     path.write_text(json.dumps(told))
 
 
@@ -81,8 +81,8 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases.unpack(folder)
     for name in ("single", "pipeline-1", "corpus"):
         shutil.copytree(folder / name, folder / f"{NEWER}-{name}")
-    raise_version(folder / f"{NEWER}-single" / "iter_0000002" / "manifest.json", "version")
-    raise_version(folder / f"{NEWER}-pipeline-1" / "step_00000003" / "pipeline.json", "format")
+    raise_version(folder / f"{NEWER}-single" / "iter_0000002" / "manifest.json", "version", 2)
+    raise_version(folder / f"{NEWER}-pipeline-1" / "step_00000003" / "pipeline.json", "format", 2)
     index = folder / f"{NEWER}-corpus" / "corpus_text_document.idx"
     with index.open("r+b") as file:
         file.seek(9)

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
+from megatron.adaptive.errors import (
+    AdaptiveError,
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+)
 
 _Result = TypeVar("_Result")
 
@@ -30,6 +35,10 @@ _EXPECTED = (
     CheckpointException,
     CheckpointingException,
 )
+
+
+# Where ranks fail for several reasons.
+_FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
 
 class RankGroup:
@@ -49,6 +58,11 @@ class RankGroup:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
     def any(self, flag: bool) -> bool:
         """Return whether it is set on any rank."""
         return bool(self._reduced(int(flag), dist.ReduceOp.MAX))
@@ -59,7 +73,7 @@ class RankGroup:
 
     def gather(self, mine: _Result) -> list[_Result]:
         """Return what every rank gave, by rank."""
-        found: list[Any] = [None] * dist.get_world_size(self.group)
+        found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self.group)
         return found
 
@@ -79,6 +93,7 @@ class RankGroup:
 
         Raises:
             CheckpointError: it failed somewhere; the text names the ranks where that helps.
+            DamagedCheckpointError: the same, where it was for damage on some rank.
             ConfigError: the same, where it failed with this error alone.
             RuntimeError: another rank met a mistake of ours, and raises it itself.
         """
@@ -98,7 +113,8 @@ class RankGroup:
         texts = {rank: text for _, by_rank in failed for rank, text in by_rank.items()}
         kinds = {kind for kind, _ in failed}
         if len(kinds) > 1:
-            kinds = {RuntimeError} if RuntimeError in kinds else {CheckpointError}
+            first = next((one for one in _FIRST if one in kinds), CheckpointError)
+            kinds = {first}
         merged = kinds.pop()(_merged(texts, name_ranks=name_ranks))
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
             raise failure  # a second error of the same words would only repeat the first
@@ -106,7 +122,7 @@ class RankGroup:
 
     def _reduced(self, number: int, operation: Any) -> int:
         found = torch.tensor([number])
-        if dist.get_world_size(self.group) > 1:
+        if self.size > 1:
             dist.all_reduce(found, operation, group=self.group)
         return int(found)
 
@@ -115,7 +131,8 @@ def _kind(error: BaseException) -> type[Exception]:
     """Return what all ranks raise for an error of one."""
     if not isinstance(error, _EXPECTED) or isinstance(error, torch.OutOfMemoryError):
         return RuntimeError
-    return ConfigError if isinstance(error, ConfigError) else CheckpointError
+    known = (DamagedCheckpointError, ConfigError)
+    return next((one for one in known if isinstance(error, one)), CheckpointError)
 
 
 def _texts(error: BaseException, rank: int) -> dict[int, str]:

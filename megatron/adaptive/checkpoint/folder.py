@@ -5,7 +5,9 @@
     <folder>/                                 of the trainer: CheckpointFolder
       latest_checkpointed_iteration.txt       the iteration to go on from
       iter_0000100/                           a complete checkpoint
-        manifest.json                         ours: format, settings, progress, size of each file
+        manifest.json                         ours: format, settings, progress, size and checksums
+                                              of each file, and a checksum of itself
+        index.json common.values              ours: where each tensor's bytes are, and other state
         metadata.json common.pt .metadata __<rank>_0.distcp      megatron-core's torch_dist
       .iter_0000200.partial/                  being written, or left behind by a crash
       .iter_0000100.replaced/                 the former iter_0000100 while a new one replaces it
@@ -13,13 +15,16 @@
     <folder>/                                 of a Pipeline: PipelineFolder
       step_00000012/
         pipeline.json                         step, seed, loss scale, options of the optimizer by
-                                              parameter, ID of the save, size of each file
-        state.pt                              of the user's objects, such as a scheduler
+                                              parameter, ID of the save, files as above
+        index.json state.values               where each tensor's bytes are, and what the user's
+                                              objects hold, such as a scheduler
         .metadata __0_0.distcp                tensors by name, as torch.distributed.checkpoint has
 
 A checkpoint is written under its hidden name, made durable, renamed, and only then named by the
 tracker, where there is one; whatever happens in between, the tracker names a complete checkpoint.
-The names of the trainer's folders and of its tracker are Megatron-LM's.
+The names of the trainer's folders and of its tracker are Megatron-LM's. ``.metadata`` and
+``common.pt`` are pickles, for Megatron-LM and torch; nothing of ours reads them where there is an
+index. Checkpoints of former versions have none, and are opened only where the caller trusts them.
 
 Nothing here knows of other ranks or of tensors; one process works on a folder at a time.
 """
@@ -29,18 +34,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.checkpoint.checksums import (
+    find_damage,
+    is_sealed,
+    read_json,
+    sealed,
+    sum_of_file,
+)
+from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
-FORMAT_VERSION = 1
-PIPELINE_FORMAT = 1
+_LOG = logging.getLogger(__name__)
+FORMAT_VERSION = 2
+PIPELINE_FORMAT = 2
+INDEX = "index.json"
+_UNSEALED = 1  # the last format whose manifests had no checksums
+_SUMMED = frozenset({"blocks", "checksum"})  # members of manifests since then
+_SHARD = ".distcp"  # ends the names of files that are checked as they are read
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -59,6 +77,7 @@ class StepFolders:
     """
 
     _needed = frozenset({"files"})  # of what manifests hold
+    _trust = "--trust-checkpoint"
 
     def __init__(
         self,
@@ -73,6 +92,11 @@ class StepFolders:
         self._prefix, self._digits, self._manifest = prefix, digits, manifest
         self._form = form or {}
         self._complete = re.compile(rf"{prefix}(\d{{{digits},}})")
+
+    @property
+    def manifest_name(self) -> str:
+        """Name of the file that a complete folder has."""
+        return self._manifest
 
     def complete_path(self, step: int) -> Path:
         """Return the folder of a step that is complete."""
@@ -97,6 +121,32 @@ class StepFolders:
     def latest(self) -> int | None:
         """Return the step to go on from, ``None`` where there is no complete one."""
         return max(self.steps(), default=None)
+
+    def named(self) -> list[int]:
+        """Return the steps that have a folder, complete or not, ascending."""
+        names = (one.name for one in self.path.glob(f"{self._prefix}*"))
+        return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
+
+    def candidates(self) -> Iterator[int]:
+        """Yield the steps to go on from where the user named none, best first.
+
+        That is the latest, or what comes in its place where a folder has lost its manifest; then
+        those before it.
+
+        Raises:
+            CheckpointError: the path is no folder of checkpoints.
+        """
+        first, named = self.latest(), self.named()
+        if not self._is_tracked():
+            first = max(named, default=first)
+        if first is None:
+            return
+        yield first
+        yield from (step for step in reversed(named) if step < first)
+
+    def _is_tracked(self) -> bool:
+        """Return whether a file says which step is the latest."""
+        return False
 
     def begin(self, step: int) -> Path:
         """Clear away what crashed runs left and make an empty partial folder.
@@ -125,21 +175,30 @@ class StepFolders:
         Args:
             step: as given to :meth:`begin`.
             manifest: its contents in JSON; ``files``, size by name, is that of the partial folder
-                unless it is given.
+                unless it is given; ``blocks``, checksums by name, is added where it lacks one.
             check: called when all is written, before anything takes its place; raises what it will.
 
         Returns:
             The folder of the complete checkpoint.
 
         Raises:
+            CheckpointError: a file has another size than what was written of it.
             OSError: writing failed; the partial checkpoint is still there.
         """
         partial, complete = self.partial_path(step), self.complete_path(step)
-        files = {one.name: one.stat().st_size for one in sorted(partial.iterdir())}
+        sizes = {one.name: one.stat().st_size for one in sorted(partial.iterdir())}
+        files, blocks = dict(manifest.get("files", sizes)), dict(manifest.get("blocks", {}))
+        for name, size in sizes.items():
+            if files.get(name, size) != size:
+                path = partial / name
+                raise CheckpointError(f"{path} has {size} bytes instead of {files[name]}")
+            if name not in blocks:
+                blocks[name] = sum_of_file(partial / name)[1]
         # Indented JSON is made by Python, line by line, while training waits for its turn.
-        body = {**self._form, "files": files, **manifest}
-        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
-        _write_durably(partial / self._manifest, "{\n" + ",\n".join(lines) + "\n}\n")
+        body = {**self._form, **manifest, **self._form}
+        body |= {"step": step, "files": files, "blocks": blocks}
+        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
+        _write_durably(partial / self._manifest, sealed([*lines]))
         for one in partial.iterdir():
             sync(one)
         sync(partial)
@@ -178,45 +237,87 @@ class StepFolders:
         """Remove a partial folder, as far as the file system lets us."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
-    def _read(self, path: Path, remedy: str) -> dict[str, Any]:
-        """Read a folder's manifest after checking that all files that it names are there.
+    def read_manifest(self, path: Path, remedy: str = "restore it from a copy") -> dict[str, Any]:
+        """Return a folder's manifest after checking that it is what was written.
 
         Raises:
-            CheckpointError: it cannot be read, is of another program or format, or a file has
-                another size than when it was written; ends with ``remedy``.
+            CheckpointError: it is of another program or a newer format; ends with ``remedy``.
+            DamagedCheckpointError: it is not what was written.
         """
         file = path / self._manifest
         try:
-            body = json.loads(file.read_text(encoding="utf-8"))
+            raw = file.read_bytes()
+            body = read_json(raw)
         except FileNotFoundError:
-            raise CheckpointError(f"{self._why_no_manifest(path)}: {remedy}") from None
+            raise self._lacks_manifest(path, remedy) from None
         except (ValueError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}): {remedy}") from None
-        for name, known in self._form.items():
-            given: Any = body.get(name) if isinstance(body, dict) else None
-            if type(given) is not type(known) or (isinstance(known, str) and given != known):
-                raise CheckpointError(f"{file} is not of a checkpoint of this program: {remedy}")
-            if isinstance(known, int) and given > known:
+            text = f"{file} cannot be read ({error}): {remedy}"
+            raise DamagedCheckpointError(text) from None
+        given = body if isinstance(body, dict) else {}
+        versions = {name: one for name, one in self._form.items() if isinstance(one, int)}
+        is_ours = isinstance(body, dict) and all(
+            type(given.get(name)) is type(one) and (name in versions or given[name] == one)
+            for name, one in self._form.items()
+        )
+        has_seal = is_ours and any(_UNSEALED < given[name] <= versions[name] for name in versions)
+        if not is_sealed(raw) and (has_seal or _SUMMED & given.keys()):
+            raise DamagedCheckpointError(f"{file} is damaged (its checksum is another): {remedy}")
+        if not is_ours:
+            raise CheckpointError(f"{file} is not of a checkpoint of this program: {remedy}")
+        for name, newest in versions.items():
+            if body[name] > newest:
                 raise CheckpointError(
-                    f"{path} has format version {given} and this program reads up to {known}: load"
-                    " it with the version that wrote it, or a later one"
+                    f"{path} has format version {body[name]} and this program reads up to {newest}:"
+                    " load it with the version that wrote it, or a later one"
                 )
         missing = sorted(self._needed - body.keys())
         if missing:
-            raise CheckpointError(f"{file} has no {missing[0]!r}: it is damaged; {remedy}")
-        for name, size in body["files"].items():
-            if not (path / name).is_file():
-                raise CheckpointError(f"{path} is incomplete ({name} is missing): {remedy}")
-            found = (path / name).stat().st_size
-            if found != size:
-                raise CheckpointError(
-                    f"{path} is damaged ({name} has {found} bytes and was written with {size}): "
-                    f"{remedy}"
-                )
+            text = f"{file} has no {missing[0]!r}: it is damaged; {remedy}"
+            raise DamagedCheckpointError(text)
+        body.pop("checksum", None)
         return body
 
-    def _why_no_manifest(self, path: Path) -> str:
-        return f"{path} is incomplete (it has no {self._manifest})"
+    def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
+        """Read a folder's manifest after checking all that is not checked as it is read.
+
+        Raises:
+            CheckpointError: it is of another program or format, or holds pickles and is not
+                trusted; ends with ``remedy``.
+            DamagedCheckpointError: it is not what was written, or a file is not there, or has
+                another size or, unless it holds tensors, other contents than when it was written.
+        """
+        body = self.read_manifest(path, remedy)
+        found = body.get("step", step)
+        if found != step:
+            file = path / self._manifest
+            raise DamagedCheckpointError(f"{file} is that of step {found}: {remedy}")
+        files, problems = body["files"], list[str]()
+        for name, size in files.items():
+            if not (path / name).is_file():
+                text = f"{path} is incomplete ({name} is missing): {remedy}"
+                raise DamagedCheckpointError(text)
+            has = (path / name).stat().st_size
+            if has != size:
+                raise DamagedCheckpointError(
+                    f"{path} is damaged ({name} has {has} bytes and was written with {size}): "
+                    f"{remedy}"
+                )
+        small = {name: size for name, size in files.items() if not is_shard(name)}
+        find_damage(path, small, body.get("blocks", {}), problems.append)
+        if problems:
+            raise DamagedCheckpointError(f"{problems[0]}: {remedy}")
+        if INDEX not in files and not trust:
+            raise CheckpointError(
+                f"{path} was written by a former version and holds pickles, which can run code as"
+                f" they are loaded: give {self._trust} if you know who wrote it"
+            )
+        return body
+
+    def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
+        """Return the error of a folder without manifest."""
+        return DamagedCheckpointError(
+            f"{path} is incomplete (it has no {self._manifest}): {remedy}"
+        )
 
     def _track(self, step: int) -> None:
         """Note that a step is the latest, before the former folder of that step goes."""
@@ -237,6 +338,8 @@ class Manifest:
         has_optimizer: whether optimizer state is in it.
         has_rng: whether random states are in it.
         files: size of each other file in bytes.
+        blocks: checksums of each other file, see ``checkpoint.checksums``; none for those of a
+            former version.
         save_id: of this save, by which its parts on other disks are recognized; empty where there
             are none.
     """
@@ -248,11 +351,12 @@ class Manifest:
     has_optimizer: bool
     has_rng: bool
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    blocks: Mapping[str, str] = dataclasses.field(default_factory=dict)
     save_id: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what :meth:`CheckpointFolder.commit` takes: everything but ``files``."""
-        return {name: value for name, value in vars(self).items() if name != "files"}
+        """Return what :meth:`CheckpointFolder.commit` takes: everything but the files."""
+        return {n: value for n, value in vars(self).items() if n not in ("files", "blocks")}
 
 
 _KNOWN = frozenset(one.name for one in dataclasses.fields(Manifest))
@@ -265,7 +369,7 @@ class CheckpointFolder(StepFolders):
         path: the folder; it need not exist.
     """
 
-    _needed = _KNOWN - {"save_id"}
+    _needed = _KNOWN - {"save_id", "blocks"}
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(
@@ -293,42 +397,63 @@ class CheckpointFolder(StepFolders):
             return super().latest()
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if not text.isdecimal():
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{tracker} says {text[:40]!r}, which is not an iteration: write the number of one "
                 "of the checkpoints beside it, or choose one with --ckpt-step"
             )
         return int(text)
 
-    def open(self, iteration: int) -> tuple[Path, Manifest]:
+    def candidates(self) -> Iterator[int]:
+        try:
+            yield from super().candidates()
+        except DamagedCheckpointError as error:
+            if not (steps := self.named()):
+                raise
+            _LOG.warning("WARNING: %s", error)
+            yield from reversed(steps)
+
+    def _is_tracked(self) -> bool:
+        return (self.path / _TRACKER).exists()
+
+    def open(self, iteration: int, *, trust: bool = False) -> tuple[Path, Manifest]:
         """Return the folder and manifest of a checkpoint after checking that all of it is there.
 
+        Tensors are checked as they are read, all other files here.
+
+        Args:
+            iteration: that it is of.
+            trust: also one of a former version, which has pickles.
+
         Raises:
-            CheckpointError: it is missing, incomplete, of a newer format or not of this program.
+            CheckpointError: it is of a newer format, not of this program or not trusted.
+            DamagedCheckpointError: it is missing, incomplete or damaged.
         """
         path, others = self.complete_path(iteration), self._others(iteration)
         if not path.exists() and self.replaced_path(iteration).exists():
             path = self.replaced_path(iteration)
         if not path.is_dir():
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path} does not exist, and the checkpoint of iteration {iteration} should be "
                 f"there: {others}"
             )
-        body = self._read(path, others)
+        body = self._read(path, iteration, others, trust=trust)
         if _CORE_METADATA not in body["files"]:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path} is incomplete (its list of files has no {_CORE_METADATA}): {others}"
             )
         return path, Manifest(**{name: body[name] for name in _KNOWN & body.keys()})
 
-    def _why_no_manifest(self, path: Path) -> str:
+    def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
         if any(path.glob("mp_rank_*")):
-            return (
+            return CheckpointError(
                 f"{path} is in Megatron-LM's old torch format and only torch_dist is read: "
-                "convert it with Megatron-LM, or start without --load"
+                f"convert it with Megatron-LM, or start without --load: {remedy}"
             )
-        if (path / _CORE_METADATA).exists():
-            return f"{path} was not written by this program (it has no {self._manifest})"
-        return super()._why_no_manifest(path)
+        if (path / _CORE_METADATA).exists() and not (path / INDEX).exists():
+            return CheckpointError(
+                f"{path} was not written by this program (it has no {self._manifest}): {remedy}"
+            )
+        return super()._lacks_manifest(path, remedy)
 
     def _others(self, iteration: int) -> str:
         """Return the remedy where the checkpoint of ``iteration`` cannot be used."""
@@ -351,29 +476,84 @@ class PipelineFolder(StepFolders):
         path: the folder; it need not exist.
     """
 
+    _trust = "trust_checkpoint=True"
+
     def __init__(self, path: str | Path) -> None:
         form = {"format": PIPELINE_FORMAT}
         super().__init__(path, prefix="step_", digits=8, manifest="pipeline.json", form=form)
 
-    def open(self, step: int | None) -> tuple[Path, dict[str, Any]]:
+    def open(self, step: int | None, *, trust: bool = False) -> tuple[Path, dict[str, Any]]:
         """Return folder and manifest of a checkpoint, the newest where ``step`` is ``None``.
 
+        Args:
+            step: that it is of.
+            trust: also one of a former version, which has pickles.
+
         Raises:
-            CheckpointError: it is not there, incomplete, damaged or of a newer format.
+            CheckpointError: it is not there, of a newer format, or not trusted.
+            DamagedCheckpointError: it is incomplete or damaged.
         """
         steps = self.steps()
-        if not steps:
+        if step is None and not steps:
             raise CheckpointError(
                 f"{self.path}: no complete checkpoint of a Pipeline is there; give the folder that "
                 "Pipeline.save was given"
             )
-        if step is not None and step not in steps:
+        step = max(steps) if step is None else step
+        path = self.complete_path(step)
+        if step not in steps and not path.is_dir():
             raise CheckpointError(
                 f"{self.path}: no checkpoint of step {step}: there are steps "
                 f"{', '.join(map(str, sorted(steps)))}"
             )
-        path = steps[max(steps) if step is None else step]
-        return path, self._read(path, "load another checkpoint")
+        return path, self._read(path, step, "load another checkpoint", trust=trust)
+
+
+def is_shard(name: str) -> bool:
+    """Return whether a file holds tensors, and is checked as they are read."""
+    return name.endswith(_SHARD)
+
+
+def kind_of(path: Path) -> StepFolders:
+    """Return the folders of checkpoints at a path: the trainer's, or those of a ``Pipeline``.
+
+    Raises:
+        CheckpointError: it holds no checkpoint.
+    """
+    for kind in (CheckpointFolder(path), PipelineFolder(path)):
+        if kind.named() or (isinstance(kind, CheckpointFolder) and kind._is_tracked()):
+            return kind
+    why = "holds no checkpoint" if path.is_dir() else "is no folder"
+    raise CheckpointError(f"{path} {why}: name the folder that --save or Pipeline.save was given")
+
+
+def verify(path: str | Path) -> list[str]:
+    """Read all of one checkpoint and return what is not as it was written.
+
+    Needs no process group and no torch, and takes no more than reading the files does.
+
+    Args:
+        path: of the checkpoint itself, such as ``DIR/iter_0000100`` or ``DIR/step_00000012``.
+
+    Returns:
+        A line for each damaged file, with its name and, in a large one, the first damaged block;
+        empty where all is whole. Of a checkpoint of a former version only sizes are known.
+    """
+    path = Path(path).absolute()
+    for folders in (CheckpointFolder(path.parent), PipelineFolder(path.parent)):
+        if (match := folders._complete.fullmatch(path.name)) is not None:
+            break
+    else:
+        return [f"{path} is not named as a checkpoint is"]
+    try:
+        body = folders.read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    problems: list[str] = []
+    if body.get("step", int(match[1])) != int(match[1]):
+        problems.append(f"{path / folders.manifest_name} is that of step {body['step']}")
+    find_damage(path, body["files"], body.get("blocks", {}), problems.append)
+    return problems
 
 
 def make_pipeline_manifest(

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -38,6 +37,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from megatron.adaptive.checkpoint.checksums import Checksums, FileSum, require_same, write_summed
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
@@ -91,6 +91,12 @@ class Stored:
     def files(self) -> Mapping[str, int]:
         """Size of each file in bytes, without manifests."""
         return dict(self.manifest["files"])
+
+    @property
+    def sums(self) -> Mapping[str, FileSum]:
+        """Size and checksums of each file, empty checksums for those of a former version."""
+        blocks = self.manifest.get("blocks", {})
+        return {name: (size, blocks.get(name, "")) for name, size in self.files.items()}
 
     @property
     def save_id(self) -> str:
@@ -297,20 +303,22 @@ class LocalDisk:
         partial = self._folder.partial_path(step)
         try:
             ranks.together(lambda: self._begin(step))
-            once = self._writer.write(state, partial, ranks)
+            once, sums = self._writer.write(state, partial, ranks)
             given = state.manifest(save_id, ranks)
-            once, given = ranks.on_first(lambda: (once, given))
+            once, sums, given = ranks.on_first(lambda: (once, sums, given))
             ranks.together(lambda: write_files(partial, once) if self._is_leader else None)
             held = ranks.gather(ranks.together(lambda: _sizes(partial)))
-            files = {name: size for own in held for name, size in own.items()}
-            stored = Stored(step=step, manifest={**given, "files": files})
+            files = {name: size for name, (size, _) in sums.items()}
+            blocks = {name: sum for name, (_, sum) in sums.items()}
+            stored = Stored(step=step, manifest={**given, "files": files, "blocks": blocks})
             ranks.together(lambda: self._publish(stored))
         except CheckpointError:
             if self._is_leader:
                 self._folder.abandon(step)
             raise
         shares = share_out(held, files)
-        assert shares is not None
+        if shares is None:
+            raise CheckpointError(f"{partial}: files have other sizes than what was written")
         return stored, shares
 
     def _begin(self, step: int) -> None:
@@ -398,9 +406,9 @@ class LocalDisk:
     def _stored(self) -> dict[int, Stored]:
         """Return those on this node's disk, as far as they can be read."""
         found = {}
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            for step, path in self._folder.steps().items():
-                body = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        for step, path in self._folder.steps().items():
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
+                body = self._folder.read_manifest(path)
                 stored = Stored(step=step, manifest={**body.pop("told", {}), **body})
                 if stored.files and stored.save_id:
                     found[step] = stored
@@ -540,7 +548,9 @@ class Upload(BackgroundWrite):
 
     def _copy_files(self) -> None:
         partial = self._shared.partial_path(self.step)
-        pieces = _copying([(self._source / name, partial / name) for name in self._names])
+        sums = self._stored.sums
+        files = [(self._source / name, partial / name, sums[name]) for name in self._names]
+        pieces = _copying(files)
         while self._done_bytes < self._whole_bytes:
             copied = self._ranks.sum(self._ranks.together(lambda: self._some(pieces)))
             if not copied:
@@ -612,20 +622,30 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {}
 
 
-def _copying(files: Sequence[tuple[Path, Path]]) -> Iterator[int]:
-    """Copy files and make them durable; gives the number of bytes after each piece."""
+def _copying(files: Sequence[tuple[Path, Path, FileSum]]) -> Iterator[int]:
+    """Copy files and make them durable.
+
+    Args:
+        files: each with where it goes, and what it was when it was written.
+
+    Yields:
+        The number of bytes after each piece.
+
+    Raises:
+        DamagedCheckpointError: what was copied is not what was written.
+    """
     buffer = memoryview(bytearray(_PIECE_BYTES))
-    for source, target in files:
+    for source, target, expected in files:
+        sums = Checksums()
         try:
             with source.open("rb", buffering=0) as old, target.open("wb", buffering=0) as new:
                 while count := old.readinto(buffer):
-                    left = buffer[:count]
-                    while left:
-                        left = left[new.write(left) :]
+                    write_summed(new, sums, buffer[:count])
                     yield count
                 os.fsync(new.fileno())
         except OSError as error:
             raise OSError(error.errno, error.strerror, error.filename or str(target)) from None
+        require_same(sums.result(), expected, source)
 
 
 def _some(pieces: Iterator[int]) -> int:

@@ -60,10 +60,11 @@ def write(order: Mapping[str, Any]) -> None:
     """
     import torch
 
-    from megatron.adaptive.checkpoint.torch_dist import overlay, write_file
+    from megatron.adaptive.checkpoint import values
+    from megatron.adaptive.checkpoint.torch_dist import overlay, pickled, write_file
 
     folder = _folder(order).partial_path(order["step"])
-    name = f"__{order['index']}_0.distcp"
+    name = _shard(order["index"])
     entries: list[dict[str, Any]] = []
     tensors: list[Any] = []
     lines: list[Any] = []
@@ -72,22 +73,26 @@ def write(order: Mapping[str, Any]) -> None:
         slot = file.steps().get(order["step"])
         if slot is None:
             raise CheckpointError(f"the copy of rank {part['rank']} is gone")
+        if not file.is_whole(slot):
+            raise CheckpointError(f"the copy of rank {part['rank']} is damaged")
         lines.append(json.loads(_extra(file, slot)[0]))
         needed = [entry for entry in file.head["entries"] if entry["need"] in part["needs"]]
         for entry in needed:
             at, kind = file.tensors_offset(slot) + entry["at"], getattr(torch, entry["type"])
             tensors.append(overlay(file.memory, at, kind, entry["size"]))
         entries += needed
-    places = write_file(folder / name, tensors)
+    places, total = write_file(folder / name, tensors, {})
     sync(folder / name)
     index = [
-        {**entry, "path": name, "at": at, "length": length}
-        for entry, (at, length) in zip(entries, places, strict=True)
+        {**entry, "path": name, "place": place}
+        for entry, place in zip(entries, places, strict=True)
     ]
     if order["has_common"]:
         part, file = next(one for one in files if one[1].head["has_common"])
-        _write_common(folder, file, file.steps()[order["step"]])
-    part = {"entries": index, "lines": lines}
+        plain = _write_common(folder, file, file.steps()[order["step"]])
+        if plain and (former := file.head.get("pickled")) is not None:
+            (folder / former).write_bytes(pickled(values.loads(plain)))
+    part = {"entries": index, "lines": lines, "sum": total}
     (folder / f"part-{order['index']}.json").write_text(json.dumps(part))
 
 
@@ -101,27 +106,35 @@ def assemble(order: Mapping[str, Any]) -> None:
         CheckpointError: something is missing in it.
         OSError: the folder cannot be written.
     """
-    from megatron.adaptive.checkpoint.torch_dist import METADATA, index_of
+    from megatron.adaptive.checkpoint.torch_dist import indices_of
 
     folder = _folder(order)
     partial = folder.partial_path(order["step"])
     entries: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
+    blocks: dict[str, str] = {}
     for number in range(order["count"]):
         path = partial / f"part-{number}.json"
         part = json.loads(path.read_text(encoding="utf-8"))
         entries += part["entries"]
         lines += part["lines"]
+        blocks[_shard(number)] = part["sum"][1]
         path.unlink()
     _require_whole(entries)
-    (partial / METADATA).write_bytes(index_of(entries))
+    for name, content in indices_of(entries).items():
+        (partial / name).write_bytes(content)
     head = json.loads((partial / _HEAD).read_text(encoding="utf-8"))
     (partial / _HEAD).unlink()
     if isinstance(folder, PipelineFolder):
-        folder.commit(order["step"], make_pipeline_manifest(head, lines))
+        folder.commit(order["step"], {**make_pipeline_manifest(head, lines), "blocks": blocks})
         return
     (partial / "metadata.json").write_text(json.dumps(head["format"]))
-    folder.commit(order["step"], {**head["manifest"], "progress": head["progress"]})
+    manifest = {**head["manifest"], "progress": head["progress"], "blocks": blocks}
+    folder.commit(order["step"], manifest)
+
+
+def _shard(number: int) -> str:
+    return f"__{number}_0.distcp"
 
 
 def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
@@ -148,12 +161,14 @@ def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
     return line, rest
 
 
-def _write_common(folder: Path, file: SnapshotFile, slot: int) -> None:
+def _write_common(folder: Path, file: SnapshotFile, slot: int) -> bytes:
+    """Write what the whole checkpoint has once; returns its values."""
     line, rest = _extra(file, slot)
     if rest:
         (folder / file.head["common"]).write_bytes(rest)
     head = {name: file.head[name] for name in ("manifest", "format") if name in file.head}
     (folder / _HEAD).write_text(json.dumps({**head, **json.loads(line)}))
+    return rest
 
 
 def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,10 +35,11 @@ from megatron.adaptive.checkpoint.local_disk import (
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import require_current
-from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 _LOG = logging.getLogger(__name__)
 _ALIGN = 64
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,10 @@ class CheckpointSaver:
 
         def complete() -> None:
             write_files(partial, once)
-            folder.commit(step, manifest, lambda: require_current(request.progress_dir))
+            files = {name: size for name, (size, _) in sums.items()}
+            blocks = {name: checksum for name, (_, checksum) in sums.items()}
+            body = {**manifest, "files": files, "blocks": blocks}
+            folder.commit(step, body, lambda: require_current(request.progress_dir))
             if request.keep is not None:
                 folder.keep(request.keep)
 
@@ -231,10 +236,39 @@ class CheckpointSaver:
         )
         with writing(folder, step, ranks, request.progress_dir, why):
             ranks.together(lambda: require_seen(partial, self._job))
-            once = self._writer.write(state, partial, ranks)
+            once, sums = self._writer.write(state, partial, ranks)
             manifest = state.manifest("", ranks)
             ranks.first(complete)
         return folder.complete_path(step)
+
+
+def load_first_whole(
+    steps: Sequence[int], load: Callable[[int], _Result], ranks: RankGroup
+) -> _Result:
+    """Load the first checkpoint that is not damaged. Collective.
+
+    Args:
+        steps: to be tried, the best first; at least one.
+        load: loads one; it fails on all ranks alike.
+        ranks: all of them.
+
+    Raises:
+        CheckpointError: none could be loaded; the text is that of the first.
+    """
+    first: DamagedCheckpointError | None = None
+    for step in steps:
+        try:
+            result = load(step)
+        except DamagedCheckpointError as error:
+            first = first or error
+            continue
+        except CheckpointError as error:
+            raise first or error from error
+        if first is not None and ranks.is_first:
+            _LOG.warning("WARNING: %s; going on from that of %d, the newest whole one", first, step)
+        return result
+    assert first is not None
+    raise first
 
 
 def require_seen(path: Path, job: Job) -> None:

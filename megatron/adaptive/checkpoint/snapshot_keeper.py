@@ -17,7 +17,8 @@ once both marks bear the same step: whatever moment it is killed at, the older s
 that keeps snapshots for another one holds the same file without the last part.
 
 What a rank has copied is sent behind training, by a thread for each rank, in frames that end with a
-checksum; the rank gets an answer once the buddy has a step whole. Ranks and whoever restores come
+checksum; the rank gets an answer once the buddy has a step whole. Both keep the checksum with the
+step, and who makes a checkpoint of it checks it before. Ranks and whoever restores come
 over a local socket of this machine, which gives way to the same user alone; buddies over TCP, with
 the job's secret. Snapshots live as long as the process that keeps them.
 
@@ -35,16 +36,18 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
+
+import xxhash
 
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
 _LENGTHS = struct.Struct("<QQ")  # bytes of the head, bytes of a slot
 _MARKS = struct.Struct("<QQQ")  # step begun, step done, bytes of extra
+_SENT = struct.Struct("<QQ")  # after the marks: step whose checksum is known, and that
 _MARKS_BYTES = ALIGN
 _STEP_S = 30.0  # for a buddy to take in a piece
 _CONNECT_S = 10.0
@@ -137,6 +140,19 @@ class SnapshotFile:
                 found[done] = slot
         return found
 
+    def keep_sum(self, slot: int, step: int, checksum: int) -> None:
+        """Keep the checksum of what is sent of a step with it."""
+        _SENT.pack_into(self.memory, self._marks_offset(slot) + _MARKS.size, step, checksum)
+
+    def is_whole(self, slot: int) -> bool:
+        """Return whether what is sent of a slot's step is as it was when it was sent."""
+        step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
+        if step != self._marks(slot)[1]:
+            return True  # it was not sent
+        found = xxhash.xxh3_64(self.extra(slot))
+        found.update(self.sent(slot))
+        return bool(found.intdigest() == expected)
+
     def extra(self, slot: int) -> memoryview:
         """Return what a slot holds besides tensors."""
         start = self.extra_offset(slot)
@@ -156,12 +172,14 @@ class SnapshotFile:
             self.memory.close()
 
     def _marks(self, slot: int) -> tuple[int, int, int]:
-        begun, done, extra = _MARKS.unpack_from(self.memory, self.extra_offset(slot) - _MARKS_BYTES)
+        begun, done, extra = _MARKS.unpack_from(self.memory, self._marks_offset(slot))
         return begun, done, extra
 
+    def _marks_offset(self, slot: int) -> int:
+        return self.extra_offset(slot) - _MARKS_BYTES
+
     def _mark(self, slot: int, begun: int, done: int, extra: int) -> None:
-        at = self.extra_offset(slot) - _MARKS_BYTES
-        _MARKS.pack_into(self.memory, at, begun, done, extra)
+        _MARKS.pack_into(self.memory, self._marks_offset(slot), begun, done, extra)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,10 +391,12 @@ class SnapshotKeeper:
             raise ValueError("more than there is room for")
         file.begin(slot, step)
         start = file.extra_offset(slot)
-        found = _read_summed(reader, memoryview(file.memory)[start : start + extra_bytes], 0)
-        found = _read_summed(reader, file.sent(slot), found)
-        if _read(reader, _SUM) != (found,):
+        found = xxhash.xxh3_64()
+        _read_summed(reader, memoryview(file.memory)[start : start + extra_bytes], found)
+        _read_summed(reader, file.sent(slot), found)
+        if _read(reader, _SUM) != (found.intdigest(),):
             raise OSError(f"the copy of step {step} came damaged")
+        file.keep_sum(slot, step, found.intdigest())
         file.finish(slot, step, extra_bytes)
 
     def _add(self, store: _Store) -> bool:
@@ -431,13 +451,14 @@ class _Stream:
         file = self._file
         extra = file.extra(slot)
         self._socket.sendall(_FRAME.pack(step, slot, len(extra)))
-        checksum = 0
+        checksum = xxhash.xxh3_64()
         for part in (extra, file.sent(slot)):
             for start in range(0, len(part), _PIECE):
                 piece = part[start : start + _PIECE]
-                checksum = zlib.crc32(piece, checksum)
+                checksum.update(piece)
                 self._socket.sendall(piece)
-        self._socket.sendall(_SUM.pack(checksum))
+        file.keep_sum(slot, step, checksum.intdigest())
+        self._socket.sendall(_SUM.pack(checksum.intdigest()))
         _read(self._reader, _KEPT)
 
     def close(self) -> None:
@@ -461,11 +482,10 @@ def _read(reader: BinaryIO, form: struct.Struct) -> tuple[Any, ...]:
     return form.unpack(data)
 
 
-def _read_summed(reader: BinaryIO, into: memoryview, checksum: int) -> int:
+def _read_summed(reader: BinaryIO, into: memoryview, checksum: xxhash.xxh3_64) -> None:
     """Fill a buffer and go on with the checksum over it."""
     for start in range(0, len(into), _PIECE):
         piece = into[start : start + _PIECE]
         if reader.readinto(piece) != len(piece):  # type: ignore[attr-defined]
             raise OSError("the connection ended")
-        checksum = zlib.crc32(piece, checksum)
-    return checksum
+        checksum.update(piece)

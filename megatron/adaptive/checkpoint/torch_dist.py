@@ -3,10 +3,14 @@
 ::
 
     __<rank>_0.distcp    what a rank writes: its tensors, then its objects, each as torch.save does
+                         [ head of torch.save | bytes of the tensor | end of torch.save ] ...
+                         [ pickled object | the same as plain values ] ...
     .metadata            name, place in the whole tensor, file and offset of each of them
+    index.json           the same, with the offset of the bytes alone, and without pickles
 
 Every checkpoint is written here: the trainer's, which megatron-core reads as ``torch_dist``, those
-of a ``Pipeline``, and those made of snapshots in memory. It is written in the process that trains:
+of a ``Pipeline``, and those made of snapshots in memory. Torch and Megatron-LM read it by its
+``.metadata``, we by the index (``checkpoint.shards``). It is written in the process that trains:
 megatron-core's own writer starts a process by ``spawn`` and others by ``fork`` at each save, which
 costs seconds and copies the sockets and mappings of the channels into the children.
 
@@ -17,7 +21,9 @@ of Python holds up the thread that trains.
 
 from __future__ import annotations
 
+import functools
 import io
+import json
 import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +42,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron.adaptive.checkpoint import values
+from megatron.adaptive.checkpoint.checksums import Checksums, FileSum, sum_of, write_summed
+from megatron.adaptive.checkpoint.folder import INDEX
+
 if TYPE_CHECKING:
     from megatron.adaptive.checkpoint.collective_errors import RankGroup
 
@@ -47,8 +57,38 @@ Part = tuple[str, tuple[int, ...]]
 Entry = dict[str, Any]
 """Describes a part in a checkpoint's index, see :func:`entry_of`; an object by its ``name`` alone.
 
-Once it is written it has also ``path``, ``at`` and ``length``: the file, and its bytes there.
+Once it is written it has also ``path`` and ``place``: the file, and where it is there.
 """
+
+Place = tuple[int, int, int, int]
+"""Offset and length in a file, in bytes, of what ``torch.save`` makes; and of a tensor's bytes in
+that, or of an object's plain values after it, both zero of one that says nothing."""
+
+Heads = dict[tuple[torch.dtype, torch.Size], int]
+"""Bytes that ``torch.save`` writes before those of a tensor, by its type and size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedObject:
+    """Holds a value of the state that is no tensor.
+
+    Attributes:
+        pickled: for torch and Megatron-LM, from :func:`pickled`.
+        plain: the same for us, from :func:`values.dumps`.
+    """
+
+    pickled: bytes
+    plain: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> SavedObject:
+        """Write a value in both forms; ``[None]``, which most layers have, as nothing.
+
+        Raises:
+            TypeError: it has no plain form.
+        """
+        plain = b"" if value == [None] else values.dumps(value)
+        return cls(pickled=pickled(value) if plain else _nothing(), plain=plain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +112,7 @@ class TakenState:
 
     Attributes:
         pieces: its tensors; of what several ranks hold the first one's are written.
-        objects: the same of other values, by name, from :func:`pickled`.
+        objects: the same of other values, by name.
         once: files that a checkpoint has once, by name; those of rank 0 are written.
         manifest: returns what the program's own manifest holds besides files, given the ID of the
             save, empty where all of it goes to one folder, and all ranks. Collective; what rank 0
@@ -80,7 +120,7 @@ class TakenState:
     """
 
     pieces: Mapping[Part, Piece]
-    objects: Mapping[str, bytes] = field(default_factory=dict)
+    objects: Mapping[str, SavedObject] = field(default_factory=dict)
     once: Mapping[str, bytes]
     manifest: Callable[[str, RankGroup], Mapping[str, Any]]
 
@@ -104,10 +144,13 @@ class ShardWriter:
         self._layout: list[Entry] | None = None
         self._own: set[int] = set()
         self._tables: list[list[Entry]] = []
-        self._written: list[tuple[int, int]] = []
-        self._index = b""
+        self._written: list[Place] = []
+        self._heads: Heads = {}
+        self._indices: dict[str, bytes] = {}
 
-    def write(self, state: TakenState, folder: Path, ranks: RankGroup) -> dict[str, bytes]:
+    def write(
+        self, state: TakenState, folder: Path, ranks: RankGroup
+    ) -> tuple[dict[str, bytes], dict[str, FileSum]]:
         """Write what ranks hold; collective. The system still has to make it durable.
 
         Args:
@@ -116,7 +159,8 @@ class ShardWriter:
             ranks: all of them.
 
         Returns:
-            On rank 0 the files that the checkpoint has once, which are still to be written.
+            On rank 0 the files that the checkpoint has once, which are still to be written; and
+            size and checksums of all files.
 
         Raises:
             CheckpointError: it could not be written on some rank.
@@ -130,12 +174,16 @@ class ShardWriter:
         every: list[Any] = [*tensors, *objects.values()]
         own = [one for number, one in enumerate(every) if number in self._own]
         path = folder / f"__{ranks.rank}_0.distcp"
-        written = ranks.together(lambda: write_file(path, own))
+        written, total = ranks.together(lambda: write_file(path, own, self._heads))
         if ranks.any(written != self._written):
             self._place(written, ranks)
-        return {**state.once, METADATA: self._index} if ranks.is_first else {}
+        once = {**state.once, **self._indices} if ranks.is_first else {}
+        sums = {name: sum_of(content) for name, content in once.items()}
+        for rank, one in enumerate(ranks.gather(total)):
+            sums[f"__{rank}_0.distcp"] = one
+        return once, sums
 
-    def _place(self, written: list[tuple[int, int]], ranks: RankGroup) -> None:
+    def _place(self, written: list[Place], ranks: RankGroup) -> None:
         """Bring the index up to date where parts came to lie elsewhere. Collective."""
         is_new = len(written) != len(self._written)
         changed = {
@@ -145,11 +193,11 @@ class ShardWriter:
         }
         self._written = written
         for rank, places in enumerate(ranks.gather(changed)):
-            for number, (at, length) in places.items():
-                file = {"path": f"__{rank}_0.distcp", "at": at, "length": length}
+            for number, place in places.items():
+                file = {"path": f"__{rank}_0.distcp", "place": place}
                 self._tables[rank][number].update(file)
         if ranks.is_first:
-            self._index = index_of(entry for table in self._tables for entry in table)
+            self._indices = indices_of([entry for table in self._tables for entry in table])
 
     def _share_out(self, layouts: Sequence[Sequence[Entry]], rank: int) -> None:
         """Let the first rank that holds a part write it."""
@@ -165,8 +213,26 @@ class ShardWriter:
                         self._own.add(number)
 
 
-def index_of(entries: Iterable[Entry]) -> bytes:
-    """Return the file ``METADATA`` of a checkpoint with these parts."""
+def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
+    """Return the files that say where these parts of a checkpoint are: torch's, and ours."""
+    return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
+
+
+def _plain_index(entries: Sequence[Entry]) -> bytes:
+    tensors: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    for entry in entries:
+        name, (_, _, at, length) = entry["name"], entry["place"]
+        if "size" not in entry:
+            objects[name] = [entry["path"], at, length] if length else None
+            continue
+        saved = {"type": entry["type"], "whole": entry["whole"], "parts": []}
+        part = [entry["offset"], entry["size"], entry["path"], at]
+        tensors.setdefault(name, saved)["parts"].append(part)
+    return json.dumps({"tensors": tensors, "objects": objects}, separators=(",", ":")).encode()
+
+
+def _torch_index(entries: Sequence[Entry]) -> bytes:
     found: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     for entry in entries:
@@ -179,38 +245,60 @@ def index_of(entries: Iterable[Entry]) -> bytes:
             whole = TensorStorageMetadata(kind, torch.Size(entry["whole"]), [])
             chunk = ChunkStorageMetadata(place, torch.Size(entry["size"]))
             found.setdefault(name, whole).chunks.append(chunk)
-        file = filesystem._StorageInfo(entry["path"], entry["at"], entry["length"])
-        places[MetadataIndex(name, place)] = file
+        at, length, _, _ = entry["place"]
+        places[MetadataIndex(name, place)] = filesystem._StorageInfo(entry["path"], at, length)
     index = Metadata(found, storage_data=places)
     index.version = filesystem.CURRENT_DCP_VERSION
     return pickle.dumps(index)
 
 
-def write_file(path: Path, data: Iterable[Any]) -> list[tuple[int, int]]:
-    """Write a rank's file of tensors and pickled objects.
+def write_file(
+    path: Path, data: Iterable[torch.Tensor | SavedObject], heads: Heads
+) -> tuple[list[Place], FileSum]:
+    """Write a rank's file of tensors and objects.
+
+    Args:
+        path: of the file.
+        data: that it holds.
+        heads: as far as they are known; others are added.
 
     Returns:
-        Offset and length of each in it, in bytes.
+        Where each of them is in it, and its size and checksums.
 
     Raises:
         OSError: it could not be written.
     """
-    found, end = [], 0
+    found, sums = list[Place](), Checksums()
     try:
-        with path.open("wb") as file:
+        with path.open("wb", buffering=0) as file:
             for one in data:
-                is_object = isinstance(one, bytes)
-                length = file.write(one if is_object else _buffered(_compact(one)).getbuffer())
-                found.append((end, length))
-                end += length
+                at = sums.size
+                if isinstance(one, SavedObject):
+                    length = write_summed(file, sums, one.pickled)
+                    plain = write_summed(file, sums, one.plain)
+                    found.append((at, length, at + length if plain else 0, plain))
+                    continue
+                tensor = _compact(one)
+                form, saved = (tensor.dtype, tensor.shape), _buffered(tensor)
+                if form not in heads:
+                    saved.seek(0)
+                    reader: Any = torch._C.PyTorchFileReader(saved)
+                    heads[form] = int(reader.get_record_offset("data/0"))
+                length = write_summed(file, sums, saved.getbuffer())
+                found.append((at, length, at + heads[form], tensor.nbytes))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-    return found
+    return found, sums.result()
+
+
+@functools.cache
+def _nothing() -> bytes:
+    return pickled([None])
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in the host's memory, without what else is in memory that it lies in."""
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 

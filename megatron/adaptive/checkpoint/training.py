@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -31,12 +32,20 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron.adaptive.checkpoint import state as state
+from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
-from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest
+from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, load_first_whole
+from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
 from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
-from megatron.adaptive.checkpoint.torch_dist import Part, Piece, TakenState, pickled
+from megatron.adaptive.checkpoint.torch_dist import (
+    Part,
+    Piece,
+    SavedObject,
+    TakenState,
+    pickled,
+)
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.trainer import TrainerConfig
@@ -52,7 +61,7 @@ _REMEDY = "Free space there or name another folder with --save"
 # What layers of Transformer Engine keep for 8-bit types, which this trainer does not have.
 _SCRATCH = "_extra_state"
 _FORMAT = CheckpointingConfig("torch_dist", 1)
-_NOTHING = pickled([None])  # the empty object that most layers have beside their tensors
+_COMMON = "common.values"  # what COMMON_STATE_FNAME holds, without pickles
 
 # Settings that give the weights their shape, or say which weights there are.
 _SHAPES = (
@@ -194,14 +203,18 @@ class Checkpoints:
         """
         if self._settings.load is None:
             return None
-        found = self._all.on_first(self._find, name_rank=False)
-        if found is None:
-            return None
-        path, manifest = found
+        steps = self._all.on_first(self._steps, name_rank=False)
+        return load_first_whole(steps, self._load, self._all) if steps else None
+
+    def _load(self, iteration: int) -> Progress:
+        """Load one checkpoint."""
+        path, manifest = self._all.on_first(lambda: self._find(iteration), name_rank=False)
         self._standing = None
-        step = int(manifest.progress["iteration"])
-        with self.saver.reading(path, step, manifest.save_id, manifest.files) as near:
-            self._read(path, near, manifest)
+        files, blocks = manifest.files, manifest.blocks
+        with self.saver.reading(path, iteration, manifest.save_id, files) as near:
+            reader = self._all.together(lambda: CheckpointReader(path, near, files, blocks))
+            with reader:
+                self._read(reader, near, manifest)
         progress = Progress() if self._settings.finetune else Progress(**manifest.progress)
         if self.saver.local is not None:
             self.saver.local.resumed = progress.iteration
@@ -222,11 +235,9 @@ class Checkpoints:
         parts, about = self.apart(progress, is_whole=False), self.manifest(progress)
         return TakenState(
             pieces=parts.pieces,
-            objects={
-                name: _NOTHING if values == [None] else pickled(values)
-                for name, values in parts.objects.items()
-            },
+            objects={name: SavedObject.of(found) for name, found in parts.objects.items()},
             once={
+                _COMMON: values.dumps(parts.common),
                 COMMON_STATE_FNAME: pickled(parts.common),
                 "metadata.json": json.dumps(dataclasses.asdict(_FORMAT)).encode(),
             },
@@ -265,22 +276,25 @@ class Checkpoints:
             whole[state.RNG] = state.sharded_rng(self._config)
         return state.without_local_copies(whole)
 
-    def _find(self) -> tuple[Path, Manifest] | None:
-        """Return the checkpoint to load; on rank 0 only."""
+    def _steps(self) -> list[int]:
+        """Return the iterations to try, best first, none to start from scratch; on rank 0 only."""
+        folder, named = CheckpointFolder(str(self._settings.load)), self._settings.ckpt_step
+        steps = [*folder.candidates()] if named is None else [named]
+        if steps:
+            return steps
+        why = "holds no checkpoint" if folder.path.is_dir() else "does not exist"
+        if self._settings.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                f"--load {folder.path} {why}: name a folder with one, or leave out "
+                "--exit-on-missing-checkpoint to start from scratch"
+            )
+        _LOG.warning("WARNING: --load %s %s: starting from scratch", folder.path, why)
+        return []
+
+    def _find(self, iteration: int) -> tuple[Path, Manifest]:
+        """Return the checkpoint of an iteration; on rank 0 only."""
         folder = CheckpointFolder(str(self._settings.load))
-        iteration = self._settings.ckpt_step
-        if iteration is None:
-            iteration = folder.latest()
-        if iteration is None:
-            why = "holds no checkpoint" if folder.path.is_dir() else "does not exist"
-            if self._settings.exit_on_missing_checkpoint:
-                raise CheckpointError(
-                    f"--load {folder.path} {why}: name a folder with one, or leave out "
-                    "--exit-on-missing-checkpoint to start from scratch"
-                )
-            _LOG.warning("WARNING: --load %s %s: starting from scratch", folder.path, why)
-            return None
-        path, manifest = folder.open(iteration)
+        path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         rows = state.padded_vocab_size(self._chunks)
         require_same_model(manifest, self._config, rows, f"--load {path}")
         if rows != manifest.padded_vocab_size:
@@ -311,9 +325,9 @@ class Checkpoints:
         wanted = not (self._settings.no_load_rng or self._settings.finetune)
         return wanted and manifest.has_rng and manifest.shape == state.mesh_shape(self._config)
 
-    def _read(self, path: Path, near: Path, manifest: Manifest) -> None:
-        """Read a checkpoint from ``near``, where its files are to be found."""
-        common = self._all.together(lambda: dist_checkpointing.load_common_state_dict(str(near)))
+    def _read(self, reader: CheckpointReader, near: Path, manifest: Manifest) -> None:
+        """Read a checkpoint, files that need no check from ``near``."""
+        path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common[_CONTENT]
         weights = state.sharded_model(self._chunks, content)
         whole: dict[str, Any] = dict(weights)
@@ -325,7 +339,11 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        loaded = self._all.together(lambda: self._read_shards(whole, path, near))
+        # What the strategy finds wrong names ranks itself.
+        loaded = self._all.together(
+            lambda: self._read_shards(whole, reader, near), name_ranks=False
+        )
+        self._all.together(lambda: reader.check_rest(self._all.rank, self._all.size))
         state.load_model(self._chunks, loaded)
         if self._loads_optimizer:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
@@ -337,19 +355,25 @@ class Checkpoints:
         if self._loads_rng(manifest):
             state.load_rng(loaded[state.RNG])
 
-    def _read_shards(self, whole: dict[str, Any], path: Path, near: Path) -> dict[str, Any]:
-        strategy = get_default_load_sharded_strategy(str(near))
+    def _read_shards(
+        self, whole: dict[str, Any], reader: CheckpointReader, near: Path
+    ) -> dict[str, Any]:
+        strategy: LoadShardedStrategy = _LoadShards(reader, self._all)
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
         loaded, _, absent = dist_checkpointing.load(
-            whole, str(near), strategy, strict=StrictHandling.RETURN_UNEXPECTED
+            whole,
+            str(near),
+            strategy,
+            _LoadCommon(reader),
+            strict=StrictHandling.RETURN_UNEXPECTED,
         )
         # Layers of Transformer Engine keep their own scratch state, which others do not write.
         absent = sorted(key for key in absent if not key.endswith(_SCRATCH))
         if absent:
             raise CheckpointError(
-                f"--load {path} has no {absent[0]} ({len(absent)} such): it is of another model or "
-                "optimizer; give the settings it was trained with"
+                f"--load {reader.path} has no {absent[0]} ({len(absent)} such): it is of another "
+                "model or optimizer; give the settings it was trained with"
             )
         return state.with_own_storage(loaded)
 
@@ -358,6 +382,102 @@ class Checkpoints:
         if self._config.parallel.unequal_sizes is not None:
             return 1
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+
+def _common(reader: CheckpointReader) -> dict[str, Any]:
+    return dict(reader.read_values(_COMMON, COMMON_STATE_FNAME))
+
+
+class _Compatible:
+    """Answers megatron-core's questions about versions: manifests are checked before."""
+
+    can_handle_sharded_objects = True
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None:
+        """Accept it."""
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        """Accept it."""
+
+
+class _LoadCommon(_Compatible, LoadCommonStrategy):
+    """Lets megatron-core read what all ranks have in common by our reader."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
+        """Return it."""
+        return _common(self._reader)
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
+        """Refuse: the other strategy does it."""
+        raise NotImplementedError
+
+
+class _LoadShards(_Compatible, LoadShardedStrategy):
+    """Lets megatron-core read shards by our reader.
+
+    Args:
+        reader: of the checkpoint.
+        ranks: all of them, which load together.
+    """
+
+    def __init__(self, reader: CheckpointReader, ranks: RankGroup) -> None:
+        self._reader, self._ranks = reader, ranks
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        """Return a state with what was saved in the place of shards. Collective."""
+        return self._ranks.together(lambda: self._load(sharded_state_dict))
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
+        """Return the tensors of the checkpoint without their data, by name."""
+        return {
+            name: ShardedTensor.from_rank_offsets(
+                name, torch.empty(saved.size, dtype=saved.dtype, device="meta")
+            ).without_data()
+            for name, saved in self._reader.tensors.items()
+        }
+
+    def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
+        """Return all that the checkpoint has, without data, by name."""
+        objects = map(ShardedObject.empty_from_unique_key, self._reader.objects)
+        return {one.unique_key: one for one in objects} | self.load_tensors_metadata(checkpoint_dir)
+
+    def _load(self, sharded_state_dict: Any) -> Any:
+        wanted: list[WantedPart] = []
+        objects: dict[str, list[Any]] = {}
+
+        def found(shard: Any) -> Any:
+            if isinstance(shard, ShardedObject):
+                name = shard.unique_key
+                if name not in objects:
+                    objects[name] = self._reader.read_object(name)
+                left = objects[name]
+                return left.pop(0) if len(left) > 1 else left[0]
+            saved, size = self._reader.tensors[shard.key].size, torch.Size(shard.global_shape)
+            if saved != size and not shard.allow_shape_mismatch:
+                raise CheckpointError(
+                    f"{self._reader.path} has {shard.key} with shape {list(saved)}, and the run"
+                    f" with {list(size)}: it is of another model"
+                )
+            if shard.data is None:
+                shard.init_data(torch.device("cpu"))
+            data = shard.data.detach()
+            if shard.allow_shape_mismatch:
+                data.zero_()
+            part = WantedPart(
+                name=shard.key,
+                offset=shard.global_offset,
+                target=data[(None,) * shard.prepend_axis_num],
+                may_exceed=shard.allow_shape_mismatch,
+            )
+            wanted.append(part)
+            return data
+
+        state = dict_list_map_outplace(found, sharded_state_dict)
+        self._reader.read(wanted)
+        return state
 
 
 def _replica_group() -> dist.ProcessGroup:
@@ -449,12 +569,13 @@ class RunState:
         """Return the progress and what all ranks have in common; see ``SnapshotState``."""
         assert self._parts is not None
         line = {"progress": dataclasses.asdict(self._progress())}
-        return json.dumps(line).encode() + b"\n" + pickled(self._parts.common)
+        return json.dumps(line).encode() + b"\n" + values.dumps(self._parts.common)
 
     def head(self) -> Mapping[str, Any]:
         """Return what a checkpoint made of snapshots needs; see ``SnapshotState``."""
         return {
-            "common": COMMON_STATE_FNAME,
+            "common": _COMMON,
+            "pickled": COMMON_STATE_FNAME,
             "has_common": state.has_parameters(self._run.optimizer),
             "manifest": self._checkpoints.manifest(self._progress()).to_dict(),
             "format": dataclasses.asdict(_FORMAT),

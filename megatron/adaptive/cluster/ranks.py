@@ -26,7 +26,7 @@ from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
-from megatron.adaptive.errors import SetupError
+from megatron.adaptive.errors import DamagedCheckpointError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
 _TRAINER = "pretrain_gpt"
@@ -50,11 +50,21 @@ class Program(ABC):
     def check(self) -> None:
         """Refuses a folder of checkpoints that ranks could not go on from.
 
+        One that holds pickles is refused by the ranks, where they are not to trust it.
+
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: none in it is whole.
         """
-        if (latest := self.folder.latest()) is not None:
-            self.folder.open(latest)
+        damaged: DamagedCheckpointError | None = None
+        for step in self.folder.candidates():
+            try:
+                self.folder.open(step, trust=True)
+            except DamagedCheckpointError as error:
+                damaged = damaged or error
+            else:
+                return
+        if damaged is not None:
+            raise damaged
 
     @abstractmethod
     def command(

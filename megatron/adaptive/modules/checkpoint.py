@@ -7,7 +7,6 @@ Running means of other replicas are not kept. Snapshots in memory hold the same 
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,22 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import PipelineFolder, make_pipeline_manifest
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
-from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, require_seen
+from megatron.adaptive.checkpoint.saver import (
+    CheckpointSaver,
+    SaveRequest,
+    load_first_whole,
+    require_seen,
+)
+from megatron.adaptive.checkpoint.shards import CheckpointReader, SavedTensor, WantedPart
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece, TakenState
-from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
+from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.update import LossScale, Update
 
 __all__ = ["Checkpointer", "PipelineState"]
 
-_STATE = "state.pt"  # of the user's objects
+_STATE = "state.values"  # of the user's objects
+_FORMER_STATE = "state.pt"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _PLAIN = (bool, int, float, str, type(None))
 _REMEDY = "Free space there or name another folder"
@@ -165,22 +169,47 @@ class Checkpointer:
         step: int | None,
         optimizer: bool,
         state: Mapping[str, Any] | None = None,
+        trust: bool = False,
     ) -> dict[str, Any]:
         """Read a checkpoint; returns its manifest. See :meth:`Pipeline.load`."""
         self.saver.finish()
+        folders, given = PipelineFolder(folder), state or {}
+
+        def load(step: int | None) -> dict[str, Any]:
+            return self._load(folders, step, given, optimizer=optimizer, trust=trust)
+
+        if step is not None:
+            return load(step)
+        steps = self._ranks.on_first(lambda: [*folders.candidates()], name_rank=False)
+        return load_first_whole(steps, load, self._ranks) if steps else load(None)
+
+    def _load(
+        self,
+        folders: PipelineFolder,
+        step: int | None,
+        state: Mapping[str, Any],
+        *,
+        optimizer: bool,
+        trust: bool,
+    ) -> dict[str, Any]:
+        """Read the checkpoint of a step; returns its manifest."""
         ranks = self._ranks
-        path, manifest = ranks.on_first(lambda: PipelineFolder(folder).open(step), name_rank=False)
+        path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust), name_rank=False)
         ranks.together(lambda: require_seen(path, self._mesh))
         save_id, files = str(manifest.get("save_id", "")), manifest["files"]
+        blocks = manifest.get("blocks", {})
         has_optimizer = optimizer and manifest["optimizer"] is not None
         with self.saver.reading(path, int(manifest["step"]), save_id, files) as near:
-            states = self._read(path, near, manifest if has_optimizer else None)
-            content = _read_state(path, near, manifest, state) if state else {}
+            reader = ranks.together(lambda: CheckpointReader(path, near, files, blocks))
+            with reader:
+                states = self._read(reader, manifest if has_optimizer else None)
+                content = ranks.together(lambda: _read_state(reader, files, state))
+                ranks.together(lambda: reader.check_rest(ranks.rank, ranks.size))
         if has_optimizer:
             self._restore_optimizer(states, manifest["options"])
         if self._update.scaler is not None and manifest["loss_scale"] is not None:
             self._update.scaler = LossScale(**manifest["loss_scale"])
-        for name, one in (state or {}).items():
+        for name, one in state.items():
             one.load_state_dict(content[name])
         return manifest
 
@@ -188,7 +217,7 @@ class Checkpointer:
         """Take the state of now apart."""
         once: dict[str, bytes] = {}
         if state:
-            self._ranks.first(lambda: once.update({_STATE: _state_bytes(state, check=True)}))
+            self._ranks.first(lambda: once.update({_STATE: _state_bytes(state)}))
         tensors, about = self.apart()
         return TakenState(
             pieces={} if self._mesh.dp_rank else _pieces(tensors),
@@ -199,30 +228,22 @@ class Checkpointer:
         )
 
     def _read(
-        self, path: Path, near: Path, manifest: Mapping[str, Any] | None
+        self, reader: CheckpointReader, manifest: Mapping[str, Any] | None
     ) -> dict[str, dict[str, Any]]:
         """Read this rank's parameters and buffers in place, and the optimizer's state of them.
 
         Args:
-            path: of the checkpoint.
-            near: where its files are read.
+            reader: of the checkpoint.
             manifest: of it, where the optimizer's state is wanted.
         """
-        reader = FileSystemReader(near)
+        path, known = reader.path, reader.tensors
 
         def prepare() -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-            try:
-                every = reader.read_metadata().state_dict_metadata
-                known = {name: one for name, one in every.items() if hasattr(one, "size")}
-                wanted = self._wanted(path, known)
-                if manifest is None:
-                    return wanted, {}
-                self._check_optimizer(path, manifest)
-                return wanted, self._empty_states(known, manifest)
-            except AdaptiveError:
-                raise
-            except Exception as error:  # a broken file may raise anything
-                raise CheckpointError(f"{path}: cannot be read: {_first_line(error)}") from error
+            wanted = self._wanted(path, known)
+            if manifest is None:
+                return wanted, {}
+            self._check_optimizer(path, manifest)
+            return wanted, self._empty_states(known, manifest)
 
         wanted, states = self._ranks.together(prepare, name_ranks=False)
         wanted |= {
@@ -231,20 +252,11 @@ class Checkpointer:
             for key, one in parts.items()
             if isinstance(one, torch.Tensor)
         }
-
-        def read() -> None:
-            with torch.no_grad():
-                dcp.load(
-                    wanted,
-                    storage_reader=reader,
-                    planner=DefaultLoadPlanner(),
-                    process_group=self._mesh.control_group,
-                )
-
-        try:
-            self._ranks.together(read)
-        except (CheckpointError, RuntimeError) as error:
-            raise CheckpointError(f"{path}: loading failed: {error}") from error
+        parts = [
+            WantedPart(name=name, offset=(0,) * one.dim(), target=one)
+            for name, one in wanted.items()
+        ]
+        self._ranks.together(lambda: reader.read(parts))
         return states
 
     def _kind(self) -> str | None:
@@ -283,7 +295,7 @@ class Checkpointer:
         for group in self._update.optimizer.param_groups:
             yield group, [names[id(one)] for one in group["params"]]
 
-    def _wanted(self, path: Path, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _wanted(self, path: Path, known: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by their names in the checkpoint, to be filled in place."""
         for name, one in self._held.items():
             saved = known.get(_MODEL + name)
@@ -317,7 +329,7 @@ class Checkpointer:
                 )
 
     def _empty_states(
-        self, known: Mapping[str, Any], manifest: Mapping[str, Any]
+        self, known: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
         """Return room for the optimizer's state of this rank's parameters, plain values filled."""
         states: dict[str, dict[str, Any]] = {
@@ -332,7 +344,7 @@ class Checkpointer:
                 alike = tuple(saved.size) == tuple(parameter.shape) and parameter.dim()
                 states[name][key] = torch.empty(
                     saved.size,
-                    dtype=saved.properties.dtype,
+                    dtype=saved.dtype,
                     device=parameter.device if alike else "cpu",
                 )
         return states
@@ -374,7 +386,6 @@ class PipelineState:
         self._state = state
         self._about: Mapping[str, Any] = {}
         self._layout: list[Any] = []
-        self._is_checked = False
 
     def pieces(self) -> Mapping[Part, Piece]:
         """Return the tensors; buffers are copied at once, for a forward may change them."""
@@ -388,9 +399,7 @@ class PipelineState:
         line = json.dumps({**self._head(), **self._about}).encode() + b"\n"
         if not self._state:
             return line
-        content = _state_bytes(self._state, check=not self._is_checked)
-        self._is_checked = True
-        return line + content
+        return line + _state_bytes(self._state)
 
     def head(self) -> Mapping[str, Any]:
         """Return that all ranks have what is in common; see ``SnapshotState``."""
@@ -413,47 +422,36 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
     return [(name, one.shape, one.dtype) for name, one in tensors.items()]
 
 
-def _state_bytes(state: Mapping[str, Any], *, check: bool) -> bytes:
+def _state_bytes(state: Mapping[str, Any]) -> bytes:
     """Return a file of what the user's objects hold.
 
     Args:
         state: the objects by name.
-        check: whether it can be read again, as plain values and tensors alone can.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: they hold something else than plain values and tensors.
     """
-    buffer = io.BytesIO()
-    torch.save({name: one.state_dict() for name, one in state.items()}, buffer)
-    if check:
-        buffer.seek(0)
-        try:
-            torch.load(buffer, weights_only=True)
-        except Exception as error:
-            raise ConfigError(
-                f"state: what {', '.join(state)} hold cannot be read again ({_first_line(error)}):"
-                " give objects whose state_dict() has plain values and tensors alone"
-            ) from error
-    return buffer.getvalue()
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0].split('. ')[0] if text else ''}"[:300]
+    try:
+        return values.dumps({name: one.state_dict() for name, one in state.items()})
+    except TypeError as error:
+        raise ConfigError(
+            f"state: what {', '.join(state)} hold cannot be read again ({error}): give objects"
+            " whose state_dict() has plain values and tensors alone"
+        ) from error
 
 
 def _read_state(
-    path: Path, near: Path, manifest: Mapping[str, Any], names: Collection[str]
+    reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
     states: dict[str, Any] = {}
-    if _STATE in manifest["files"]:
-        states = torch.load(near / _STATE, weights_only=True, map_location="cpu")
+    if names and {_STATE, _FORMER_STATE} & {*files}:
+        states = reader.read_values(_STATE, _FORMER_STATE)
     missing = [name for name in names if name not in states]
     if missing:
         has = ", ".join(states) or "none"
         raise CheckpointError(
-            f"{path}: it has no state of {missing[0]!r} (it has: {has}): give the names that it was"
-            " saved with"
+            f"{reader.path}: it has no state of {missing[0]!r} (it has: {has}): give the names that"
+            " it was saved with"
         )
     return states
 

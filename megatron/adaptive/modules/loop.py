@@ -53,7 +53,7 @@ class Loop:
         order: of the job, ``None`` without one; its folder counts.
         batch_size: samples of a step over all replicas.
         total_steps, folder, save_interval, keep, state, async_save, local_folder,
-            diagnose_interval: the user's, see :meth:`Pipeline.loop`.
+            diagnose_interval, trust_checkpoint: the user's, see :meth:`Pipeline.loop`.
 
     Raises:
         CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
@@ -75,6 +75,7 @@ class Loop:
         async_save: bool,
         local_folder: str | Path | None,
         diagnose_interval: int,
+        trust_checkpoint: bool,
     ) -> None:
         _check(0, total_steps=total_steps, diagnose_interval=diagnose_interval)
         _check(1, save_interval=1 if save_interval is None else save_interval)
@@ -94,7 +95,7 @@ class Loop:
         self._given: int | None = None
         self._is_over = False
         self._steps = self._run()
-        loaded_s = self._resume()
+        loaded_s = self._resume(trust_checkpoint)
         self._saved_at = pipeline.steps if pipeline.steps else -1
         self._waited_s = 0.0  # for the last checkpoint
         self._saves_behind = self._folder is not None and (async_save or local_folder is not None)
@@ -221,8 +222,12 @@ class Loop:
     def _extra(self) -> dict[str, Any]:
         return {_BATCH: self._batch_size}
 
-    def _resume(self) -> float | None:
-        """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
+    def _resume(self, trust: bool) -> float | None:
+        """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none.
+
+        Args:
+            trust: also one of a former version, which has pickles.
+        """
         begin_s, local_folder = time.perf_counter(), self._local_folder
         if self._folder is None:
             if local_folder is not None:
@@ -237,13 +242,15 @@ class Loop:
             local = self._pipeline._checkpointer.use_local_disks(
                 local_folder, self._folder, self._keep, self._progress_folder
             )
-        newest = PipelineFolder(self._folder).latest() if self._is_first else None
-        newest = self._mesh.from_first(newest)
+        found = next(PipelineFolder(self._folder).candidates(), None) if self._is_first else None
+        is_there = found is not None
         if local is not None:
-            local.resumed = newest or 0
-        if newest is None:
+            local.resumed = 0
+        if not self._mesh.from_first(is_there):
             return None
-        extra = self._pipeline.load(self._folder, step=newest, state=self._state)
+        extra = self._pipeline.load(self._folder, state=self._state, trust_checkpoint=trust)
+        if local is not None:
+            local.resumed = self._pipeline.steps
         before = extra.get(_BATCH, self._batch_size)
         if before != self._batch_size:
             raise CheckpointError(

@@ -398,23 +398,28 @@ class Pipeline:
         step: int | None = None,
         optimizer: bool = True,
         state: Mapping[str, Any] | None = None,
+        trust_checkpoint: bool = False,
     ) -> dict[str, Any]:
         """Go on from a checkpoint of :meth:`save`. Collective; after :meth:`set_optimizer`.
 
         Args:
             folder: as given to ``save``.
-            step: which one; the newest where ``None``.
+            step: which one; the newest that is whole where ``None``.
             optimizer: load its state as well.
             state: objects that were saved with it, by name; each gets its state.
+            trust_checkpoint: load one of a former version as well, which has pickles.
 
         Returns:
             The ``extra`` that was saved.
 
         Raises:
-            CheckpointError: there is none, it is broken, or of another model or optimizer.
+            CheckpointError: there is none, it is damaged, not trusted, or of another model or
+                optimizer.
             ConfigError: it has the state of an optimizer, and none is set.
         """
-        found = self._checkpointer.load(folder, step=step, optimizer=optimizer, state=state)
+        found = self._checkpointer.load(
+            folder, step=step, optimizer=optimizer, state=state, trust=trust_checkpoint
+        )
         self.steps, self._random.seed = found["step"], found["seed"]
         extra: dict[str, Any] = found["extra"]
         return extra
@@ -430,6 +435,7 @@ class Pipeline:
         async_save: bool = False,
         local_folder: str | Path | None = None,
         diagnose_interval: int = 100,
+        trust_checkpoint: bool = False,
     ) -> Loop:
         """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
 
@@ -448,6 +454,7 @@ class Pipeline:
             async_save: write while training goes on, which waits only for a copy in memory.
             local_folder: on each node's own disk, written so, and copied to ``folder`` behind it.
             diagnose_interval: steps between two diagnoses where traces are written, 0 for none.
+            trust_checkpoint: as of :meth:`load`.
 
         Raises:
             CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
@@ -467,6 +474,7 @@ class Pipeline:
             async_save=async_save,
             local_folder=local_folder,
             diagnose_interval=diagnose_interval,
+            trust_checkpoint=trust_checkpoint,
             batch_size=self._batch_size,
         )
         return self._loop

@@ -125,7 +125,7 @@ def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
         iteration = folder.latest() if iteration is None else iteration
         if iteration is None:
             return None
-        _, manifest = folder.open(iteration)
+        _, manifest = folder.open(iteration, trust=config.checkpoint.trust_checkpoint)
     except CheckpointError:
         return None
     now, then = mesh_shape(config), manifest.shape
