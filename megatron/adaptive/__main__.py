@@ -9,6 +9,7 @@ import sys
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, run_cli
 
 _SUBCOMMANDS = {
+    "checkpoint": ("checkpoint", "list checkpoints, and check that they are what was written"),
     "doctor": ("doctor", "check whether this node, and the way to another, is fit for a run"),
     "flags": ("flags", "print every flag of the trainer as Markdown"),
     "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),

@@ -263,7 +263,9 @@ def load_first_whole(
             first = first or error
             continue
         except CheckpointError as error:
-            raise first or error from error
+            if first is None:
+                raise
+            raise first from error
         if first is not None and ranks.is_first:
             _LOG.warning("WARNING: %s; going on from that of %d, the newest whole one", first, step)
         return result

@@ -34,21 +34,19 @@ from megatron.adaptive.checkpoint.torch_dist import METADATA
 from megatron.adaptive.errors import DamagedCheckpointError
 
 _Result = TypeVar("_Result")
-_TORCH_METADATA = "torch.distributed.checkpoint.metadata"
+# All that ``.metadata`` may name, by its module.
 _KNOWN = {
-    **dict.fromkeys(
-        ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        _TORCH_METADATA,
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
     ),
-    **dict.fromkeys(
-        ("MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
-        _TORCH_METADATA,
-    ),
-    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
-    "Size": "torch",
-    "_get_layout": "torch.serialization",
-    "OrderedDict": "collections",
-    "MCoreMetadata": "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
 }
 
 
@@ -335,7 +333,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and _KNOWN.get(name) != module:
+        if not is_dtype and name not in _KNOWN.get(module, ()):
             raise _Refused(f"it names {module}.{name}, which is no part of an index")
         return super().find_class(module, name)
 

@@ -1,0 +1,149 @@
+"""``checkpoint``: lists checkpoints, describes one, and checks that they are what was written.
+
+Starts no process group and imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.checkpoint.folder import INDEX, StepFolders, kind_of, verify
+from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.errors import CheckpointError
+
+__all__ = ["main"]
+
+_EXIT_DAMAGED = 1
+_MIB = 1 << 20
+_LONG = ("config", "files", "blocks", "options", "states")  # of manifests
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``verify``, ``list`` or ``show``.
+
+    Returns:
+        The exit status: 1 where a checkpoint is damaged.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        ConfigError: an option is wrong.
+    """
+    options = _parser().parse_args(argv)
+    path = Path(options.folder)
+    folders, steps = _chosen(path, options.step)
+    if options.what == "show":
+        about = _about(folders, steps[-1])
+        print(json.dumps(about, indent=1) if options.json else "\n".join(_lines(about)))
+        return 0
+    is_read = options.what == "verify"
+    rows = [_row(folders, step, is_read=is_read) for step in steps]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print("\n".join(_table(rows, is_read=is_read)))
+    return _EXIT_DAMAGED if any(row["problems"] for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="checkpoint",
+        description="List checkpoints, describe one, or check that they are what was written.",
+    )
+    what = "verify reads all of them; list looks at manifests; show describes the newest, or one"
+    parser.add_argument("what", choices=("verify", "list", "show"), help=what)
+    parser.add_argument("folder", metavar="DIR", help="folder of checkpoints, or one of them")
+    parser.add_argument("--step", type=int, metavar="N", help="this one alone")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _chosen(path: Path, step: int | None) -> tuple[StepFolders, list[int]]:
+    """Return the folders, and the steps that were asked for, ascending; at least one."""
+    try:
+        folders = kind_of(path)
+    except CheckpointError:
+        # It may be a checkpoint itself.
+        parent = path.absolute().parent
+        try:
+            folders = kind_of(parent)
+        except CheckpointError:
+            folders = None
+        steps = [] if folders is None else folders.named()
+        own = [one for one in steps if folders and folders.complete_path(one).name == path.name]
+        if folders is None or not own or not path.is_dir():
+            raise
+        return folders, own
+    steps = folders.named()
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        raise CheckpointError(f"{path} has no checkpoint of step {step}: there are steps {there}")
+    return folders, steps if step is None else [step]
+
+
+def _row(folders: StepFolders, step: int, *, is_read: bool) -> dict[str, Any]:
+    path = folders.complete_path(step)
+    body: dict[str, Any] = {}
+    problems = verify(path) if is_read else []
+    try:
+        body = folders.read_manifest(path)
+    except CheckpointError as error:
+        problems = problems or [str(error)]
+    files = body.get("files", {})
+    return {
+        "step": step,
+        "path": str(path),
+        "files": len(files),
+        "bytes": sum(files.values()),
+        "saved_s": path.stat().st_mtime,
+        "has_checksums": "blocks" in body,
+        "has_pickles_alone": bool(body) and INDEX not in files,
+        "problems": problems,
+    }
+
+
+def _table(rows: Sequence[dict[str, Any]], *, is_read: bool) -> list[str]:
+    lines = [f"{'step':>10}  {'MiB':>10}  files  saved             "]
+    for row in rows:
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved_s"]))
+        state = "whole" if is_read else "complete"
+        if not row["has_checksums"]:
+            state = "of a former version: sizes alone are known"
+        if row["problems"]:
+            state = "DAMAGED"
+        size = f"{row['bytes'] / _MIB:.1f}"
+        lines.append(f"{row['step']:10}  {size:>10}  {row['files']:5}  {saved}  {state}")
+        lines += [f"{'':12}{problem}" for problem in row["problems"]]
+    return lines
+
+
+def _about(folders: StepFolders, step: int) -> dict[str, Any]:
+    path = folders.complete_path(step)
+    body = folders.read_manifest(path)
+    found = {name: one for name, one in body.items() if name not in _LONG}
+    tensors: dict[str, Any] = {}
+    if INDEX in body["files"]:
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        tensors = {
+            name: {"type": one["type"], "shape": one["whole"], "parts": len(one["parts"])}
+            for name, one in index["tensors"].items()
+        }
+    return {"path": str(path), **found, "files": body["files"], "tensors": tensors}
+
+
+def _lines(about: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, one in about.items():
+        if not isinstance(one, dict):
+            lines.append(f"{name}: {one}")
+            continue
+        lines.append(f"{name}:")
+        for key, value in one.items():
+            if name == "tensors":
+                value = f"{value['type']} {value['shape']} in {value['parts']}"
+            lines.append(f"  {key}: {value}")
+    return lines
