@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.report import Result, Row
-from benchmarks.trust import control_plane, damages
+from benchmarks.trust import control_plane
 
 
 def test_a_part_that_fails_is_missed_and_the_others_stay(
@@ -27,12 +27,6 @@ def test_a_part_that_fails_is_missed_and_the_others_stay(
     assert total.rows[1].note == "RuntimeError: no disk / here"
     assert report.finish(total, None) == 1
     assert "other programs used 50% of the processors" in capsys.readouterr().out
-
-
-def test_damages_are_found_and_mended(tmp_path: Path) -> None:
-    shapes = ("trainer-1", "pipeline-1")
-    result = damages.measure(tmp_path, 60, 4, 6, seed=1, shapes=shapes)
-    assert {row.what: row.met for row in result.rows if row.met is False} == {}
 
 
 def test_nodes_join_a_manager_at_once_and_are_lost(tmp_path: Path) -> None:
