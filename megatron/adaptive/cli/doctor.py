@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from megatron.adaptive import extension
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.connection import Connection, listen
 from megatron.adaptive.cluster.host import (
     interface_of,
@@ -68,9 +69,9 @@ def _print(checks: Sequence[Check], *, as_json: bool) -> None:
         return
     width = max(len(check.name) for check in checks)
     for check in checks:
-        print(f"{check.state:8} {check.name:{width}}  {check.text}")
+        show(f"{check.state:8} {check.name:{width}}  {check.text}")
         if check.mend:
-            print(f"{'':8} {'':{width}}  -> {check.mend}")
+            show(f"{'':8} {'':{width}}  -> {check.mend}")
 
 
 _GIB = 1 << 30

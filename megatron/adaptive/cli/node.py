@@ -25,7 +25,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ from megatron.adaptive.cluster.node import (
     run_node,
 )
 from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
 _PORT = 29500
@@ -140,6 +141,7 @@ def _answer(conf: LaunchConf, places: list[tuple[int, int]], port: int) -> dict[
     return {
         "conf": conf.texts(),
         "folder": str(conf.folder),
+        "secrets": [*conf.secrets],
         "processes": processes,
         "job": _new_job(logs),
         "port": port,
@@ -166,6 +168,7 @@ def _worker(argv: Sequence[str]) -> int:
     joined = asyncio.run(_join_master(find, _hello(options, None), limit_s))
     folder = Path(joined["folder"])
     conf = make_conf(joined["conf"], folder if folder.is_dir() else ROOT)
+    _say_missing(joined.get("secrets", ()))
     check_files(conf)
     interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined["own_addr"])
     place = _place(joined, joined["node_rank"], joined["master_addr"])
@@ -177,8 +180,9 @@ def _slurm(argv: Sequence[str]) -> int:
     parser.add_argument("conf", type=Path, help="settings that submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.read(argv)
-    answer = json.loads(options.conf.read_text())
+    answer = read_json(options.conf, "name the settings that submit wrote")
     conf = make_conf(answer["conf"], Path(answer["folder"]))
+    _say_missing(answer.get("secrets", ()))
     rank = _environment_number("SLURM_PROCID")
     head = os.environ.get("MASTER_ADDR", "")
     if rank is None or not head:
@@ -532,8 +536,17 @@ def _environment_number(*names: str) -> int | None:
     return None
 
 
+def _say_missing(secrets: Iterable[str]) -> None:
+    """Warns of secrets of ``conf.sh`` that this node's own environment lacks."""
+    if missing := [name for name in secrets if name not in os.environ]:
+        _say(
+            f"warning: conf.sh sets {', '.join(missing)}, and secrets are neither written nor sent"
+            " to other nodes: set it in this node's environment too (on Slurm: no --export)"
+        )
+
+
 def _say(text: str) -> None:
-    print(f"[{socket.gethostname()}] {text}", file=sys.stderr, flush=True)
+    print(f"[{socket.gethostname()}] {printable(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -554,6 +567,6 @@ def _found(path: Path, address: str, port: int) -> Iterator[None]:
 def _read_found(path: Path) -> tuple[str, int] | None:
     """Returns the master's address and port, ``None`` if there is no file."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        answer = json.loads(path.read_text())
+        answer = parse_json(path.read_bytes())
         return str(answer["address"]), int(answer["port"])
     return None

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.plan_inputs import (
     Inputs,
     add_input_arguments,
@@ -194,11 +195,11 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
     model, cluster = inputs.model, inputs.cluster
     size = model.parameters
     words = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
-    print(
+    show(
         f"{model.name}, {words} parameters, {model.precision.name}, on {cluster.num_gpus} GPUs;"
         f" {options.global_batch_size} samples for a step\n"
     )
-    print(table(proposal.rows, inputs, options.tokens))
+    show(table(proposal.rows, inputs, options.tokens))
     result = proposal.result
     print(f"\n{result.configurations:,} configurations bounded, {result.timed:,} pipelines timed")
     if result.gap > 0:
@@ -207,7 +208,7 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
     known = {gpu for _, gpu, _, _ in measured}
     guessed = dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in known)
     if guessed:
-        print(
+        show(
             f"estimated from data sheets, not measured: {', '.join(guessed)}; see"
             " python -m megatron.adaptive profile"
         )
@@ -215,13 +216,13 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
         print("some durations of the best lie beside those that were measured")
     if options.explain:
         print()
-        print(explain(proposal.rows[0], inputs))
+        show(explain(proposal.rows[0], inputs))
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
     """Finds the front over parts of the cluster, writes plans and charts, prints the table."""
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
-    print(table(rows, inputs, options.tokens))
-    print(f"\n{options.pareto}: front.html, front.png, front.json and a plan file for each point")
+    show(table(rows, inputs, options.tokens))
+    show(f"\n{options.pareto}: front.html, front.png, front.json and a plan file for each point")
     return 0

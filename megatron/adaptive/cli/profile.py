@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
 from megatron.adaptive.cli.plan_inputs import parse_counts
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Environment
@@ -136,4 +136,4 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
 def _write(content: dict[str, Any], path: Path) -> None:
     profile_file.write(content, path)
     gpus = ", ".join(sorted({row["gpu"] for row in content["layers"]}))
-    print(f"{path}: {len(content['layers'])} measurements of {content['model']['name']} on {gpus}")
+    show(f"{path}: {len(content['layers'])} measurements of {content['model']['name']} on {gpus}")

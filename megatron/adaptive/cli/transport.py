@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.arguments import options_of
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Environment
@@ -204,7 +205,7 @@ def _print(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
         cells += [cell.rjust(width) for cell, width in zip(row[2:4], widths[2:], strict=True)]
-        print("  ".join([*cells, row[4]]).rstrip())
+        show("  ".join([*cells, row[4]]).rstrip())
     pairs = {one.ranks: one.hosts for one in outcomes}
     places = ", ".join(f"{low}-{high}: {a} to {b}" for (low, high), (a, b) in pairs.items())
-    print(f"\n* what a run would use. {places}", flush=True)
+    show(f"\n* what a run would use. {places}")

@@ -8,7 +8,6 @@ somebody edited), the lines are read one by one.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
     COLUMNS,
@@ -257,7 +257,7 @@ def _careful(data: bytes, form: SpanFormat, where: Callable[[int], str]) -> Ints
     rows = []
     for number, line in enumerate(data.splitlines()):
         try:
-            row: Any = json.loads(line)
+            row: Any = parse_json(line)
         except ValueError:
             raise TraceError(
                 f"{where(number)} is not a line of JSON; the file is damaged, remove it or that "
