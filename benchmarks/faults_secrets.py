@@ -36,7 +36,7 @@ from tests.cluster.jobs import FLAGS, JobFolder, command, environment  # noqa: E
 LIMIT_S = 120.0
 NOBODY = 65534
 NAMES = ("HF_TOKEN", "NCCL_LAB_PASSWORD", "TORCH_LAB_SECRET", "GLOO_API_KEY")
-PLAIN = {"HF_HOME": "/nowhere/it's \"$HOME\" & `x`"}
+PLAIN = {"HF_HOME": '/nowhere/it\'s "$HOME" & `x`'}
 """A variable that is no secret and must arrive as it is."""
 _PERIOD_S = 0.05
 _LARGEST = 1 << 26
@@ -164,7 +164,7 @@ def measure(seed: int = 1) -> dict[str, Any]:
     draw = random.Random(seed)
     # Marks that a shell, JSON and a regular expression would each mistake for their own.
     secrets = {name: f"{draw.getrandbits(128):032x}" for name in NAMES}
-    planted = {name: f"it's \"{key}\" $(id) `x` \\ é" for name, key in secrets.items()}
+    planted = {name: f'it\'s "{key}" $(id) `x` \\ é' for name, key in secrets.items()}
     with tempfile.TemporaryDirectory(prefix="faults-secrets-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -301,7 +301,7 @@ def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
 
 
 def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Runs a job of one pod, whose program prints a secret, and makes its page."""
+    """Runs a job of one pod, and makes its page and its status."""
     conf = _conf(folder, planted)
     wanted = {**planted, **PLAIN}
     with socket.create_server(("", 0)) as probe:

@@ -113,7 +113,7 @@ def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--stages 0 --microbatches 8", "argument --stages: '0' is not a whole number from 1 on"),
+        ("--stages 0 --microbatches 8", "argument --stages: '0' is not a whole number from 1 to 1,000,000"),
         (f"{SMALL} --schedules best", "unknown policy 'best': choose one of 1f1b, adaptive"),
         (f"{SMALL} --schedules adaptive --cap 0.5", "the least cap is 1"),
         (f"{SMALL} --schedules adaptive --cap nan", "the least cap is 1"),

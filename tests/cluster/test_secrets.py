@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import faults_secrets
-from megatron.adaptive.cluster.conf import make_conf
 from megatron.adaptive.cli.submit import batch_script, settings_text
+from megatron.adaptive.cluster.conf import make_conf
 from megatron.adaptive.errors import ConfigError
 
 

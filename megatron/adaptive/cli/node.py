@@ -51,7 +51,7 @@ from megatron.adaptive.cluster.node import (
     make_folder,
     run_node,
 )
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
@@ -86,11 +86,19 @@ def _parser(role: str, description: str) -> CommandParser:
     parser = CommandParser(prog=f"run_{role}.sh", allow_abbrev=False, description=description)
     add = parser.add_argument
     add("--master-addr", help="address of the first node (found; MASTER_ADDR)")
-    add("--master-port", type=int, help="its port (29500; MASTER_PORT)")
+    add("--master-port", type=number(int, 1, 65535, "port"), help="its port (29500; MASTER_PORT)")
     add("--ifname", help="network interface (the one towards the other nodes; IFNAME)")
-    add("--node-rank", type=int, help="number of this node (by arrival; NODE_RANK)")
-    add("--nproc-per-node", type=int, help="processes here, where NPROC_PER_NODE does not say it")
-    add("--timeout", type=float, help="seconds to wait for other nodes (MEETING_TIMEOUT_S)")
+    add(
+        "--node-rank",
+        type=number(int, 0, 1_000_000),
+        help="number of this node (by arrival; NODE_RANK)",
+    )
+    add("--nproc-per-node", type=count, help="processes here, where NPROC_PER_NODE does not say it")
+    add(
+        "--timeout",
+        type=number(float, 0, 1e9),
+        help="seconds to wait for other nodes (MEETING_TIMEOUT_S)",
+    )
     return parser
 
 
@@ -98,7 +106,7 @@ def _master(argv: Sequence[str]) -> int:
     parser = _parser("master", "Start a run on this node and wait for its other nodes.")
     parser.add_argument("conf", nargs="?", type=Path, default=ROOT / "conf.sh", help="(conf.sh)")
     parser.add_argument("--plan", type=Path, help="plan file in place of what conf.sh says")
-    parser.add_argument("--nnodes", type=int, help="number of nodes in place of NNODES")
+    parser.add_argument("--nnodes", type=count, help="number of nodes in place of NNODES")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
     options = parser.read(argv)
     changes = [*options.changes]
@@ -514,7 +522,7 @@ def _check_alone(logs: Path) -> None:
 def _new_job(logs: Path) -> str:
     """Returns a name that no other job has, its folder made: pods often share time and number."""
     name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+    for suffix in ("", *(f"-{again}" for again in range(2, 100))):
         with contextlib.suppress(FileExistsError):
             (logs / f"{name}{suffix}").mkdir()
             return f"{name}{suffix}"
