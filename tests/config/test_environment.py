@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from megatron.adaptive.config.environment import (
@@ -126,4 +128,4 @@ def test_a_secret_is_known_by_a_word_of_its_name() -> None:
 def test_secrets_of_a_command_line_are_hidden(given: str, shown: str | None) -> None:
     text = masked_text(given)
     assert text.replace("'", "") == (given if shown is None else shown).replace("'", "")
-    assert masked(given.split()) == text.split()
+    assert masked(shlex.split(given)) == shlex.split(text)

@@ -123,49 +123,49 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", type=Path, metavar="FILE", help="measured times; see docs/schedules.md")
     add(
         "--forward",
-        type=number(float, 0, 1e9),
+        type=float,
         default=1.0,
         metavar="S",
         help="seconds of a rank's forward",
     )
     add(
         "--backward",
-        type=number(float, 0, 1e9),
+        type=float,
         default=1.0,
         metavar="S",
         help="the same, backward by inputs",
     )
     add(
         "--weight",
-        type=number(float, 0, 1e9),
+        type=float,
         default=1.0,
         metavar="S",
         help="the same, weight gradients",
     )
     add(
         "--latency",
-        type=number(float, 0, 1e9),
+        type=float,
         default=0.0,
         metavar="S",
         help="of a message between ranks",
     )
     add(
         "--occupancy",
-        type=number(float, 0, 1e9),
+        type=float,
         default=0.0,
         metavar="S",
         help="a message's time on its link",
     )
     add(
         "--jitter",
-        type=number(float, 0, 100),
+        type=float,
         default=0.0,
         metavar="SIGMA",
         help="lognormal, per action",
     )
     add(
         "--microbatch-jitter",
-        type=number(float, 0, 100),
+        type=float,
         default=0.0,
         metavar="SIGMA",
         help="per microbatch",
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     add = rule.add_argument
     add(
         "--cap",
-        type=number(float, 0, 1e9),
+        type=float,
         metavar="MICROBATCHES",
         help="activations a rank may hold",
     )
