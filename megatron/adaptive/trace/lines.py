@@ -41,8 +41,6 @@ from megatron.adaptive.trace.event import (
     TraceHeader,
 )
 
-__all__ = ["block_text", "header_line", "parse_line", "samples_line"]
-
 _MAX_SIZES = {
     "world_size": 1 << 20,
     "num_ranks": 1 << 14,

@@ -23,8 +23,6 @@ from typing import Any
 
 from megatron.adaptive.config.outside import parse_json
 
-__all__ = ["ENDED", "PERIOD_S", "Now", "NowFile", "now_file_name", "read_now"]
-
 PERIOD_S = 0.5
 """Interval at which a rank reports what it does."""
 

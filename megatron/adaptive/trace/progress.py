@@ -12,8 +12,6 @@ from typing import Any
 
 from megatron.adaptive.config.outside import parse_json
 
-__all__ = ["PROGRESS_NAME", "ProgressTail", "progress_file"]
-
 PROGRESS_NAME = "progress.jsonl"
 TAIL_BYTES = 1 << 20
 """Part of a large file's end that is read at first."""
