@@ -28,8 +28,6 @@ from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.update import LossScale, Update
 
-__all__ = ["Checkpointer", "PipelineState"]
-
 _STATE = "state.pt"  # of the user's objects
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _PLAIN = (bool, int, float, str, type(None))
@@ -60,7 +58,11 @@ class Checkpointer:
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
         self.saver = CheckpointSaver(mesh)
-        passing = set(_not_saved(model))
+        passing = {  # buffers that the model's own state leaves out
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
         self._held = {name: one.detach() for name, one in held.items() if name not in passing}
 
     def save(
@@ -462,13 +464,6 @@ def _read_state(
             " saved with"
         )
     return states
-
-
-def _not_saved(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the buffers that the model's own state leaves out."""
-    for prefix, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            yield f"{prefix}.{name}" if prefix else name
 
 
 def _plain(value: Any) -> Any:

@@ -30,8 +30,6 @@ from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.sizes import JobEnded
 
-__all__ = ["NO_LOOP", "Loop"]
-
 NO_LOOP = (
     "this process belongs to a job that changes its shape, and Pipeline.step was called outside of"
     " Pipeline.loop: train within `for step in pipeline.loop(...)`, which saves and goes on; see"
