@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.outside import parse_json, printable
-from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
 
@@ -55,12 +54,6 @@ def incarnation_folder(job: Path, number: int, secret: str) -> Path:
         secret: of its manager; another one counts from 1 again.
     """
     return job / f"{_EPOCH}-{number}-{secret[:8]}"
-
-
-def end_incarnations(job: Path) -> None:
-    """Keeps all ranks that were ever started, and may live on unseen, from saving checkpoints."""
-    for folder in job.glob(f"{_EPOCH}-*"):
-        mark_over(folder)
 
 
 @dataclass(kw_only=True)

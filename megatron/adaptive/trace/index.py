@@ -256,10 +256,10 @@ def _careful(data: bytes, form: SpanFormat, where: Callable[[int], str]) -> Ints
     for number, line in enumerate(data.splitlines()):
         try:
             row: Any = parse_json(line)
-        except ValueError:
+        except ValueError as error:
             raise TraceError(
-                f"{where(number)} is not a line of JSON; the file is damaged, remove it or that "
-                "line"
+                f"{where(number)} is not a line of JSON ({error}); the file is damaged, remove it"
+                " or that line"
             ) from None
         sound = isinstance(row, list) and all(
             type(value) is int and -(2**63) <= value < 2**63 for value in row
