@@ -15,6 +15,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
+
 BEAT_S = 1.0
 SILENCE_S = 20.0
 _LONGEST = 1 << 22
@@ -79,7 +81,7 @@ class Connection:
         while True:
             try:
                 line = await asyncio.wait_for(self._reader.readline(), silence_s)
-                message = json.loads(line)
+                message = parse_json(line, strict=False)
             except (OSError, ValueError, asyncio.TimeoutError):
                 return None
             if not isinstance(message, dict) or "what" not in message:

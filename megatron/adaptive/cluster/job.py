@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.engine.progress import mark_over
+from megatron.adaptive.config.outside import parse_json, printable
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
 
@@ -37,7 +37,7 @@ _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 def say(text: str) -> None:
     """Prints a line for the user of the job."""
     stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
-    print(f"[elastic] {text}", file=stream, flush=True)
+    print(f"[elastic] {printable(text)}", file=stream, flush=True)
 
 
 _NAMED = 8
@@ -64,12 +64,6 @@ def incarnation_folder(job: Path, number: int, secret: str) -> Path:
         secret: of its manager; another one counts from 1 again.
     """
     return job / f"{_EPOCH}-{number}-{secret[:8]}"
-
-
-def end_incarnations(job: Path) -> None:
-    """Keeps all ranks that were ever started, and may live on unseen, from saving checkpoints."""
-    for folder in job.glob(f"{_EPOCH}-*"):
-        mark_over(folder)
 
 
 @dataclass(kw_only=True)
@@ -338,7 +332,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     """
     path = job_folder(checkpoints) / _STATE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = parse_json(path.read_bytes(), strict=False)
     except OSError as error:
         raise ConfigError(
             f"--status {checkpoints}: {path}: {error.strerror}; name the folder of checkpoints of a"
