@@ -16,7 +16,6 @@ Imports no torch, and nothing here knows what the bytes mean.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -230,18 +229,6 @@ def is_sealed(raw: bytes) -> bool:
 
 def _seal(text: bytes) -> str:
     return _SEAL % xxhash.xxh3_128_hexdigest(text)
-
-
-def read_json(raw: bytes) -> Any:
-    """Return what bytes say in JSON.
-
-    Raises:
-        ValueError: they are no JSON, or nested too deeply.
-    """
-    try:
-        return json.loads(raw)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def find_damage(

@@ -9,7 +9,9 @@
                                               of each file, and a checksum of itself
         index.json common.values              ours: where each tensor's bytes are, and other state
         metadata.json common.pt .metadata __<rank>_0.distcp      megatron-core's torch_dist
-      .iter_0000200.partial/                  being written, or left behind by a crash
+      .iter_0000200.3.partial/                being written by the third holder of the lease, or
+                                              left behind by it
+      .lease/                                 who may write here, see ``engine.lease``
       .iter_0000100.replaced/                 the former iter_0000100 while a new one replaces it
 
     <folder>/                                 of a Pipeline: PipelineFolder
@@ -22,7 +24,10 @@
 
 A checkpoint is written under its hidden name, made durable, renamed, and only then named by the
 tracker, where there is one; whatever happens in between, the tracker names a complete checkpoint.
-The names of the trainer's folders and of its tracker are Megatron-LM's. ``.metadata`` and
+Who takes over the right to write here removes what the holders before left under hidden names, and
+with it their means to publish it: see ``engine.lease``.
+The names of the trainer's folders and of its tracker are Megatron-LM's.
+``.metadata`` and
 ``common.pt`` are pickles, for Megatron-LM and torch; nothing of ours reads them where there is an
 index. Checkpoints of former versions have none, and are opened only where the caller trusts them.
 
@@ -37,6 +42,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,10 +52,11 @@ from typing import Any
 from megatron.adaptive.checkpoint.checksums import (
     find_damage,
     is_sealed,
-    read_json,
     sealed,
     sum_of_file,
 )
+from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.engine.lease import Lease
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 _LOG = logging.getLogger(__name__)
@@ -74,6 +81,9 @@ class StepFolders:
         manifest: the file that a complete folder has.
         form: what every manifest begins with: the newest version that is read and, where there is
             one, the format's name.
+
+    Attributes:
+        lease: right to write here, ``None`` where nobody else can.
     """
 
     _needed = frozenset({"files"})  # of what manifests hold
@@ -92,6 +102,7 @@ class StepFolders:
         self._prefix, self._digits, self._manifest = prefix, digits, manifest
         self._form = form or {}
         self._complete = re.compile(rf"{prefix}(\d{{{digits},}})")
+        self.lease: Lease | None = None
 
     @property
     def manifest_name(self) -> str:
@@ -104,7 +115,7 @@ class StepFolders:
 
     def partial_path(self, step: int) -> Path:
         """Return the folder that a step is written in before it is complete."""
-        return self.path / f".{self._name(step)}.partial"
+        return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
         """Return the former folder of a step while another takes its place."""
@@ -152,9 +163,23 @@ class StepFolders:
         """Clear away what crashed runs left and make an empty partial folder.
 
         Raises:
+            LeaseTakenError: another job took the path over.
             OSError: the path cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        self.clear()
+        partial = self.partial_path(step)
+        partial.mkdir()
+        return partial
+
+    def clear(self) -> None:
+        """Clear away what crashed runs left, and the means of those before to publish theirs.
+
+        Raises:
+            LeaseTakenError: another job took the path over.
+            OSError: the path cannot be written.
+        """
+        self._require_lease()
         for former in self.path.glob(f".{self._prefix}*.replaced"):
             complete = self.path / former.name[1 : -len(".replaced")]
             if complete.exists():
@@ -162,15 +187,16 @@ class StepFolders:
             else:
                 former.rename(complete)
         for stale in self.path.glob(f".{self._prefix}*.partial"):
-            shutil.rmtree(stale)
-        partial = self.partial_path(step)
-        partial.mkdir()
-        return partial
+            marked = re.search(r"\.(\d+)\.partial$", stale.name)
+            if self.lease is None or marked is None or int(marked[1]) <= self.lease.number:
+                self._discard(stale)
 
     def commit(
         self, step: int, manifest: Mapping[str, Any], check: Callable[[], None] | None = None
     ) -> Path:
         """Turn the partial checkpoint of a step into a complete one, the latest.
+
+        Its files are durable but for the manifest: who wrote one has called :func:`sync`.
 
         Args:
             step: as given to :meth:`begin`.
@@ -183,6 +209,7 @@ class StepFolders:
 
         Raises:
             CheckpointError: a file has another size than what was written of it.
+            LeaseTakenError: another job took the path over.
             OSError: writing failed; the partial checkpoint is still there.
         """
         partial, complete = self.partial_path(step), self.complete_path(step)
@@ -198,18 +225,23 @@ class StepFolders:
         body = {**self._form, **manifest, **self._form}
         body |= {"step": step, "files": files, "blocks": blocks}
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
-        _write_durably(partial / self._manifest, sealed([*lines]))
-        for one in partial.iterdir():
-            sync(one)
+        write_files(partial, {self._manifest: sealed([*lines]).encode()})
         sync(partial)
         if check is not None:
             check()
+        self._require_lease()
         former = self.replaced_path(step)
         if complete.exists():
             complete.rename(former)
-        partial.rename(complete)
-        sync(self.path)
-        self._track(step)
+        try:
+            partial.rename(complete)
+            sync(self.path)
+            self._track(step)
+        except FileNotFoundError:  # removed by who took the path over since
+            with contextlib.suppress(OSError):
+                former.rename(complete)
+            self._require_lease()
+            raise
         if former.exists():
             shutil.rmtree(former)
         return complete
@@ -247,7 +279,7 @@ class StepFolders:
         file = path / self._manifest
         try:
             raw = file.read_bytes()
-            body = read_json(raw)
+            body = parse_json(raw, strict=False)
         except FileNotFoundError:
             raise self._lacks_manifest(path, remedy) from None
         except (ValueError, OSError) as error:
@@ -318,6 +350,25 @@ class StepFolders:
         return DamagedCheckpointError(
             f"{path} is incomplete (it has no {self._manifest}): {remedy}"
         )
+
+    @property
+    def _mark(self) -> str:
+        """Marks what this holder of the lease has not published yet."""
+        return "" if self.lease is None else f".{self.lease.number}"
+
+    def _require_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.require()
+
+    def _discard(self, path: Path) -> None:
+        """Remove what another process may still write to: the name at once, the rest if it can."""
+        if path.is_file():
+            path.unlink(missing_ok=True)
+            return
+        doomed = self.path / f".{self._prefix}{secrets.token_hex(4)}.partial"
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def _track(self, step: int) -> None:
         """Note that a step is the latest, before the former folder of that step goes."""
@@ -463,8 +514,8 @@ class CheckpointFolder(StepFolders):
         return f"restore it from a copy, or go on from another with --ckpt-step {others[-1]}"
 
     def _track(self, step: int) -> None:
-        temporary = self.path / f".{_TRACKER}.partial"
-        _write_durably(temporary, f"{step}")
+        temporary = self.path / f".{self._prefix}latest{self._mark}.partial"
+        write_files(self.path, {temporary.name: f"{step}".encode()})
         temporary.replace(self.path / _TRACKER)
         sync(self.path)
 
@@ -578,16 +629,15 @@ def make_pipeline_manifest(
     }
 
 
-def _write_durably(path: Path, text: str) -> None:
-    """Write a file that survives a power failure.
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by their names that survive a power failure.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: one cannot be written.
     """
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+        sync(folder / name)
 
 
 def sync(path: Path) -> None:

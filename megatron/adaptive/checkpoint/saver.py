@@ -25,16 +25,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
-from megatron.adaptive.checkpoint.folder import StepFolders
+from megatron.adaptive.checkpoint.folder import StepFolders, write_files
 from megatron.adaptive.checkpoint.local_disk import (
     BackgroundWrite,
     LocalDisk,
-    write_files,
     writing,
 )
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
-from megatron.adaptive.engine.progress import require_current
 from megatron.adaptive.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 _LOG = logging.getLogger(__name__)
@@ -51,8 +49,6 @@ class SaveRequest:
         step: that it is of.
         take: takes the state of now apart. Collective.
         keep: complete checkpoints that stay, all where ``None``.
-        progress_dir: folder of the run's progress file; a job that went on without these ranks
-            marks it, and nothing is written then.
         remedy: what to do where the folder cannot be written.
 
     Raises:
@@ -63,7 +59,6 @@ class SaveRequest:
     step: int
     take: Callable[[], TakenState]
     keep: int | None = None
-    progress_dir: str | None = None
     remedy: str
 
     def __post_init__(self) -> None:
@@ -219,14 +214,12 @@ class CheckpointSaver:
             and local.save(step, state, secrets.token_hex(8), ranks)
         ):
             return None
-        partial = folder.partial_path(step)
 
         def complete() -> None:
             write_files(partial, once)
             files = {name: size for name, (size, _) in sums.items()}
             blocks = {name: checksum for name, (_, checksum) in sums.items()}
-            body = {**manifest, "files": files, "blocks": blocks}
-            folder.commit(step, body, lambda: require_current(request.progress_dir))
+            folder.commit(step, {**manifest, "files": files, "blocks": blocks})
             if request.keep is not None:
                 folder.keep(request.keep)
 
@@ -234,7 +227,8 @@ class CheckpointSaver:
             f"the checkpoint of iteration {step} was not written to {folder.path}: {{}};"
             f" those before it are as they were. {request.remedy}"
         )
-        with writing(folder, step, ranks, request.progress_dir, why):
+        with writing(folder, step, self._job, ranks, why):
+            partial = folder.partial_path(step)
             ranks.together(lambda: require_seen(partial, self._job))
             once, sums = self._writer.write(state, partial, ranks)
             manifest = state.manifest("", ranks)

@@ -28,9 +28,10 @@ import numpy as np
 import torch
 
 from megatron.adaptive.checkpoint import values
-from megatron.adaptive.checkpoint.checksums import CheckedFile, read_json
+from megatron.adaptive.checkpoint.checksums import CheckedFile
 from megatron.adaptive.checkpoint.folder import INDEX, is_shard
 from megatron.adaptive.checkpoint.torch_dist import METADATA
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError
 
 _Result = TypeVar("_Result")
@@ -292,7 +293,7 @@ class CheckpointReader:
             raise DamagedCheckpointError(f"{self.path / name} cannot be read ({why})") from None
 
     def _read_index(self) -> None:
-        found = read_json(bytes(self._bytes(INDEX, 0, self._size(INDEX))))
+        found = parse_json(self._bytes(INDEX, 0, self._size(INDEX)))
         for name, one in found["tensors"].items():
             parts = [
                 SavedPart(offset=offset, size=size, file=file, at=at)

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.checksums import Checksums, FileSum, sum_of, write_summed
-from megatron.adaptive.checkpoint.folder import INDEX
+from megatron.adaptive.checkpoint.folder import INDEX, sync
 
 if TYPE_CHECKING:
     from megatron.adaptive.checkpoint.collective_errors import RankGroup
@@ -151,7 +151,7 @@ class ShardWriter:
     def write(
         self, state: TakenState, folder: Path, ranks: RankGroup
     ) -> tuple[dict[str, bytes], dict[str, FileSum]]:
-        """Write what ranks hold; collective. The system still has to make it durable.
+        """Write what ranks hold, durably; collective.
 
         Args:
             state: of this rank.
@@ -255,7 +255,7 @@ def _torch_index(entries: Sequence[Entry]) -> bytes:
 def write_file(
     path: Path, data: Iterable[torch.Tensor | SavedObject], heads: Heads
 ) -> tuple[list[Place], FileSum]:
-    """Write a rank's file of tensors and objects.
+    """Write a rank's file of tensors and objects, durably.
 
     Args:
         path: of the file.
@@ -286,6 +286,8 @@ def write_file(
                     heads[form] = int(reader.get_record_offset("data/0"))
                 length = write_summed(file, sums, saved.getbuffer())
                 found.append((at, length, at + heads[form], tensor.nbytes))
+        sync(path)  # by who wrote it: what another node has not written yet only that one can
+        sync(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     return found, sums.result()

@@ -35,7 +35,7 @@ from megatron.adaptive.checkpoint import state as state
 from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
-from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, load_first_whole
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
 from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
@@ -226,7 +226,6 @@ class Checkpoints:
             step=progress.iteration,
             take=lambda: self._take(progress),
             keep=self._settings.keep_checkpoints,
-            progress_dir=self._config.progress_dir,
             remedy=_REMEDY,
         )
 
@@ -484,6 +483,18 @@ def _replica_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+def hold_folder(job: Job, config: TrainerConfig) -> None:
+    """Let this job alone write to ``--save``, if it is given. Collective.
+
+    Raises:
+        CheckpointError: another job writes there, or it cannot be written.
+    """
+    settings = config.checkpoint
+    if settings.save is not None:
+        folder, ranks = CheckpointFolder(settings.save), RankGroup(job.rank, job.control_group)
+        hold(folder, job, ranks, _REMEDY, has_local=settings.save_local is not None)
+
+
 def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
     """Return this node's part of the job's checkpoints, if they go there. Collective."""
     settings = config.checkpoint
@@ -497,7 +508,6 @@ def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
             option=f"--save-local {settings.save_local}",
             patience="--distributed-timeout-minutes",
             keep=settings.keep_checkpoints,
-            progress_dir=config.progress_dir,
         ),
     )
 

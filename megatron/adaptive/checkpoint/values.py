@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.adaptive.checkpoint.checksums import read_json
+from megatron.adaptive.config.outside import parse_json
 
 _KIND = "!"
 _ALIGN = 64
@@ -59,7 +59,7 @@ def loads(data: bytes | bytearray) -> Any:
     if not end:
         raise ValueError("it has no line of JSON")
     try:
-        return _value(read_json(bytes(data[:end])), memoryview(data)[end:])
+        return _value(parse_json(data[:end], strict=False), memoryview(data)[end:])
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
         raise ValueError(f"it is not of plain values ({type(error).__name__})") from None
 
