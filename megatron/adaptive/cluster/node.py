@@ -38,6 +38,7 @@ from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.model import model_flags
 from megatron.adaptive.config.plan import run_flags
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.trace.files import BestEffortFile
 
 ROOT = Path(__file__).resolve().parents[3]
 _MOCK_VOCABULARY = "50303"
@@ -198,6 +199,7 @@ _GRACE_S = 1.0
 _ASK_S = 3.0
 _KILL_S = 5.0
 _EXIT_UNREACHED = 2
+_OUTPUTS = ("out", "err")
 
 
 def run_node(
@@ -236,11 +238,11 @@ def run_node(
     command = in_container(conf, node_command(conf, place, run_dir), run_dir)
     environment = _environment(conf, variables)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they handle it
-    with (run_dir / f"{name}.out").open("ab") as out, (run_dir / f"{name}.err").open("ab") as err:
-        begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
+    begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
+    files = [BestEffortFile(run_dir / f"{name}.{end}", "lines", lambda: begin) for end in _OUTPUTS]
+    with contextlib.closing(files[0]) as out, contextlib.closing(files[1]) as err:
         for file in (out, err):
-            file.write(begin)
-            file.flush()
+            file.begin()
         # A session of its own: signals reach it once, from here.
         job = subprocess.Popen(
             command,
@@ -323,7 +325,7 @@ def _end_unreached(
     place: NodePlace,
     name: str,
     limit_s: float,
-    err: IO[bytes],
+    err: BestEffortFile,
     over: threading.Event,
     is_cut: threading.Event,
 ) -> None:
@@ -350,9 +352,7 @@ def _end_unreached(
         "both nodes checks the way\n"
     )
     print(line, end="", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError):
-        err.write(line.encode())
-        err.flush()
+    err.append(line.encode())
     job.terminate()
     if not over.wait(_KILL_S):
         with contextlib.suppress(ProcessLookupError):
@@ -360,15 +360,13 @@ def _end_unreached(
 
 
 def _copy(
-    source: IO[bytes], target: IO[bytes], terminal: IO[str] | None, stopped: threading.Event
+    source: IO[bytes], target: BestEffortFile, terminal: IO[str] | None, stopped: threading.Event
 ) -> None:
     """Copies lines into a file, and to the terminal if there is one; sees how the run ended."""
     for line in source:
         if _STOPPED.match(line):
             stopped.set()
-        with contextlib.suppress(OSError):  # a full disk must not stop the run
-            target.write(line)
-            target.flush()
+        target.append(line)
         if terminal is not None:
             with contextlib.suppress(OSError):
                 terminal.write(line.decode(errors="replace"))
