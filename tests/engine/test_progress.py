@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.engine import progress
-from megatron.adaptive.engine.progress import ProgressFile, is_over, mark_over
+from megatron.adaptive.engine.progress import ProgressFile
 from megatron.adaptive.trace.progress import PROGRESS_NAME
 
 
@@ -106,11 +106,3 @@ def test_a_disk_that_was_full_costs_lines_and_not_the_rest(
     failed, works = capsys.readouterr().err.splitlines()
     assert "cannot write" in failed
     assert works.endswith("can be written again; lost: 3 lines")
-
-
-def test_a_folder_is_over_once_its_job_went_on_without_it(tmp_path: Path) -> None:
-    assert not is_over(None)
-    assert not is_over(str(tmp_path))
-    mark_over(tmp_path)
-    assert is_over(str(tmp_path))
-    mark_over(tmp_path / "none")  # nobody can write there anyway

@@ -28,8 +28,6 @@ from typing import Any
 
 from megatron.adaptive.trace.event import ClockSamples
 
-__all__ = ["ClockSampler", "ClockServer", "start_clock_sync"]
-
 Clock = Callable[[], int]
 Gather = Callable[[Any], Sequence[Any]]
 

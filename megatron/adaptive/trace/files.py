@@ -21,8 +21,6 @@ from typing import Any
 
 from megatron.adaptive.errors import TraceError
 
-__all__ = ["BestEffortFile", "Outage", "keep_printing", "replaced", "set_aside"]
-
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )

@@ -38,8 +38,6 @@ from megatron.adaptive.trace.lines import (
 )
 from megatron.adaptive.trace.live_state import NowFile, ReadState
 
-__all__ = ["Recorder"]
-
 QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 10.0
 
