@@ -187,7 +187,7 @@ class _LossyOutput(io.RawIOBase):
     """
 
     def __init__(self, stream: Any) -> None:
-        self._fd = stream.fileno()
+        self._fd: int = stream.fileno()
         self._name = stream.name.strip("<>")
         self._lost = 0
 
