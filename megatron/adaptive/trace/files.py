@@ -24,7 +24,7 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""What a disk does that worked before and may work again, so that nobody chose a wrong folder."""
+"""Errors of a disk that worked before and may work again: nobody chose a wrong folder."""
 
 
 _ROOM_BYTES = 1 << 16
@@ -113,7 +113,7 @@ class BestEffortFile:
 
     @property
     def lost(self) -> int:
-        """How much was lost since something was written last."""
+        """Returns what was lost since something was written last."""
         return self._outage.lost
 
     def append(self, data: bytes, count: int = 1) -> bool:

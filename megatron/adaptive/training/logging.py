@@ -196,7 +196,7 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """What takes scalars on the writer rank, ``None`` elsewhere and without TensorBoard."""
+        """Takes scalars on the writer rank; ``None`` elsewhere and without TensorBoard."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
