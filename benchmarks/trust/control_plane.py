@@ -91,6 +91,8 @@ def measure(
         joined = [json.loads(client.until(r'"joined"'))["joined"] for client in clients]
         joined_s = max(joined) - begun_s
         started = manager.until(r"epoch 1 \(start\)")
+        while not (checkpoints / "elastic" / "state.json").exists():
+            time.sleep(0.1)  # it is written every two seconds
         lost: dict[str, tuple[float, bool]] = {}
         present = [f"n{number}" for number in range(agents)]
         answers_s: list[float] = []
@@ -316,7 +318,7 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
     owner: dict[str, Any] = {}
     while "port" not in owner:
         await asyncio.sleep(0.1)
-        for path in (checkpoints / "elastic").glob("claim-*.json"):
+        for path in (checkpoints / ".lease").glob("private-*.json"):
             owner = json.loads(path.read_text())
     keeper = SnapshotKeeper("127.0.0.1")
     agents = {
