@@ -578,6 +578,15 @@ def kind_of(path: Path) -> StepFolders:
     raise CheckpointError(f"{path} {why}: name the folder that --save or Pipeline.save was given")
 
 
+def named_as_checkpoint(path: Path) -> tuple[StepFolders, int] | None:
+    """Return the folders that a checkpoint is among by its name, and its step."""
+    path = path.absolute()
+    for folders in (CheckpointFolder(path.parent), PipelineFolder(path.parent)):
+        if (match := folders._complete.fullmatch(path.name)) is not None:
+            return folders, int(match[1])
+    return None
+
+
 def verify(path: str | Path) -> list[str]:
     """Read all of one checkpoint and return what is not as it was written.
 
@@ -591,17 +600,15 @@ def verify(path: str | Path) -> list[str]:
         empty where all is whole. Of a checkpoint of a former version only sizes are known.
     """
     path = Path(path).absolute()
-    for folders in (CheckpointFolder(path.parent), PipelineFolder(path.parent)):
-        if (match := folders._complete.fullmatch(path.name)) is not None:
-            break
-    else:
+    if (found := named_as_checkpoint(path)) is None:
         return [f"{path} is not named as a checkpoint is"]
+    folders, step = found
     try:
         body = folders.read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
     problems: list[str] = []
-    if body.get("step", int(match[1])) != int(match[1]):
+    if body.get("step", step) != step:
         problems.append(f"{path / folders.manifest_name} is that of step {body['step']}")
     find_damage(path, body["files"], body.get("blocks", {}), problems.append)
     return problems

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.checkpoint.folder import INDEX, StepFolders, kind_of, verify
+from megatron.adaptive.checkpoint.folder import (
+    INDEX,
+    StepFolders,
+    kind_of,
+    named_as_checkpoint,
+    verify,
+)
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import CheckpointError
 
@@ -64,20 +70,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _chosen(path: Path, step: int | None) -> tuple[StepFolders, list[int]]:
     """Return the folders, and the steps that were asked for, ascending; at least one."""
-    try:
-        folders = kind_of(path)
-    except CheckpointError:
-        # It may be a checkpoint itself.
-        parent = path.absolute().parent
-        try:
-            folders = kind_of(parent)
-        except CheckpointError:
-            folders = None
-        steps = [] if folders is None else folders.named()
-        own = [one for one in steps if folders and folders.complete_path(one).name == path.name]
-        if folders is None or not own or not path.is_dir():
-            raise
-        return folders, own
+    if path.is_dir() and (found := named_as_checkpoint(path)) is not None:
+        return found[0], [found[1]]
+    folders = kind_of(path)
     steps = folders.named()
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps))
