@@ -160,8 +160,8 @@ def _tell(options: argparse.Namespace) -> int:
             text = render_state(state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"--status {folder}: the state of the job is damaged ({error!r}); it is written anew"
-                " while a job runs"
+                f"--status {folder}: the state of the job is damaged ({error!r}); a job that runs"
+                " writes it anew"
             ) from None
         show(text)
     return 0

@@ -5,9 +5,9 @@ A key given twice is an error in all three forms. Quantities carry their unit in
 
 Files are checked by the forms in ``data/forms.yaml``, which use a part of JSON Schema (2020-12):
 ``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties``, ``items``,
-``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``pattern`` and
-``oneOf`` over the keys of an object. An error names the rule that is broken in one line, with the
-nearest key where one is misspelt.
+``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``,
+``pattern`` and ``oneOf`` over the keys of an object. An error names the rule that is broken in one
+line, with the nearest key where one is misspelt.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def read_file(path: Path, what: str) -> Any:
 
 
 class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses equal keys, of which YAML itself lets the later win, and what is nested too deeply."""
+    """Refuses equal keys, of which YAML itself lets the later win, and nesting without end."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
         if self.flow_level >= MAX_LEVELS:
