@@ -106,7 +106,7 @@ def _use(node: NodeStatus) -> str:
         return "no sample of its use"
     gpus = [
         f"GPU {gpu['index']} {gpu['used_percent']}% "
-        f"{gpu['memory_used_bytes'] / _GIB:.1f} GiB, {len(gpu['pids'])} processes"
+        f"{gpu['memory_used_bytes'] / _GIB:.1f} GiB, {len(gpu.get('pids', ()))} processes"
         for gpu in node.use["gpus"]
     ]
     processes = node.use["processes"]
@@ -244,6 +244,7 @@ def _is_sample(sample: Any) -> bool:
     with contextlib.suppress(KeyError, TypeError):
         for gpu in sample.get("gpus", []) if isinstance(sample, dict) else [{}]:
             gpu["index"] + gpu["memory_used_bytes"] + len(gpu.get("pids", []))
+            gpu["used_percent"]
         for one in sample.get("processes", []):
             one["memory_bytes"] + one["cpu_percent"]
         return isinstance(sample.get("unix_s"), int | float)
