@@ -21,6 +21,8 @@ BEAT_S = 1.0
 SILENCE_S = 20.0
 _LONGEST = 1 << 22
 """Bytes of the longest message."""
+_AT_ONCE = 4096
+"""Nodes that may connect at the same moment; what is beyond tries again a second later."""
 
 
 class Connection:
@@ -125,4 +127,4 @@ async def listen(
         with contextlib.suppress(OSError):  # where it was turned off since
             own = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     own = own or socket.create_server(("127.0.0.1" if is_local else "", port))
-    return await asyncio.start_server(connected, sock=own, limit=_LONGEST)
+    return await asyncio.start_server(connected, sock=own, limit=_LONGEST, backlog=_AT_ONCE)

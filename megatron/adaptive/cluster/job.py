@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,16 @@ def say(text: str) -> None:
     """Prints a line for the user of the job."""
     stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
     print(f"[elastic] {printable(text)}", file=stream, flush=True)
+
+
+_NAMED = 8
+
+
+def some_names(names: Iterable[str]) -> str:
+    """Joins names for a line; of very many the first ones and how many more there are."""
+    found = list(names)
+    more = len(found) - _NAMED
+    return ", ".join(found) if more < _NAMED else f"{', '.join(found[:_NAMED])} and {more} more"
 
 
 def job_folder(checkpoints: Path) -> Path:
@@ -301,7 +311,10 @@ class StateFile:
         own = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
-            draft.write_text(json.dumps({**own, **self._of_all(state)}, indent=1) + "\n")
+            # Indented, Python itself would write it line by line, while nodes wait for an answer.
+            body = {**own, **self._of_all(state)}.items()
+            lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
+            draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             draft.replace(self._folder / _STATE)
             self._is_failing = False
         except OSError as error:
@@ -376,7 +389,7 @@ def render_state(state: Mapping[str, Any]) -> str:
     lines.append("epochs:")
     for one in state["epochs"]:
         lines.append(
-            f"  {one['epoch']:3} {one['shape']} on {', '.join(one['nodes'])}; from iteration"
+            f"  {one['epoch']:3} {one['shape']} on {some_names(one['nodes'])}; from iteration"
             f" {one['resumed_iteration']}; {one['reason']}; lost {one['lost_steps']}"
             + (f", from {one['source']}" if one.get("source", "") not in ("", "start") else "")
         )

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -123,6 +124,7 @@ _BEGIN = (
 )
 _END_S = 20.0
 _AGAIN_S = 1.0
+_NODES_AT_MOST = 1 << 16
 
 
 def over_ssh(
@@ -252,6 +254,11 @@ class Membership:
         Raises:
             OSError: no port can be had.
         """
+        allow_files(_NODES_AT_MOST)
+        if sys.version_info < (3, 12):  # where a thread would wait for each process
+            watcher = asyncio.PidfdChildWatcher()
+            watcher.attach_loop(asyncio.get_running_loop())
+            asyncio.set_child_watcher(watcher)
         self._server = await listen(self._attend, is_local=self.address == "127.0.0.1")
         self.port = self._server.sockets[0].getsockname()[1]
         for machine in self._read if self._own is None else (self._own,):
@@ -475,3 +482,12 @@ class Membership:
         if node.link is link and node.status in ("present", "leaving"):
             node.status, node.why = "lost", "its connection ended without a notice"
             self.events.put_nowait(Event("lost", node.name, {}))
+
+
+def allow_files(count: int) -> None:
+    """Lets this process have so many files and connections open, as far as the system does."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY:
+        count = min(count, most)
+    if 0 <= now < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, most))

@@ -357,6 +357,7 @@ def rank_orders(
         variables: that all ranks get.
     """
     counts = Counter(node.name for node in places)
+    groups = {name: number for number, name in enumerate(counts)}
     orders: dict[str, list[dict[str, Any]]] = {name: [] for name in counts}
     for rank, node in enumerate(places):
         own = {
@@ -364,7 +365,7 @@ def rank_orders(
             "WORLD_SIZE": len(places),
             "LOCAL_RANK": len(orders[node.name]),
             "LOCAL_WORLD_SIZE": counts[node.name],
-            "GROUP_RANK": list(counts).index(node.name),
+            "GROUP_RANK": groups[node.name],
             NODE_VARIABLE: node.name,
         }
         orders[node.name].append(
