@@ -170,9 +170,7 @@ def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
 
 
 def test_epochs_of_every_manager_are_over_before_the_next(tmp_path: Path) -> None:
-    folders = [
-        incarnation_folder(tmp_path, number, secret) for number, secret in ((1, "a"), (2, "b"))
-    ]
+    folders = [incarnation_folder(tmp_path, number, name) for number, name in ((1, "a"), (2, "b"))]
     for folder in folders:
         folder.mkdir()
     end_incarnations(tmp_path)

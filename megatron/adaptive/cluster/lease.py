@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from megatron.adaptive.errors import SetupError
+from megatron.adaptive.handshake import write_private
 
 BEAT_S = 2.0
 STALE_S = 10.0
@@ -67,8 +68,7 @@ class Lease:
             self._number = self._free_number()
             body = {"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot()}
             draft = self.folder / f".claim-{os.getpid()}-{socket.gethostname()}"
-            draft.write_text(json.dumps(body))
-            draft.chmod(0o600)
+            write_private(draft, json.dumps(body))
             try:
                 os.link(draft, self._claim(self._number))
             except FileExistsError:
@@ -91,8 +91,7 @@ class Lease:
         """
         path = self._claim(self._number)
         draft = path.with_name(f".{path.name}")
-        draft.write_text(json.dumps({**self._facts(self._number), **facts}))
-        draft.chmod(0o600)
+        write_private(draft, json.dumps({**self._facts(self._number), **facts}))
         draft.replace(path)
 
     def beat(self) -> bool:
