@@ -482,7 +482,6 @@ class Gate:
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
         peer = self._waiting[connection].peer.removeprefix("::ffff:")
-        self._forget(connection).close()
         self._refused += 1
         now_s = time.monotonic()
         if now_s - self._reported_s >= _REPORT_S:
@@ -493,6 +492,7 @@ class Gate:
                     f"warning: a visitor from {peer} to port {self.port} ({self._purpose}) is not"
                     f" of this job and was refused: {why}{more}"
                 )
+        self._forget(connection).close()
 
     def _forget(self, connection: socket.socket) -> socket.socket:
         self._selector.unregister(connection)
