@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.engine import progress
-from megatron.adaptive.engine.progress import ProgressFile, is_over, mark_over
+from megatron.adaptive.engine.progress import ProgressFile
 from megatron.adaptive.trace.progress import PROGRESS_NAME
 
 
@@ -105,11 +105,3 @@ def test_a_disk_that_was_full_costs_lines_and_not_the_rest(
     assert torn == '{"iterati'
     assert json.loads(last)["iteration"] == 5
     assert capsys.readouterr().err.count("cannot write") == 1
-
-
-def test_a_folder_is_over_once_its_job_went_on_without_it(tmp_path: Path) -> None:
-    assert not is_over(None)
-    assert not is_over(str(tmp_path))
-    mark_over(tmp_path)
-    assert is_over(str(tmp_path))
-    mark_over(tmp_path / "none")  # nobody can write there anyway

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
 
@@ -54,12 +53,6 @@ def incarnation_folder(job: Path, number: int, manager: str) -> Path:
         manager: name of the one that started it; another one counts from 1 again.
     """
     return job / f"{_EPOCH}-{number}-{manager}"
-
-
-def end_incarnations(job: Path) -> None:
-    """Keeps all ranks that were ever started, and may live on unseen, from saving checkpoints."""
-    for folder in job.glob(f"{_EPOCH}-*"):
-        mark_over(folder)
 
 
 @dataclass(kw_only=True)

@@ -35,14 +35,12 @@ from megatron.adaptive.cluster.job import (
     IncarnationProgress,
     ProgressReader,
     StateFile,
-    end_incarnations,
     incarnation_folder,
     job_folder,
     phases,
     say,
 )
 from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
-from megatron.adaptive.cluster.lease import Lease, LeaseTakenError
 from megatron.adaptive.cluster.membership import Event, Machine, Membership, Node
 from megatron.adaptive.cluster.ranks import (
     EXIT_LEFT,
@@ -56,6 +54,7 @@ from megatron.adaptive.cluster.ranks import (
 )
 from megatron.adaptive.cluster.snapshot_placement import JobSnapshots
 from megatron.adaptive.cluster.straggler import Stragglers
+from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import new_secret
@@ -91,7 +90,7 @@ class Manager:
         self._folder = job_folder(spec.checkpoints)
         self._state = StateFile(self._folder)
         self._program = spec.program
-        self._lease = Lease(self._folder)
+        self._lease = self._program.folder.lease = Lease(spec.checkpoints)
         self._secret = new_secret()
         self._name = secrets.token_hex(4)  # in names of folders and runs
         self._members = Membership(
@@ -122,14 +121,18 @@ class Manager:
             failed by itself.
 
         Raises:
-            LeaseTakenError: another manager runs the job.
+            LeaseTakenError: another manager runs the job, or another job saves into its folder.
             SetupError: no layout fits the nodes until the deadline, or a folder is not writable.
             ConfigError: the trainer's arguments break a rule.
         """
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._asked_to_stop, number)
-        await asyncio.to_thread(self._lease.claim)
+        try:
+            await asyncio.to_thread(self._lease.claim, run=self._name)
+            self._folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise self._not_writable(error) from error
         self._before_us = self._stragglers.recall(self._state.take_over(self._spec.checkpoints))
         loop.add_signal_handler(signal.SIGHUP, self._members.reread_file)
         ticking = loop.create_task(self._tick())
@@ -149,10 +152,7 @@ class Manager:
             self._status = f"ended: {error}"
             if not isinstance(error, OSError):
                 raise
-            raise SetupError(
-                f"cannot write {error.filename or self._folder}: {error.strerror}; free space there"
-                " or name another folder with --checkpoint"
-            ) from error
+            raise self._not_writable(error) from error
         finally:
             ticking.cancel()
             await self._members.close(
@@ -160,12 +160,17 @@ class Manager:
             )
             if not self._is_deposed:
                 self._write_state()
-            with contextlib.suppress(OSError):
-                self._lease.end()
+            self._lease.end()
+
+    def _not_writable(self, error: OSError) -> SetupError:
+        return SetupError(
+            f"cannot write {error.filename or self._folder}: {error.strerror}; free space there or"
+            " name another folder with --checkpoint"
+        )
 
     async def _run(self) -> int:
         await self._first_nodes()
-        if self._lease.is_taken_over:
+        if self._is_successor:
             await self._recover()
         reason = "start"
         while True:
@@ -183,7 +188,13 @@ class Manager:
             if status is not None:
                 return status
 
+    @property
+    def _is_successor(self) -> bool:
+        """Whether the job had a manager before."""
+        return "run" in self._lease.former
+
     async def _recover(self) -> None:
+        self._fence()
         await self._copies.recover(self._spec.stop_s)
         while not self._members.events.empty():  # what came meanwhile
             await self._next(None)
@@ -191,7 +202,7 @@ class Manager:
     async def _first_nodes(self) -> None:
         """Waits until the machines of the file have answered, or enough came by themselves."""
         expected, limit_s = self._spec.nodes, self._spec.join_s
-        if self._lease.is_taken_over:
+        if self._is_successor:
             # Those that trained under the manager before, without that one's own node.
             expected, limit_s = max(1, self._before_us - 1), min(limit_s, _RETURN_S)
         until_s = time.monotonic() + limit_s
@@ -244,9 +255,8 @@ class Manager:
             port = (await self._members.ask(first.name, "port", _PORT_S))["port"]
         except OSError:
             return None
-        if not self._holds():
+        if not self._fence():
             return None
-        end_incarnations(self._folder)
         incarnation = self._next_incarnation(layout, places, reason)
         incarnation.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
         folder = incarnation_folder(self._folder, incarnation.number, self._name)
@@ -263,6 +273,7 @@ class Manager:
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": f"{self._name}-{incarnation.number}",
                 "TORCHELASTIC_RESTART_COUNT": str(incarnation.number - 1),
+                "MEGATRON_ADAPTIVE_LEASE": str(self._lease.number),
             },
         )
         copies = self._copies.orders(incarnation.number, list(orders))
@@ -476,6 +487,17 @@ class Manager:
             self._asked_to_stop(signal.SIGTERM)
         return not self._is_deposed
 
+    def _fence(self) -> bool:
+        """Keeps ranks that were started before, and may live on unseen, from saving checkpoints.
+
+        Returns:
+            Whether the right to manage the job is still held.
+        """
+        with contextlib.suppress(OSError):  # of a full disk; it is said when ranks cannot save
+            if not self._lease.advance():
+                return self._holds()
+        return self._holds()
+
     def _latest(self) -> int:
         return self._program.folder.latest() or 0
 
@@ -555,6 +577,8 @@ class Participant:
                 return await manager.run()
             except LeaseTakenError as error:
                 owner = error.owner
+                if "run" not in owner:  # no manager: nobody to join
+                    raise
             await self._over(manager.notice)
             status = None if self._notice is not None else await self._join(owner)
             if status is not None:

@@ -293,6 +293,7 @@ class JobSnapshots:
             "checkpoints": str(self._folder.path),
             "is_pipeline": isinstance(self._folder, PipelineFolder),
             "step": source.step,
+            "lease": 0 if self._folder.lease is None else self._folder.lease.number,
         }
         orders = {
             name: {

@@ -44,6 +44,8 @@ class Environment:
         copies: how copies of the state are to be kept in memory, as ``run`` orders its ranks
             (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for not at all.
         node: name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), ``None`` outside.
+        lease: number of the claim of ``run`` to the folder of checkpoints
+            (``MEGATRON_ADAPTIVE_LEASE``), ``None`` outside.
         job: order of ``run`` to a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), see :class:`JobOrder`; ``None`` without it.
     """
@@ -64,6 +66,7 @@ class Environment:
     has_agent_store: bool = False
     copies: str | None = None
     node: str | None = None
+    lease: int | None = None
     job: str | None = None
 
     @classmethod
@@ -127,6 +130,7 @@ class Environment:
             has_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=text("MEGATRON_ADAPTIVE_COPIES"),
             node=text("MEGATRON_ADAPTIVE_NODE"),
+            lease=number("MEGATRON_ADAPTIVE_LEASE", None, 1),
             job=text("MEGATRON_ADAPTIVE_JOB"),
         )
 

@@ -11,13 +11,11 @@ log reports::
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
 A number that is not finite is ``null``. While the disk is full lines are missing, and one may be
-cut short; the next whole one begins a line of its own. A manager that goes on with other processes
-puts ``over`` beside it: those that wrote here save no checkpoint any more.
+cut short; the next whole one begins a line of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -26,37 +24,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.trace.progress import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
 """Reason of a training's end that did all that it was to do."""
 
 PERIOD_S = 0.5
-_OVER = "over"
 
 Value = float | int | str | list[float] | None
-
-
-def mark_over(folder: Path) -> None:
-    """Let the processes that write here save nothing more, as far as the file system lets us."""
-    with contextlib.suppress(OSError):
-        (folder / _OVER).touch()
-
-
-def is_over(folder: str | None) -> bool:
-    """Whether the job goes on without the processes that write to a folder of progress."""
-    return folder is not None and (Path(folder) / _OVER).exists()
-
-
-def require_current(folder: str | None) -> None:
-    """Keep ranks that stood still from writing over what the job did without them.
-
-    Raises:
-        CheckpointError: the job has gone on.
-    """
-    if is_over(folder):
-        raise CheckpointError("the job has gone on without these ranks, which end now")
 
 
 def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = False) -> str:

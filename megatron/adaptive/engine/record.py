@@ -29,6 +29,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, actions_of
 from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.read import describe_numbers
 
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
@@ -176,9 +177,9 @@ class ScheduleRecord:
         missing = [step for step in range(first, last + 1) if step not in self._steps]
         if missing:
             raise ConfigError(
-                f"{self._source} holds {_ranges(self.steps)}, but steps {first} to {last} are to "
-                f"be replayed, and {_ranges(missing)} are missing; train other iterations, or "
-                "record more"
+                f"{self._source} holds steps {describe_numbers(self.steps)}, but steps "
+                f"{first}-{last} are to be replayed, and {describe_numbers(missing)} are missing; "
+                "train other iterations, or record more"
             )
 
     def codes(self, step: int, rank: int, num_microbatches: int) -> Codes:
@@ -189,8 +190,8 @@ class ScheduleRecord:
         """
         if step not in self._steps:
             raise ConfigError(
-                f"step {step} is not in {self._source}, which holds {_ranges(self.steps)}; train "
-                "other iterations, or record more"
+                f"step {step} is not in {self._source}, which holds steps "
+                f"{describe_numbers(self.steps)}; train other iterations, or record more"
             )
         codes = self._steps[step][rank]
         recorded = codes.count(0)
@@ -355,18 +356,3 @@ def _damaged(path: str | Path, reason: str) -> ConfigError:
         f"{path} is no record of a schedule or is damaged: {reason}; name a file that "
         "--record-schedule wrote"
     )
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """Say ascending numbers as ``steps 1 to 4 and 7``."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][1] + 1:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
-    if not runs:
-        return "no steps"
-    shown = [str(a) if a == b else f"{a} to {b}" for a, b in runs[:4]]
-    more = f" and {len(runs) - 4} more ranges" if len(runs) > 4 else ""
-    return f"steps {', '.join(shown)}{more}"

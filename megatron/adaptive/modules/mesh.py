@@ -20,8 +20,6 @@ from megatron.adaptive.engine.job import Job, environment_of_rank, meet, process
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.transport.liveness import here
 
-__all__ = ["Mesh", "check_pipeline_size", "join_job", "make_mesh"]
-
 _JOBS = "megatron-adaptive-jobs"
 
 

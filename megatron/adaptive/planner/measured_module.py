@@ -19,8 +19,6 @@ from megatron.adaptive.planner.model_file import listed_model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.profile_file import make_profile
 
-__all__ = ["MESSAGE_ELEMENT_BYTES", "MeasuredHost", "MeasuredModule", "module_model"]
-
 FORMAT = 1
 MESSAGE_ELEMENT_BYTES = 4
 """Bytes of an element, in which a profile gives the sizes of messages between pieces."""

@@ -30,16 +30,6 @@ from megatron.adaptive.planner.model import (
     build_model,
 )
 
-__all__ = [
-    "PRESETS",
-    "arguments_model",
-    "listed_model",
-    "preset",
-    "preset_names",
-    "read_model",
-]
-
-
 _VOCABULARY = {"gpt": 50257, "llama": 32000, "llama2": 32000, "llama3": 128256}
 _SMALL_VOCABULARY = 50303
 _ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()

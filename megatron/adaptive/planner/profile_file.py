@@ -32,22 +32,6 @@ from megatron.adaptive.planner.model import Model, Precision
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 
-__all__ = [
-    "FORMAT",
-    "check_model",
-    "cut_kind",
-    "document",
-    "load",
-    "make_profile",
-    "measured_memory",
-    "merge",
-    "precision_of",
-    "profile_of_cut_points",
-    "renamed",
-    "timestamp",
-    "write",
-]
-
 FORMAT = 1
 _NEEDED = ("cut_point", "gpu", "micro_batch", "forward_s", "backward_s", "parameters")
 _KNOWN = (*_NEEDED, "output_bytes", "kept_bytes", "backward_weight_s", "tp")

@@ -46,8 +46,6 @@ from megatron.adaptive.plugin.refused import check_call, check_model
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """Runs the steps of this rank.

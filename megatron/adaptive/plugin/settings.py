@@ -20,8 +20,6 @@ from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import is_rule, policy_names, splits_backward
 
-__all__ = ["CHOICES", "Settings", "add_arguments", "megatron_arguments"]
-
 _LOOP = "lays stages there and back, and Megatron-LM lays them in a loop"
 _REFUSED = {
     "auto": "tries several in turn, which only the trainer of this package does",

@@ -30,8 +30,6 @@ from typing import Any
 from megatron.adaptive.handshake import Gate, SealedSocket, bind, dial, new_secret, to_log
 from megatron.adaptive.trace.event import ClockSamples
 
-__all__ = ["ClockSampler", "ClockServer", "start_clock_sync"]
-
 _LOG = logging.getLogger(__name__)
 _PURPOSE = "clocks"
 Clock = Callable[[], int]

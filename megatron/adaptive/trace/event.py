@@ -38,23 +38,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = [
-    "CAUSES",
-    "COLUMNS",
-    "DRAWN_ACTIONS",
-    "FORMAT_NAME",
-    "FORMAT_VERSION",
-    "KINDS",
-    "REASONS",
-    "ClockSamples",
-    "IterationStart",
-    "Row",
-    "Span",
-    "SpanFormat",
-    "TraceHeader",
-    "trace_file_name",
-]
-
 FORMAT_NAME = "megatron-adaptive-trace"
 FORMAT_VERSION = 2
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from megatron.adaptive.errors import TraceError
 
-__all__ = ["replaced", "set_aside"]
-
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
     """Rename a folder that holds anything to ``<folder>-1`` or the next free number.

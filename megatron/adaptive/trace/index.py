@@ -29,8 +29,6 @@ from megatron.adaptive.trace.event import (
 from megatron.adaptive.trace.lines import parse_line
 from megatron.adaptive.trace.table import KIND, OTHER, REASON, Ints, TraceTable
 
-__all__ = ["Block", "FileIndex", "index_file", "parse_spans", "read_blocks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Block:

@@ -39,8 +39,6 @@ from megatron.adaptive.trace.event import (
     TraceHeader,
 )
 
-__all__ = ["block_text", "header_line", "parse_line", "samples_line"]
-
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 

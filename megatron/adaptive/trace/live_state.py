@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENDED", "PERIOD_S", "Now", "NowFile", "now_file_name", "read_now"]
-
 PERIOD_S = 0.5
 """Interval at which a rank reports what it does."""
 

@@ -25,8 +25,6 @@ from rich.text import Text
 from megatron.adaptive.trace.event import DRAWN_ACTIONS
 from megatron.adaptive.trace.live import LiveRank, Snapshot
 
-__all__ = ["draw"]
-
 WIDE, MIDDLE = 120, 96
 """From so many columns on there is room for everything, and for the bar of the step."""
 

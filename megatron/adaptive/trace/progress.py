@@ -11,8 +11,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROGRESS_NAME", "ProgressTail", "progress_file"]
-
 PROGRESS_NAME = "progress.jsonl"
 TAIL_BYTES = 1 << 20
 """Part of a large file's end that is read at first."""

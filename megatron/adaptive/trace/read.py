@@ -26,8 +26,6 @@ from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blo
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.table import TraceTable
 
-__all__ = ["RankTrace", "RunTrace", "describe_numbers", "read_run", "trace_files"]
-
 REFINED_ITERATIONS = 5
 """Iterations whose messages are held against the clocks, spread over the run."""
 

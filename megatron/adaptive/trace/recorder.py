@@ -30,8 +30,6 @@ from megatron.adaptive.trace.event import ClockSamples, Row, TraceHeader, trace_
 from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
 from megatron.adaptive.trace.live_state import NowFile, ReadState
 
-__all__ = ["Recorder"]
-
 QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 30.0
 

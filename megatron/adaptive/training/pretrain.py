@@ -76,11 +76,17 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
             raise expected from error
         raise
     finally:
+        job.end_leases()
         watcher.close()
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
-    from megatron.adaptive.checkpoint.training import Checkpoints, finish_former, make_local_disk
+    from megatron.adaptive.checkpoint.training import (
+        Checkpoints,
+        finish_former,
+        hold_folder,
+        make_local_disk,
+    )
     from megatron.adaptive.engine.progress import COMPLETE
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
@@ -92,6 +98,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
+        hold_folder(job, config)
         local = make_local_disk(job, config)
         if local is not None:
             finish_former(local, config)

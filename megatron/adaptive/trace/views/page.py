@@ -43,9 +43,6 @@ from megatron.adaptive.trace.views.page_spans import (
 )
 from megatron.adaptive.trace.views.palette import IDLE
 
-__all__ = ["choose", "encode", "write_html", "write_page"]
-
-
 MAX_SPANS = 300_000
 """Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""
 MAX_MESSAGES = 100_000
@@ -100,7 +97,7 @@ def write_page(
     notes = [*choice.notes]
 
     def blocks() -> Iterator[tuple[str, Any]]:
-        yield from _blocks(run, choice, groups, len(colors), notes)
+        yield from _blocks(run, figures, choice, groups, len(colors), notes)
         head = _head(run, figures, choice, groups, colors)
         yield "page", {**head, "notes": [*run.notes(), *figures.notes(), *notes]}
 
@@ -224,6 +221,7 @@ def _head(
 
 def _blocks(
     run: RunTrace,
+    figures: RunFigures,
     choice: PageSelection,
     groups: Sequence[_Group],
     num_categories: int,
@@ -233,8 +231,12 @@ def _blocks(
     share = len(choice.iterations) * max(1, len(choice.replicas))
     shortest, unsent, unsimulated = 0, 0, 0
     for place, iteration in enumerate(choice.iterations):
+        idle = figures.bubble_fraction[np.searchsorted(figures.iterations, iteration)]
         for number, group in enumerate(groups):
-            block = _block(run, iteration, group, num_categories, share)
+            ranks = [trace.header.rank for trace in group.traces if trace]
+            mine = idle[np.isin(figures.ranks, ranks) & ~np.isnan(idle)]
+            bubble = float(mine.mean()) if len(mine) else 0.0
+            block = _block(run, iteration, group, num_categories, share, bubble)
             if not group.is_mean:
                 shortest = max(shortest, block["merged_below_ns"])
                 unsent += block["messages_left_out"]
@@ -249,7 +251,7 @@ def _blocks(
 
 
 def _block(
-    run: RunTrace, iteration: int, group: _Group, num_categories: int, share: int
+    run: RunTrace, iteration: int, group: _Group, num_categories: int, share: int, bubble: float
 ) -> dict[str, Any]:
     """One iteration of one group.
 
@@ -259,6 +261,7 @@ def _block(
         group: the replica, or all for their mean.
         num_categories: how many colours there are.
         share: blocks that the limits of the page are divided among.
+        bubble: idle part of the step, mean over the group's ranks.
     """
     nothing = TraceTable.concat([])
     tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
@@ -267,13 +270,11 @@ def _block(
     # What the page shows at first is the step and the update after it.
     updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
     updated_ns = [int(end.max()) - start_ns for end in updates if len(end)]
-    busy = sum(int(table.of_kind(*DRAWN_ACTIONS).duration_ns.sum()) for table in tables)
-    ranks = sum(len(table) > 0 for table in tables)
     head = {
         "step_ms": step_ns / 1e6,
         "extent_ms": (end_ns - start_ns) / 1e6,
         "shown_ms": max([step_ns, *updated_ns]) / 1e6,
-        "bubble": 1 - busy / (step_ns * ranks) if step_ns and ranks else 0.0,
+        "bubble": bubble,
     }
     if group.is_mean:
         bins = min(480, max(60, MAX_SHARES // (run.num_ranks * num_categories)))

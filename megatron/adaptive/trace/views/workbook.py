@@ -45,8 +45,6 @@ from megatron.adaptive.trace.views.palette import (
     text_color,
 )
 
-__all__ = ["ChartCell", "add_order", "fill_bins", "lay_out", "write_workbook"]
-
 LABEL_COLUMNS = 1
 TITLE_ROW, TIME_ROW, FIRST_ROW = 1, 2, 3
 PATCH_COLUMNS = 8
