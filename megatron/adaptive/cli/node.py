@@ -310,7 +310,8 @@ class _Hello:
             ValueError: it does not describe one.
         """
         host, address = message["host"], message["address"]
-        numbers = (message["gpus"], message["processes"] or 0, message["node_rank"] or 0)
+        open_ones = [message["processes"], message["node_rank"]]
+        numbers = [message["gpus"], *(one for one in open_ones if one is not None)]
         is_text = all(isinstance(one, str) and one.isprintable() for one in (host, address))
         if not (is_text and all(type(one) is int and 0 <= one < 1 << 20 for one in numbers)):
             raise ValueError("it describes no node")
