@@ -23,6 +23,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -318,7 +319,7 @@ AGAIN_S = 0.1
 NO_PROOF = "what listens there did not prove the job's secret"
 
 
-def bind(host: str, port: int, *, backlog: int = 512) -> socket.socket:
+def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
     """Listens at an address of this machine, at all of them where it has no such address.
 
     Args:
@@ -358,7 +359,9 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-_MOST_WAITING = 256
+_MOST_WAITING = 4096
+_SHARE = 4
+"""Visitors take no more than one of so many of the files that the process may have open."""
 _PROVE_S = 5.0
 _LOOK_S = 0.5
 _REPORT_S = 60.0
@@ -387,6 +390,10 @@ class Gate:
         admit: takes each connection that is let in, blocking and without timeout; called from the
             thread, must not wait.
         report: prints a line about visitors that were refused; once a minute at most.
+
+    Attributes:
+        port: where it listens.
+        most: visitors that may be about to prove the secret at once.
     """
 
     def __init__(
@@ -403,6 +410,9 @@ class Gate:
         self._selector = selectors.DefaultSelector()
         self._waiting: dict[socket.socket, _Visitor] = {}
         self._refused, self._reported_s = 0, float("-inf")
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        unlimited = files == resource.RLIM_INFINITY
+        self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))
         self._is_closed = threading.Event()
         self.port = int(listening.getsockname()[1])
         self._thread = threading.Thread(target=self._run, name=f"{purpose}-gate", daemon=True)
@@ -444,7 +454,7 @@ class Gate:
                 self._refuse_one()
                 self._is_closed.wait(0.01)
             return
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._waiting) >= self.most:
             self._refuse_one()
         connection.setblocking(False)
         self._waiting[connection] = _Visitor(self._secret(), self._purpose, str(peer[0]))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron.adaptive.cluster.connection import Connection
-from megatron.adaptive.cluster.membership import PURPOSE, Machine, Membership, read_machines
+from megatron.adaptive.cluster.membership import (
+    PURPOSE,
+    Machine,
+    Membership,
+    over_ssh,
+    read_machines,
+)
 from megatron.adaptive.errors import ConfigError
 
 
@@ -75,6 +84,25 @@ def test_a_missing_file_and_one_that_is_no_text_are_named(tmp_path: Path) -> Non
 def test_this_machine_is_known_by_its_names(host: str, loopback: bool, local: bool) -> None:
     machine = Machine(name="a", host=host)
     assert (machine.has_loopback, machine.is_local) == (loopback, local)
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_another_machine_gets_its_environment_by_standard_input(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
+    program = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:], input()]))"
+    variables = {"HF_TOKEN": 'it\'s "a" $(id) \\ \n é', "PYTHONPATH": str(tmp_path)}
+    command, begin = over_ssh("far", ["-c", program, "a b", "$x"], variables)
+    assert command[-2] == "far"
+    assert "HF_TOKEN" not in " ".join(command)
+    clean = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+    words = [shell, "-c", command[-1]]
+    said = subprocess.run(
+        words, input=begin + b"the rest\n", env=clean, capture_output=True, check=True
+    )
+    environment, arguments, rest = json.loads(said.stdout)
+    assert variables.items() <= environment.items()
+    assert (arguments, rest) == (["a b", "$x"], "the rest")
 
 
 async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:

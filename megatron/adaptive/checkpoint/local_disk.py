@@ -42,7 +42,7 @@ from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders, write_files
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
-from megatron.adaptive.engine.lease import Lease
+from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
@@ -516,11 +516,24 @@ def writing(folder: StepFolders, step: int, job: Job, ranks: RankGroup, why: str
         ranks.first(lambda: folder.begin(step))
         yield
     except BaseException as error:
-        if ranks.is_first and folder.lease is not None:  # else what is there is not ours
-            folder.abandon(step)
+
+        def clear(text: str = str(error)) -> str:
+            """Clear up; returns why it failed, which may be that another job cleared up before."""
+            if folder.lease is not None:  # else what is there is not ours
+                folder.abandon(step)
+                try:
+                    folder.lease.require()
+                except LeaseTakenError as lost:
+                    return str(lost)
+                except OSError:
+                    return text
+            return text
+
         if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
-            ranks.sum(0)
-            raise CheckpointError(why.replace("{}", str(error))) from error
+            text = ranks.on_first(clear)
+            raise CheckpointError(why.replace("{}", text)) from error
+        if ranks.is_first:
+            clear()
         raise
 
 

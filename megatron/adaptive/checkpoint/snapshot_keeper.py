@@ -40,6 +40,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.handshake import Gate, SealedSocket, StrangerError, bind, dial, to_log
 
 _LOG = logging.getLogger(__name__)
@@ -357,7 +358,7 @@ class SnapshotKeeper:
     def _serve_buddy(self, sealed: SealedSocket) -> None:
         """Take in the snapshots of a rank of another node."""
         sealed.socket.settimeout(_RUN_S)
-        about = json.loads(sealed.receive(_MESSAGE))
+        about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:
             if not self._changed.wait_for(lambda: self._run == about["run"], _RUN_S):
                 return

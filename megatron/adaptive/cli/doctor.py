@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from megatron.adaptive import extension
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import (
     interface_of,
@@ -25,7 +26,7 @@ from megatron.adaptive.cluster.host import (
     why_no_gpu_use,
 )
 from megatron.adaptive.cluster.node import check_port
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import job_secret
 from megatron.adaptive.errors import AdaptiveError
 
@@ -47,8 +48,13 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--master-addr", help="address of one of the nodes that is checked")
-    add("--master-port", type=int, default=29500, help="its port (29500)")
-    add("--timeout", type=float, default=60.0, help="seconds to wait for the other node (60)")
+    add("--master-port", type=number(int, 1, 65535, "port"), default=29500, help="its port (29500)")
+    add(
+        "--timeout",
+        type=number(float, 0, 1e9),
+        default=60.0,
+        help="seconds to wait for the other node (60)",
+    )
     add("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(argv)
     checks = check_node(options.master_port)
@@ -69,9 +75,9 @@ def _print(checks: Sequence[Check], *, as_json: bool) -> None:
         return
     width = max(len(check.name) for check in checks)
     for check in checks:
-        print(f"{check.state:8} {check.name:{width}}  {check.text}")
+        show(f"{check.state:8} {check.name:{width}}  {check.text}")
         if check.mend:
-            print(f"{'':8} {'':{width}}  -> {check.mend}")
+            show(f"{'':8} {'':{width}}  -> {check.mend}")
 
 
 _GIB = 1 << 30

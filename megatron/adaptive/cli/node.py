@@ -27,13 +27,12 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.adaptive.cluster.conf import (
-    PASSED_ON,
     SETTINGS,
     LaunchConf,
     load_conf,
@@ -61,8 +60,9 @@ from megatron.adaptive.cluster.node import (
     make_folder,
     run_node,
 )
-from megatron.adaptive.config.command_parser import CommandParser
-from megatron.adaptive.config.environment import SECRET_VARIABLE, job_secret
+from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.environment import FROM_CONF, SECRET_VARIABLE, job_secret
+from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.handshake import new_secret, write_private
 
@@ -102,11 +102,19 @@ def _parser(role: str, description: str) -> CommandParser:
     parser = CommandParser(prog=f"run_{role}.sh", allow_abbrev=False, description=description)
     add = parser.add_argument
     add("--master-addr", help="address of the first node (found; MASTER_ADDR)")
-    add("--master-port", type=int, help="its port (29500; MASTER_PORT)")
+    add("--master-port", type=number(int, 1, 65535, "port"), help="its port (29500; MASTER_PORT)")
     add("--ifname", help="network interface (the one towards the other nodes; IFNAME)")
-    add("--node-rank", type=int, help="number of this node (by arrival; NODE_RANK)")
-    add("--nproc-per-node", type=int, help="processes here, where NPROC_PER_NODE does not say it")
-    add("--timeout", type=float, help="seconds to wait for other nodes (MEETING_TIMEOUT_S)")
+    add(
+        "--node-rank",
+        type=number(int, 0, 1_000_000),
+        help="number of this node (by arrival; NODE_RANK)",
+    )
+    add("--nproc-per-node", type=count, help="processes here, where NPROC_PER_NODE does not say it")
+    add(
+        "--timeout",
+        type=number(float, 0, 1e9),
+        help="seconds to wait for other nodes (MEETING_TIMEOUT_S)",
+    )
     return parser
 
 
@@ -114,7 +122,7 @@ def _master(argv: Sequence[str]) -> int:
     parser = _parser("master", "Start a run on this node and wait for its other nodes.")
     parser.add_argument("conf", nargs="?", type=Path, default=ROOT / "conf.sh", help="(conf.sh)")
     parser.add_argument("--plan", type=Path, help="plan file in place of what conf.sh says")
-    parser.add_argument("--nnodes", type=int, help="number of nodes in place of NNODES")
+    parser.add_argument("--nnodes", type=count, help="number of nodes in place of NNODES")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
     options = parser.read(argv)
     changes = [*options.changes]
@@ -173,6 +181,7 @@ def _answer(conf: LaunchConf, places: list[tuple[int, int]], port: int) -> dict[
     return {
         "conf": conf.texts(),
         "folder": str(conf.folder),
+        "secrets": [*conf.secrets],
         "processes": processes,
         "job": _new_job(logs),
         "port": port,
@@ -220,6 +229,7 @@ def _worker(argv: Sequence[str]) -> int:
     folder = Path(joined["folder"])
     settings = {**_settings(joined["conf"], changes), **changes}
     conf = make_conf(settings, folder if folder.is_dir() else ROOT)
+    _say_missing(joined.get("secrets", ()))
     check_files(conf)
     interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined["own_addr"])
     place = _place(joined, joined["node_rank"], joined["master_addr"])
@@ -240,7 +250,7 @@ def _settings(given: dict[str, str], own: Mapping[str, str]) -> dict[str, str]:
     for name, text in given.items():
         if name in _OWN or name.startswith(_LOADED):
             continue
-        if name not in SETTINGS and not name.startswith(PASSED_ON):
+        if name not in SETTINGS and not name.startswith(FROM_CONF):
             raise ConfigError(f"the master's answer sets {name}, which is no variable of a run")
         kept[name] = str(text)
     container = given.get("CONTAINER", "none")
@@ -257,8 +267,9 @@ def _slurm(argv: Sequence[str]) -> int:
     parser.add_argument("conf", type=Path, help="settings that submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.read(argv)
-    answer = json.loads(options.conf.read_text())
+    answer = read_json(options.conf, "name the settings that submit wrote")
     conf = make_conf(answer["conf"], Path(answer["folder"]))
+    _say_missing(answer.get("secrets", ()))
     rank = _environment_number("SLURM_PROCID")
     head = os.environ.get("MASTER_ADDR", "")
     if rank is None or not head:
@@ -642,7 +653,7 @@ def _check_alone(logs: Path) -> None:
 def _new_job(logs: Path) -> str:
     """Returns a name that no other job has, its folder made: pods often share time and number."""
     name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+    for suffix in ("", *(f"-{again}" for again in range(2, 100))):
         with contextlib.suppress(FileExistsError):
             (logs / f"{name}{suffix}").mkdir()
             return f"{name}{suffix}"
@@ -664,8 +675,17 @@ def _environment_number(*names: str) -> int | None:
     return None
 
 
+def _say_missing(secrets: Iterable[str]) -> None:
+    """Warns of secrets of ``conf.sh`` that this node's own environment lacks."""
+    if missing := [name for name in secrets if name not in os.environ]:
+        _say(
+            f"warning: conf.sh sets {', '.join(missing)}, and secrets are neither written nor sent"
+            " to other nodes: set it in this node's environment too (on Slurm: no --export)"
+        )
+
+
 def _say(text: str) -> None:
-    print(f"[{socket.gethostname()}] {text}", file=sys.stderr, flush=True)
+    print(f"[{socket.gethostname()}] {printable(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -687,6 +707,6 @@ def _found(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
 def _read_found(path: Path) -> _Found | None:
     """Returns where the master is, ``None`` if there is no file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        answer = json.loads(path.read_text())
+        answer = parse_json(path.read_bytes())
         return _Found(str(answer["address"]), int(answer["port"]), str(answer["secret"]))
     return None

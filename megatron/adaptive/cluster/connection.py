@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.handshake import (
     AGAIN_S,
     HEAD_BYTES,
@@ -124,8 +125,9 @@ class Connection:
         """
         while True:
             try:
-                message = json.loads(await asyncio.wait_for(self._read(), silence_s))
-            except (OSError, EOFError, ValueError, RecursionError, asyncio.TimeoutError):
+                payload = await asyncio.wait_for(self._read(), silence_s)
+                message = parse_json(payload, strict=False)
+            except (OSError, EOFError, ValueError, asyncio.TimeoutError):
                 return None
             if not isinstance(message, dict) or not isinstance(message.get("what"), str):
                 return None

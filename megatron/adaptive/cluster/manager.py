@@ -39,6 +39,7 @@ from megatron.adaptive.cluster.job import (
     job_folder,
     phases,
     say,
+    some_names,
 )
 from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
 from megatron.adaptive.cluster.membership import Event, Machine, Membership, Node
@@ -210,7 +211,7 @@ class Manager:
             enough = len(self._members.usable()) >= expected
             if not self._members.are_starting and (enough or self._spec.machines is not None):
                 return
-            await self._next(until_s)
+            await self._apply_all(until_s)
 
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
         """Chooses a layout for the nodes that are there; waits for nodes where none fits."""
@@ -234,7 +235,7 @@ class Manager:
                     f"no layout of the model fits {slots} processes{why}, and no machine came"
                     f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
                 )
-            await self._next(until_s)
+            await self._apply_all(until_s)
         return None
 
     async def _fitting(self, *, ready: bool = False) -> tuple[ParallelLayout, list[Node]] | None:
@@ -287,7 +288,7 @@ class Manager:
         planned = "" if layout.step_s is None else f"; a step of {layout.step_s:.4g} s planned"
         say(
             f"epoch {incarnation.number} ({reason}): {layout},"
-            f" on {', '.join(incarnation.nodes)}{planned}"
+            f" on {some_names(incarnation.nodes)}{planned}"
         )
         self._reconsider_s = time.monotonic()
         return RunningRanks(incarnation=incarnation, layout=layout, folder=folder, where=where)
@@ -316,17 +317,18 @@ class Manager:
 
     async def _watch(self, running: RunningRanks) -> None:
         """Waits until every rank has ended or its node is lost."""
-        while running.alive:
+        while len(running.statuses) < len(running.where):
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             kind = "" if event is None else event.kind
             if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            left = event.node if event is not None and kind == "lost" else None
-            for key in running.alive:
-                name = running.where[key]  # may have come back since
-                if name == left or self._members.nodes[name].status in ("lost", "gone"):
-                    running.statuses[key] = -signal.SIGKILL
-                    running.at_fault(lost := f"node {name} was lost", 0.0, gone=lost)
+            if event is None or kind == "lost":  # at a deadline nodes may have been given up
+                for key in running.alive:
+                    name = running.where[key]  # may have come back since
+                    is_it = event is not None and name == event.node
+                    if is_it or self._members.nodes[name].status in ("lost", "gone"):
+                        running.statuses[key] = -signal.SIGKILL
+                        running.at_fault(lost := f"node {name} was lost", 0.0, gone=lost)
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if kind == "tick" and not running.stopping:
@@ -360,6 +362,7 @@ class Manager:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
                 node.status, node.why = "lost", f"did not end its ranks within {_KILL_S:g} s"
+                say(f"warning: node {name} is lost: it {node.why}")
                 if node.link is not None:
                     node.link.send("leave")
             return
@@ -378,8 +381,8 @@ class Manager:
             return
         found = await self._fitting(ready=True)
         if found is not None and self._chooser.is_better(found[0], running.layout):
-            wanted = [node.name for node in self._stragglers.wanted(found[1])]
-            came = ", ".join(name for name in wanted if name not in running.incarnation.nodes)
+            wanted, had = self._stragglers.wanted(found[1]), set(running.incarnation.nodes)
+            came = some_names(node.name for node in wanted if node.name not in had)
             self._ask_to_save(running, f"{came} came" if came else "another plan")
         elif not running.stopping:
             self._notice_ns = None  # nothing follows from it
@@ -431,6 +434,15 @@ class Manager:
             )
             return code, ""
         return None, lost or running.fault
+
+    async def _apply_all(self, until_s: float | None) -> None:
+        """Waits for the next event, and applies all that have come by then.
+
+        A layout is chosen once for all nodes that come while another one is chosen.
+        """
+        await self._next(until_s)
+        while not self._members.events.empty():
+            await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
         """Waits for the next event and applies it to the nodes; ``None`` at the deadline."""

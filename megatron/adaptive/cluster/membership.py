@@ -17,12 +17,13 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,8 @@ from typing import Any, Literal, NamedTuple
 from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import interface_of, own_address
 from megatron.adaptive.cluster.job import say
+from megatron.adaptive.config.environment import OVER_SSH
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
@@ -118,16 +121,39 @@ def _machine(words: list[str], where: str) -> Machine:
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# Variables that other machines get too, as their names begin.
-_EXPORTED = (
-    *("PYTHON", "OMP_", "MKL_", "TORCH", "NCCL_", "GLOO_", "UCX_", "MEGATRON_ADAPTIVE_"),
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "HF_", "TIKTOKEN_"),
+# Reads the environment that comes first on standard input and becomes the program.
+_BEGIN = (
+    'import json,os,sys; os.environ.update(json.loads(open(0, closefd=False, mode="rb",'
+    " buffering=0).readline())); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 _END_S = 20.0
 _AGAIN_S = 1.0
 PURPOSE = "manager"
 """Of connections between agents and their manager."""
 _FROM_AGENTS = ("ready", "started", "ended", "notice")
+_NODES_AT_MOST = 1 << 16
+
+
+def over_ssh(
+    host: str, words: Sequence[str], variables: Mapping[str, str]
+) -> tuple[list[str], bytes]:
+    """Makes the command that runs Python on another machine, in this folder.
+
+    Variables may be secrets: they go by standard input, where no other user sees them.
+
+    Args:
+        host: as ssh takes it.
+        words: arguments of this Python, which is at the same place there.
+        variables: environment besides that machine's own.
+
+    Returns:
+        The command, and the bytes that its standard input begins with.
+    """
+    # Isolated, for modules of this folder are not yet meant.
+    begin = shlex.join([sys.executable, "-I", "-c", _BEGIN, *words])
+    command = [*_SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {begin}"]
+    return command, json.dumps(dict(variables)).encode() + b"\n"
+
 
 Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"]
 
@@ -238,6 +264,11 @@ class Membership:
         Raises:
             OSError: no port can be had.
         """
+        allow_files(_NODES_AT_MOST)
+        if sys.version_info < (3, 12):  # where a thread would wait for each process
+            watcher = asyncio.PidfdChildWatcher()
+            watcher.attach_loop(asyncio.get_running_loop())
+            asyncio.set_child_watcher(watcher)
         self._server = Listener(self._attend, self._secret, PURPOSE, say, host=self.address)
         self.port = self._server.port
         for machine in self._read if self._own is None else (self._own,):
@@ -384,15 +415,14 @@ class Membership:
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
         """Starts the agent of a machine and sees it end."""
-        command = [sys.executable, "-m", "megatron.adaptive", "run", "--agent"]
+        words = ["-m", "megatron.adaptive", "run", "--agent"]
+        command, begin = [sys.executable, *words], b""
         environment = dict(os.environ)
         path = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{_ROOT}:{path}" if path else str(_ROOT)
         if not machine.is_local:
-            exported = [f"{n}={v}" for n, v in environment.items() if n.startswith(_EXPORTED)]
-            words = ["env", *exported, *command]
-            command = [*_SSH, machine.host, f"cd {shlex.quote(os.getcwd())} && exec "]
-            command[-1] += shlex.join(words)
+            exported = {n: v for n, v in environment.items() if n.startswith(OVER_SSH)}
+            command, begin = over_ssh(machine.host, words, exported)
         place = {"name": machine.name, "address": self.address, "port": self.port}
         spec = {**place, "secret": self._secret, "slots": machine.slots, "work": self._work}
         try:
@@ -408,12 +438,12 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        process.stdin.write(json.dumps(spec).encode() + b"\n")
+        process.stdin.write(begin + json.dumps(spec).encode() + b"\n")
         process.stdin.close()
         said = ""
         if process.stderr is not None:
             async for line in process.stderr:
-                said = line.decode(errors="replace").strip() or said
+                said = printable(line.decode(errors="replace").strip()) or said
                 if node.status != "starting":
                     print(said, file=sys.stderr, flush=True)
         status = await process.wait()
@@ -464,3 +494,12 @@ class Membership:
         if node.link is link and node.status in ("present", "leaving"):
             node.status, node.why = "lost", "its connection ended without a notice"
             self.events.put_nowait(Event("lost", node.name, {}))
+
+
+def allow_files(count: int) -> None:
+    """Lets this process have so many files and connections open, as far as the system does."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY:
+        count = min(count, most)
+    if 0 <= now < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, most))

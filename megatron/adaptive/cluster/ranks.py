@@ -11,7 +11,6 @@ layout for     its arguments                     what its ranks measured, at the
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -28,6 +27,7 @@ from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
@@ -305,7 +305,7 @@ class NodeWork:
         if others := sorted(set(variables) - _VARIABLES):
             raise SetupError(f"the manager set {others[0]}, which is none of its variables")
         if is_restore:
-            paths = [json.loads(arguments[0])["checkpoints"]]
+            paths = [parse_json(arguments[0])["checkpoints"]]
         else:
             paths = list(self._paths(arguments))
         if text := variables.get(JOB_VARIABLE):
@@ -442,6 +442,7 @@ def rank_orders(
         variables: that all ranks get.
     """
     counts = Counter(node.name for node in places)
+    groups = {name: number for number, name in enumerate(counts)}
     orders: dict[str, list[dict[str, Any]]] = {name: [] for name in counts}
     for rank, node in enumerate(places):
         own = {
@@ -449,7 +450,7 @@ def rank_orders(
             "WORLD_SIZE": len(places),
             "LOCAL_RANK": len(orders[node.name]),
             "LOCAL_WORLD_SIZE": counts[node.name],
-            "GROUP_RANK": list(counts).index(node.name),
+            "GROUP_RANK": groups[node.name],
             NODE_VARIABLE: node.name,
         }
         orders[node.name].append(

@@ -73,9 +73,9 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
     for at, node in enumerate(nodes):
-        others = [*nodes[at + 1 :], *nodes[:at]]
-        far = [one.name for one in others if alone or one.host != node.host]
-        found[node.name] = far[0] if far else None
+        others = (nodes[(at + step) % len(nodes)] for step in range(1, len(nodes)))
+        far = (one.name for one in others if alone or one.host != node.host)
+        found[node.name] = next(far, None)
     return found
 
 
@@ -178,8 +178,9 @@ class JobSnapshots:
         settings, members = self._settings, self._members
         if settings is None:
             return {}
+        taking_part = set(names)
         for name, node in members.nodes.items():
-            if node.link is not None and node.status in _HERE and name not in names:
+            if node.link is not None and node.status in _HERE and name not in taking_part:
                 # What it kept is of steps that the others do not go on from.
                 node.link.send("start", ranks=[], copies=_NONE)
         nodes = [members.nodes[name] for name in names]

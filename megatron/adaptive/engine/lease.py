@@ -214,8 +214,9 @@ class Lease:
     def taken(self, number: int | None = None) -> LeaseTakenError:
         """Makes the error of a folder that another job has, by default the newest."""
         owner = self._facts(self._last() if number is None else number)
+        verb = "managed" if "run" in owner else "written"
         return LeaseTakenError(
-            f"{self._folder} is written by {_text(owner)}: two jobs would spoil each other's"
+            f"{self._folder} is {verb} by {_text(owner)}: two jobs would spoil each other's"
             f" checkpoints; {self._remedy(owner)}",
             owner,
         )

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, actions_of
@@ -129,7 +130,7 @@ class ScheduleRecord:
             ConfigError: there is none, it is damaged or of a newer version.
         """
         try:
-            content = json.loads(Path(path).read_bytes())
+            content = parse_json(Path(path).read_bytes())
         except OSError as error:
             raise ConfigError(
                 f"cannot read the schedule {path}: {error.strerror}; name a file that "

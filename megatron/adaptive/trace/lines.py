@@ -23,10 +23,12 @@ This module opens no file and imports nothing heavy: the recorder writes with it
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json, printable
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
     FORMAT_NAME,
@@ -39,6 +41,14 @@ from megatron.adaptive.trace.event import (
     TraceHeader,
 )
 
+_MAX_SIZES = {
+    "world_size": 1 << 20,
+    "num_ranks": 1 << 14,
+    "num_chunks": 1 << 10,
+    "num_microbatches": 1 << 20,
+}
+"""Of a run that a header describes: readers go over all of its ranks, present or not."""
+_MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
@@ -106,10 +116,10 @@ def parse_line(
             belongs to another version of the format.
     """
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = parse_json(line)
+    except ValueError as error:
         raise TraceError(
-            f"{origin} is not a line of JSON; the file is damaged, remove it or that line"
+            f"{origin} is not a line of JSON ({error}); the file is damaged, remove it or that line"
         ) from None
     if not isinstance(record, dict):
         raise TraceError(f"{origin} is not a JSON object; this is no trace file")
@@ -153,9 +163,11 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
     words = (tuple(_value(record, n, "words", origin)) for n in SpanFormat.__slots__)
     header = TraceHeader(**values, span_format=SpanFormat(*words))
-    for size in ("world_size", "num_ranks", "num_chunks"):
-        if getattr(header, size) < 1:
-            raise TraceError(f"{origin}: {size} is {getattr(header, size)}, expected at least 1")
+    for size, most in _MAX_SIZES.items():
+        if not 1 <= getattr(header, size) <= most:
+            raise TraceError(f"{origin}: {size} is {getattr(header, size)}, expected 1 to {most:,}")
+    if header.num_ranks * header.num_chunks > _MAX_STAGES:
+        raise TraceError(f"{origin}: num_ranks times num_chunks is more than {_MAX_STAGES:,}")
     for position, limit in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
         if not 0 <= getattr(header, position) < limit:
             raise TraceError(
@@ -196,5 +208,7 @@ def _value(
     value = record.get(name, default)
     is_sound, expected = _EXPECTED[kind]
     if not is_sound(value):
-        raise TraceError(f"{origin}: field {name!r} is {value!r}, expected {expected}")
-    return value
+        shown = reprlib.repr(value)
+        raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
+    # All views show them, among them sheets, which cannot hold control characters.
+    return printable(value) if isinstance(value, str) else value

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
+
 PERIOD_S = 0.5
 """Interval at which a rank reports what it does."""
 
@@ -135,6 +137,6 @@ class NowFile:
 def read_now(folder: Path, rank: int) -> Now | None:
     """Returns a rank's last report; ``None`` where none can be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        said = json.loads((folder / now_file_name(rank)).read_bytes())
+        said = parse_json((folder / now_file_name(rank)).read_bytes(), strict=False)
         return Now(**{name: said[name] for name in Now.__slots__ if name in said})
     return None
