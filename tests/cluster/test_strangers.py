@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults_strangers import measure
+from benchmarks.trust.strangers import measure
 from megatron.adaptive.cli.node import _check_answer, _Hello, _settings
 from megatron.adaptive.cluster.ranks import NodeWork
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError

@@ -143,7 +143,7 @@ def _report(error: Any) -> int:
         name = signal.Signals(-code).name
         how = f"was killed by signal {-code} ({name})"
         if name == "SIGKILL":
-            how += "; if nobody did, the machine ran out of memory (see dmesg)"
+            how += "; if nothing above says why, the machine ran out of memory (see dmesg)"
     else:
         how = f"ended with status {code}; its message is above"
     print(f"error: rank {rank} (pid {failure.pid}) {how}", file=sys.stderr, flush=True)
