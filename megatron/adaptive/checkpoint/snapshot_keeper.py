@@ -216,12 +216,8 @@ class SnapshotKeeper:
         self._run = self._secret = ""
         self._buddy: Buddy | None = None
         self._open: set[socket.socket] = set()
-<<<<<<< HEAD
         self._is_closed = False
-        self.address = f"megatron-adaptive-{secrets.token_hex(8)}"
-=======
         self.address = f"megatron-adaptive-{secrets.token_hex(16)}"
->>>>>>> main
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._local.bind(f"\0{self.address}")
         self._local.listen(128)
