@@ -91,6 +91,8 @@ def measure(
         joined = [json.loads(client.until(r'"joined"'))["joined"] for client in clients]
         joined_s = max(joined) - begun_s
         started = manager.until(r"epoch 1 \(start\)")
+        while not (checkpoints / "elastic" / "state.json").exists():
+            time.sleep(0.1)  # it is written every two seconds
         lost: dict[str, tuple[float, bool]] = {}
         present = [f"n{number}" for number in range(agents)]
         answers_s: list[float] = []
