@@ -18,8 +18,6 @@ from benchmarks.report import ROOT
 from tests.cluster.jobs import environment
 from tests.multiprocess.launch import kill_tree
 
-__all__ = ["GptRank", "fork_ranks", "measure", "rank_main", "run_module", "run_ranks", "train"]
-
 GPT = (
     "--num-layers 4 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256"
     " --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8"

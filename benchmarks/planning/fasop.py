@@ -1,37 +1,23 @@
 """FASOP's six cases and its Pareto run: our search beside its own.
 
-Two comparisons. By one neutral event simulation, ``neutral_s``: the order of each plan's schedule,
-every stage boundary, gradient and embedding reductions. And by FASOP's own cost function, which our
-search is then given instead of ours.
+Plans are compared by one neutral event simulation, ``neutral_s``: the order of each plan's
+schedule, every stage boundary, gradient and embedding reductions.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
-from benchmarks.planning import goal_row
-from benchmarks.planning.fasop_cost import CostFunction
 from benchmarks.planning.published.fasop import Fasop, FasopRun
 from benchmarks.planning.published.files import read_csv
+from benchmarks.report import Row
 from megatron.adaptive.planner.layers import boundary_s, embedding_s, layer_table, reduce_s
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.propose import pareto
 from megatron.adaptive.planner.search import SearchOptions
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
-
-__all__ = ["neutral_s", "rows"]
-
-_GOALS = {
-    "bert-het": 0.8197,
-    "gpt2XL": 1.198,
-    "gpt2XL-het": 1.050,
-    "T5": 1.004,
-    "T5-het": 0.965,
-}
-"""Seconds of a step by FASOP's cost function."""
 
 _SPACE = SearchOptions(
     tp=(1, 2, 4),
@@ -97,17 +83,17 @@ def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
     return links
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """Rows of the three comparisons.
+def rows(folder: Path) -> list[Row]:
+    """Rows of the two comparisons.
 
     Args:
         folder: FASOP's data set.
     """
     data = Fasop(folder)
-    return [*neutral_rows(data), *_own(folder), *_front(data, folder)]
+    return [*neutral_rows(data), *_front(data, folder)]
 
 
-def neutral_rows(data: Fasop) -> list[dict[str, Any]]:
+def neutral_rows(data: Fasop) -> list[Row]:
     """Its six cases: both best plans by one simulation."""
     found, gains, slowest = [], [], 0.0
     for name in data.runs:
@@ -122,23 +108,18 @@ def neutral_rows(data: Fasop) -> list[dict[str, Any]]:
         gains.append(1 - mine / other)
         slowest = max(slowest, taken)
         note = f"FASOP's {other:.4f} s, {taken:.2f} s CPU, {ours.schedule} x {ours.chunks}"
-        found.append(goal_row(f"{name}: seconds of our best plan", mine, "<=", other, note))
-    found.append(goal_row("six cases: less time on average", sum(gains) / len(gains), ">=", 0.02))
-    found.append(goal_row("six cases: most CPU seconds of a search", slowest, "<=", 1.0))
+        found.append(
+            Row(what=f"{name}: step of our best plan", value=mine, unit="s", goal=other, note=note)
+        )
+    mean = sum(gains) / len(gains)
+    found.append(Row(what="six cases: less time on average", value=mean, goal=0.02, least=True))
+    found.append(
+        Row(what="six cases: most CPU time of a search", value=slowest, unit="s", goal=1.0)
+    )
     return found
 
 
-def _own(folder: Path) -> list[dict[str, Any]]:
-    found = []
-    for name, limit in _GOALS.items():
-        began = time.process_time()
-        seconds, one, _ = CostFunction(folder, name).best()
-        note = f"tp {one.tp} dp {one.dp} pp {one.pp}, {time.process_time() - began:.1f} s CPU"
-        found.append(goal_row(f"{name}: best by FASOP's cost function", seconds, "<=", limit, note))
-    return found
-
-
-def _front(data: Fasop, folder: Path) -> list[dict[str, Any]]:
+def _front(data: Fasop, folder: Path) -> list[Row]:
     run = data.run("gpt2XL-het-pareto", {"A": 8, "B": 8})
     options = SearchOptions(
         tp=(1, 2, 4), recompute=("none",), distributed_optimizer=(False,), most_leaves=200
@@ -149,11 +130,11 @@ def _front(data: Fasop, folder: Path) -> list[dict[str, Any]]:
     theirs = {row["run"]: row for row in read_csv(folder / "search_cost.csv")}[run.name]
     note = f"{len(front.found)} points, slack {front.slack:.1%}, FASOP's {theirs['cpu_user_s']} s"
     return [
-        goal_row("front of 80 clusters: CPU seconds", taken, "<=", 20.0, note),
-        goal_row(
-            "front of 80 clusters: choices and orders of nodes",
-            front.placements,
-            ">=",
-            float(theirs["plans_evaluated"]),
+        Row(what="front of 80 clusters: CPU time", value=taken, unit="s", goal=20.0, note=note),
+        Row(
+            what="front of 80 clusters: choices and orders of nodes",
+            value=front.placements,
+            goal=float(theirs["plans_evaluated"]),
+            least=True,
         ),
     ]

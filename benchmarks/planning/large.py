@@ -5,21 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.planning import goal_row
+from benchmarks.report import Row
 from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions
 
-__all__ = ["rows"]
-
 _CLUSTER = Path(__file__).with_name("large.yaml")
 
 
-def rows(quick: bool = False) -> list[dict[str, Any]]:
+def rows(quick: bool = False) -> list[Row]:
     """CPU seconds and gap of the search; the short form has a quarter of the nodes."""
     cluster = read_cluster(_CLUSTER)
     if quick:
@@ -36,4 +33,4 @@ def rows(quick: bool = False) -> list[dict[str, Any]]:
     best = found.found[0]
     what = f"GPT-3 175B on {cluster.num_gpus} GPUs of {len(cluster.groups)} types"
     note = f"{best.seconds:.2f} s a step, gap {found.gap:.1%}"
-    return [goal_row(f"{what}: CPU seconds of the search", taken, "<=", 60, note)]
+    return [Row(what=f"{what}: CPU time of the search", value=taken, unit="s", goal=60, note=note)]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.planning import goal_row
 from benchmarks.planning.published.amp import SETS, read_amp
 from benchmarks.planning.published.sailor import read_sailor
+from benchmarks.report import Row
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import Comparison, MeasuredRun, compare
 
@@ -43,8 +42,8 @@ def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
     return found
 
 
-def rows(data: Path) -> list[dict[str, Any]]:
-    """Returns one row for each figure: what, measured, goal, and whether it is met.
+def rows(data: Path) -> list[Row]:
+    """Returns one row for each figure.
 
     Args:
         data: folder of the published sets; those that are missing have no rows.
@@ -52,13 +51,11 @@ def rows(data: Path) -> list[dict[str, Any]]:
     return [row for name, runs in read_sets(data).items() for row in _set(compare(name, runs))]
 
 
-def _set(found: Comparison) -> Iterator[dict[str, Any]]:
+def _set(found: Comparison) -> Iterator[Row]:
     name = f"{found.name}, {len(found.timed)} runs"
-    yield goal_row(f"{name}: median error of the time", found.median_error, "<=", 0.10)
-    yield goal_row(f"{name}: rank correlation", found.correlation, ">=", 0.9)
-    yield goal_row(f"{name}: predicted place of the fastest", found.place_of_best, "<=", 3)
+    yield Row(what=f"{name}: median error of the time", value=found.median_error, goal=0.10)
+    yield Row(what=f"{name}: rank correlation", value=found.correlation, goal=0.9, least=True)
+    yield Row(what=f"{name}: predicted place of the fastest", value=found.place_of_best, goal=3)
     if errors := found.memory_errors:
-        worst = max(abs(error) for error in errors)
-        yield goal_row(
-            f"{name}: worst error of the memory of {len(errors)} runs", worst, "<=", 0.15
-        )
+        what = f"{name}: worst error of the memory of {len(errors)} runs"
+        yield Row(what=what, value=max(abs(error) for error in errors), goal=0.15)

@@ -1,7 +1,5 @@
 """The cost model against our own runs: 12 plans of a small GPT on the CPUs of this machine.
 
-    python benchmarks/planning/own_runs.py [--quick] [--json FILE] [--keep DIR | --kept DIR]
-
 All runs have two processes, on a machine of two cores or more, for the planner has no model of
 ranks that share a core. Some are traced and a profile is fitted to them; the plans are other runs,
 between them. Other programs on the machine disturb all of them: only iterations count during which
@@ -10,14 +8,12 @@ others took little of it, and all is done in three rounds.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -28,31 +24,27 @@ from typing import Any
 import numpy as np
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.planning import goal_row, table  # noqa: E402
-from megatron.adaptive.planner.calibrate import (  # noqa: E402
+from benchmarks.report import ROOT, Result, Row
+from megatron.adaptive.planner.calibrate import (
     TracedRun,
     calibrate,
     rank_correlation,
     stage_layers,
 )
-from megatron.adaptive.planner.cluster import (  # noqa: E402
+from megatron.adaptive.planner.cluster import (
     Cluster,
     LinkSpeed,
     NodePool,
     NodeType,
 )
-from megatron.adaptive.planner.cost import predict  # noqa: E402
-from megatron.adaptive.planner.model import Model  # noqa: E402
-from megatron.adaptive.planner.model_file import arguments_model  # noqa: E402
-from megatron.adaptive.planner.plan import Plan, place_ranks  # noqa: E402
-from megatron.adaptive.planner.profile import PlanInputs, Profile  # noqa: E402, PlanInputs
-from megatron.adaptive.trace.event import KINDS  # noqa: E402
-from megatron.adaptive.trace.figures import run_figures  # noqa: E402
-from megatron.adaptive.trace.read import RunTrace, read_run  # noqa: E402
+from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.model_file import arguments_model
+from megatron.adaptive.planner.plan import Plan, place_ranks
+from megatron.adaptive.planner.profile import PlanInputs, Profile
+from megatron.adaptive.trace.event import KINDS
+from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.read import RunTrace, read_run
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH = 6, 256, 4, 256, 1024, 8
 MODEL_FLAGS = (
@@ -292,14 +284,8 @@ class Watch:
         return max(0.0, taken / seconds / (os.cpu_count() or 1))
 
 
-def rows(quick: bool = False) -> list[dict[str, Any]]:
-    """One row for each figure: what, measured, goal, and whether it is met."""
-    with tempfile.TemporaryDirectory() as folder:
-        return summary(measure(Path(folder), quick))
-
-
-def measure(folder: Path, quick: bool = False, *, again: bool = True) -> list[dict[str, Any]]:
-    """Run everything; one record for each plan.
+def measure(folder: Path, quick: bool = False, *, again: bool = True) -> Result:
+    """Run everything; the figures beside their goals, and one record for each plan.
 
     Args:
         folder: where the runs are kept, of 6 MB or so.
@@ -325,7 +311,8 @@ def measure(folder: Path, quick: bool = False, *, again: bool = True) -> list[di
                 f" {predicted / done[shape].step_s - 1:+.1%}",
                 flush=True,
             )
-    return [_record(shape, pairs) for shape, pairs in seen.items()]
+    records = [_record(shape, pairs) for shape, pairs in seen.items()]
+    return Result(rows=summary(records), facts={"own": records})
 
 
 def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
@@ -361,7 +348,7 @@ def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any
     }
 
 
-def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(records: Sequence[dict[str, Any]]) -> list[Row]:
     """The figures of the runs beside their goals."""
     measured = [record["measured_s"] for record in records]
     predicted = [record["predicted_s"] for record in records]
@@ -371,30 +358,7 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     name = f"own CPU runs, {len(records)} plans"
     slower = f"{name}: the plan predicted fastest is slower than the fastest by"
     return [
-        goal_row(f"{name}: median error", error, "<=", 0.08),
-        goal_row(slower, chosen, "<=", 0.03),
-        goal_row(f"{name}: rank correlation", order, ">=", -1),
+        Row(what=f"{name}: median error", value=error, goal=0.08),
+        Row(what=slower, value=chosen, goal=0.03),
+        Row(what=f"{name}: rank correlation", value=order),
     ]
-
-
-def main() -> int:
-    """Measure and print; returns 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="every third plan")
-    parser.add_argument("--json", type=Path, help="also write the records here")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs' traces here")
-    where.add_argument("--kept", type=Path, metavar="DIR", help="predict runs kept there anew")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        place = options.keep or options.kept or Path(temporary)
-        records = measure(place, options.quick, again=options.kept is None)
-    found = summary(records)
-    print(table(found))
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(row["met"] for row in found) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

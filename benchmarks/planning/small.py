@@ -14,8 +14,6 @@ from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions, SearchResult
 
-__all__ = ["Problem", "better", "brute_force", "random_problem", "searcher_of", "solve"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(PlanInputs):

@@ -26,8 +26,6 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import policy_names
 from megatron.adaptive.trace.files import set_aside
 
-__all__ = ["main", "parse_fault"]
-
 FAULT_HELP = (
     "slow-rank:RANK:FACTOR, slow-link:FROM-TO:SECONDS, spikes:RANK:FACTOR:PROBABILITY or "
     "slow-data:RANK:SECONDS, each with @FIRST-LAST for some iterations only; may be repeated"

@@ -37,8 +37,6 @@ from megatron.adaptive.trace.event import COLUMNS, ClockSamples, TraceHeader, tr
 from megatron.adaptive.trace.lines import block_text, header_line, samples_line
 from megatron.adaptive.trace.table import KIND, Ints
 
-__all__ = ["FAULTS", "Fault", "SyntheticRun", "Truth", "draw_step", "write_synthetic"]
-
 FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
 

@@ -16,8 +16,6 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.event import COLUMNS
 from megatron.adaptive.trace.table import KIND, REASON, Ints
 
-__all__ = ["step_rows"]
-
 SEND_NS = 5_000
 """Time to hand a message to the transport."""
 

@@ -29,11 +29,11 @@ def test_goals_are_judged() -> None:
         {"measured_s": 3.0, "predicted_s": 3.1, "error": -0.07},
     ]
     error, chosen, order = own_runs.summary(records)
-    assert error["value"] == pytest.approx(0.07)
-    assert error["met"]
-    assert chosen["value"] == pytest.approx(0.1)
-    assert not chosen["met"]
-    assert order["value"] == pytest.approx(0.5)
+    assert error.value == pytest.approx(0.07)
+    assert error.met
+    assert chosen.value == pytest.approx(0.1)
+    assert not chosen.met
+    assert order.value == pytest.approx(0.5)
 
 
 def test_teachers_run_between_the_plans() -> None:

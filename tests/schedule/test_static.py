@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import gpipe, one_f_one_b, v_half, varuna, zb_v
+from megatron.adaptive.schedule import gpipe, one_f_one_b, v_half, zb_v
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow
@@ -56,10 +56,10 @@ def followed(schedule: Schedule, times: StageTimes) -> SimResult:
                 made("gpipe", 3, 4, chunks=1),
                 made("breadth-first", 2, 3),
                 made("forward-only", 2, 3),
+                made("varuna", 3, 6),
             ],
         ),
         (v_half, [made("v-half", 3, 3)]),
-        (varuna, [made("varuna", 3, 6)]),
         (zb_v, [made("zb-v", 2, 3)]),
     ],
 )

@@ -37,8 +37,6 @@ from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 
-__all__ = ["SETS", "read_amp"]
-
 SETS = ("homogeneous", "het_model")
 """The measured sets: GPT-2 on T4, and an image generator of unlike layers on V100."""
 

@@ -28,8 +28,6 @@ from megatron.adaptive.planner.layers import Runtime
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.timing import ScheduleTimes
 
-__all__ = ["DEEPSPEED", "rendezvous_times"]
-
 _BUFFER_BYTES = 4 * 2**20
 """Up to this size a message leaves without its receiver: NCCL's buffers (``NCCL_BUFFSIZE``)."""
 

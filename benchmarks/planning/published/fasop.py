@@ -21,8 +21,6 @@ from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.planner.search import Searcher, SearchOptions
 
-__all__ = ["Fasop", "FasopPlan", "FasopRun"]
-
 _GIB = 2**30
 
 
@@ -37,7 +35,6 @@ class FasopPlan:
         micro_batch: samples of a microbatch.
         placement: type of each node, ``A`` or ``B``.
         partition: layers of each stage, embedding and head included.
-        plan_cost_s: seconds of a step by FASOP's cost function.
         out_of_memory: whether it breaks FASOP's memory rule.
     """
 
@@ -47,7 +44,6 @@ class FasopPlan:
     micro_batch: int
     placement: str
     partition: tuple[int, ...] = ()
-    plan_cost_s: float = 0.0
     out_of_memory: bool = False
 
 
@@ -267,6 +263,5 @@ def _plan(row: dict[str, str]) -> FasopPlan:
         micro_batch=int(row["microbatch_size"]),
         placement=row["placement"],
         partition=parse_partition(row["partition"]),
-        plan_cost_s=float(row["plan_cost_s"]),
         out_of_memory=row["oom"] == "True",
     )

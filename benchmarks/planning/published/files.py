@@ -9,8 +9,6 @@ from typing import Any
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["read_csv", "read_json"]
-
 
 def read_csv(path: Path) -> list[dict[str, str]]:
     """Returns the rows of a CSV file by column.

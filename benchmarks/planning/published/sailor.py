@@ -25,8 +25,6 @@ from megatron.adaptive.planner.model import LayerKind, Model, Precision
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 
-__all__ = ["read_sailor"]
-
 _SIZES_BYTES = tuple(2.0**power * 1e6 for power in range(10))
 """Where the fitted curves are taken, 1 to 512 MB; below 1 MB they must not be."""
 

@@ -22,6 +22,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.errors import ConfigError
 
@@ -152,7 +153,10 @@ def _tell(options: argparse.Namespace) -> int:
     if not folder:
         raise ConfigError("--status: name the folder of checkpoints of the job")
     state = read_state(Path(folder))
-    print(json.dumps(state) if options.json else render_state(state))
+    if options.json:
+        print(json.dumps(state))
+    else:
+        show(render_state(state))
     return 0
 
 

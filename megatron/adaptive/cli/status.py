@@ -19,10 +19,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cluster.host import ENDED
 from megatron.adaptive.cluster.node import ROOT
 from megatron.adaptive.config.command_parser import CommandParser, last_value
+from megatron.adaptive.config.environment import MASK, is_secret, masked_text
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 
@@ -54,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             print(json.dumps(asdict(status), indent=None if options.follow else 2), flush=True)
         else:
-            print(_text(status), flush=True)
+            show(_text(status))
         if not options.follow or status.is_over:
             return int(status.is_stalled or status.has_errors)
         time.sleep(_PERIOD_S)
@@ -169,12 +172,19 @@ def node_names(folder: Path) -> list[str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Returns what ``run.json`` of a job says, empty where it is missing or cut off."""
+    """Returns what ``run.json`` of a job says, empty where it is missing or cut off.
+
+    Secrets, which files of earlier programs hold, are hidden.
+    """
     try:
-        found = json.loads((folder / "run.json").read_text())
-    except (OSError, ValueError):
+        found = parse_json((folder / "run.json").read_bytes())
+        conf = {
+            name: MASK if is_secret(name) else masked_text(str(text))
+            for name, text in found.get("conf", {}).items()
+        }
+    except (OSError, ValueError, AttributeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {**found, "conf": conf}
 
 
 def tail(path: Path) -> list[str]:
@@ -208,7 +218,7 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
     for line in lines:
         try:
-            sample = json.loads(line)
+            sample = parse_json(line, strict=False)
         except ValueError:
             continue
         if isinstance(sample, dict) and isinstance(sample.get("unix_s"), (int, float)):

@@ -310,4 +310,6 @@ def _convert_base(base: type, word: str) -> Any:
         raise ValueError(f"{word!r} is not a {kind}") from None
     if not math.isfinite(number):
         raise ValueError(f"{word!r} is not a finite number")
+    if base is int and abs(number) >= 1 << 63:
+        raise ValueError(f"{word[:24]!r} has more than 64 bits")
     return number

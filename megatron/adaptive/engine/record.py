@@ -25,10 +25,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, actions_of
-from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.files import Outage, replaced
+from megatron.adaptive.trace.read import describe_numbers
 
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
@@ -128,7 +130,7 @@ class ScheduleRecord:
             ConfigError: there is none, it is damaged or of a newer version.
         """
         try:
-            content = json.loads(Path(path).read_bytes())
+            content = parse_json(Path(path).read_bytes())
         except OSError as error:
             raise ConfigError(
                 f"cannot read the schedule {path}: {error.strerror}; name a file that "
@@ -176,9 +178,9 @@ class ScheduleRecord:
         missing = [step for step in range(first, last + 1) if step not in self._steps]
         if missing:
             raise ConfigError(
-                f"{self._source} holds {_ranges(self.steps)}, but steps {first} to {last} are to "
-                f"be replayed, and {_ranges(missing)} are missing; train other iterations, or "
-                "record more"
+                f"{self._source} holds steps {describe_numbers(self.steps)}, but steps "
+                f"{first}-{last} are to be replayed, and {describe_numbers(missing)} are missing; "
+                "train other iterations, or record more"
             )
 
     def codes(self, step: int, rank: int, num_microbatches: int) -> Codes:
@@ -189,8 +191,8 @@ class ScheduleRecord:
         """
         if step not in self._steps:
             raise ConfigError(
-                f"step {step} is not in {self._source}, which holds {_ranges(self.steps)}; train "
-                "other iterations, or record more"
+                f"step {step} is not in {self._source}, which holds steps "
+                f"{describe_numbers(self.steps)}; train other iterations, or record more"
             )
         codes = self._steps[step][rank]
         recorded = codes.count(0)
@@ -231,6 +233,7 @@ class Recording:
         self._shape = shape
         self._pp_rank = pp_rank
         self._pending: dict[int, Codes] = {}
+        self._outage = Outage(path, "writes, all of which is in this one")
         self._record = ScheduleRecord(shape)
         if is_writer and after_step and self._path.exists():
             self._record = ScheduleRecord.load(path)
@@ -243,13 +246,10 @@ class Recording:
             self._pending[step] = tuple(codes)
 
     def write(self, group: Any) -> None:
-        """Gather what is new and write the file. Collective over ``group``.
+        """Gather what is new and write the file, if it can be. Collective over ``group``.
 
         Args:
             group: a gloo group that holds the recording ranks and maybe others, such as all ranks.
-
-        Raises:
-            TraceError: the first rank cannot write the file.
         """
         import torch.distributed as dist  # reading a record needs no torch
 
@@ -261,7 +261,11 @@ class Recording:
         self._pending = {}
         if gathered is not None:
             self._merge(dict(one for one in gathered if one is not None))
-            self._record.save(self._path)
+            try:
+                self._record.save(self._path)
+                self._outage.ends()
+            except TraceError as error:
+                self._outage.begins(error)
 
     def _merge(self, by_rank: Mapping[int, Mapping[int, Codes]]) -> None:
         assert sorted(by_rank) == list(range(self._shape.ranks)), sorted(by_rank)
@@ -355,18 +359,3 @@ def _damaged(path: str | Path, reason: str) -> ConfigError:
         f"{path} is no record of a schedule or is damaged: {reason}; name a file that "
         "--record-schedule wrote"
     )
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """Say ascending numbers as ``steps 1 to 4 and 7``."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][1] + 1:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
-    if not runs:
-        return "no steps"
-    shown = [str(a) if a == b else f"{a} to {b}" for a, b in runs[:4]]
-    more = f" and {len(runs) - 4} more ranges" if len(runs) > 4 else ""
-    return f"steps {', '.join(shown)}{more}"

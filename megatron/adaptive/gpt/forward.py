@@ -32,9 +32,6 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.adaptive.accelerator import Accelerator
 
-__all__ = ["DropoutKeys"]
-
-
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
 

@@ -55,8 +55,6 @@ from megatron.adaptive.gpt.placement import (
 )
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["flops_per_token", "stage_work"]
-
 
 class KeyedInit:
     """Draws initial weights from the seed and the weight's place in the model, and nothing else.

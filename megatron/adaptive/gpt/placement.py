@@ -54,19 +54,6 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.widths import Widths, chosen
 
-__all__ = [
-    "PlacedLayout",
-    "embedding_ranks",
-    "finalize_gradients",
-    "local_copies",
-    "placement_of",
-    "set_up_unequal_mesh",
-    "start_equal",
-    "start_unequal",
-    "sum_gradients",
-    "widths_of",
-]
-
 
 def placement_of(config: TrainerConfig) -> Placement:
     """Return where the stages of a run live."""

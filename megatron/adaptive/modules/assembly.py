@@ -26,8 +26,6 @@ from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Assembly", "PipelineRequest", "assemble"]
-
 _REPEATS = 3
 
 

@@ -9,8 +9,6 @@ import torch
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["BatchShape", "samples_in", "stretched"]
-
 
 class BatchShape:
     """Describes what every batch must look like, taken from a sample.

@@ -29,19 +29,6 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.recording import Tape, Value
 from megatron.adaptive.planner.running import least_largest_of
 
-__all__ = [
-    "StagePlan",
-    "balanced",
-    "check_groups",
-    "check_shared",
-    "check_stages",
-    "check_weights",
-    "given_partition",
-    "keep_only",
-    "slice_tape",
-    "uses_of",
-]
-
 
 def check_stages(num_segments: int, num_stages: int) -> None:
     """Refuse more stages than segments.

@@ -31,8 +31,6 @@ from megatron.adaptive.modules.recording import Forward, Slicing  # noqa: E402
 from megatron.adaptive.modules.sizes import choose_orders, place  # noqa: E402
 from megatron.adaptive.modules.update import LossScale  # noqa: E402
 
-__all__ = ["Pipeline"]
-
 _LEAST_SLOT_BYTES = 4096
 
 

@@ -57,8 +57,6 @@ from megatron.adaptive.profiling.memory import (  # noqa: E402
 from megatron.adaptive.profiling.nodes import gpu_name, node_facts  # noqa: E402
 from megatron.adaptive.profiling.timing import spread  # noqa: E402
 
-__all__ = ["DeviceSamples", "ModuleProfile", "Profiler"]
-
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 

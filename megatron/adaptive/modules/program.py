@@ -40,8 +40,6 @@ from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.modules.cutting import StagePlan
 from megatron.adaptive.modules.recording import Call, Ref, Tape, Value
 
-__all__ = ["MessageLayout", "ProgramStages", "RandomKey", "StageProgram"]
-
 
 class RandomKey:
     """Seeds the generator of the device from where and when a number is drawn.

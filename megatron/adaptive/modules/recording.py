@@ -30,19 +30,6 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = [
-    "Call",
-    "CutPoint",
-    "Forward",
-    "Forwards",
-    "Ref",
-    "Slicing",
-    "Tape",
-    "Value",
-    "mode_of",
-    "undisturbed",
-]
-
 
 def mark(given: Any, cut_point: int, passing: int) -> Any:
     """Return ``given``; a recorder that is active sees the call.

@@ -27,15 +27,6 @@ from megatron.adaptive.modules.program import ProgramStages, RandomKey, StagePro
 from megatron.adaptive.modules.recording import Forward, Forwards, Tape, mode_of, undisturbed
 from megatron.adaptive.profiling.timing import WARM_UP, time_call, time_microbatches
 
-__all__ = [
-    "SegmentSample",
-    "check_replay",
-    "measure_segments",
-    "optimizer_seconds",
-    "tensors_of",
-    "tied_parameters",
-]
-
 _MOST_NUMBERS = 1 << 24  # of parameters that an optimizer step is measured with
 _OPTIMIZER_STEPS = 4
 # Of two runs of the same operations, which may add up in another order.

@@ -34,8 +34,6 @@ from megatron.adaptive.planner.running import Option, Running, choose_option
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import is_rule, placement_for, splits_backward
 
-__all__ = ["Chosen", "JobEnded", "choose_orders", "choose_placement", "place"]
-
 _PIECES = 4  # of a weight gradient, under a rule
 _SPLITTING_RULES = ("adaptive", "hinted")
 # What a measured model depends on, besides the model and the sample, in the order of its digest:

@@ -23,8 +23,6 @@ from megatron.adaptive.errors import ConfigError
 if TYPE_CHECKING:  # it imports megatron-core
     from megatron.adaptive.modules.mesh import Mesh
 
-__all__ = ["LossScale", "Update"]
-
 _BUCKET_BYTES = 32 << 20
 
 

@@ -32,18 +32,6 @@ from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.step import stages_of_rank
 
-__all__ = [
-    "ComparedRun",
-    "Comparison",
-    "MeasuredRun",
-    "TracedRun",
-    "calibrate",
-    "compare",
-    "rank_correlation",
-    "stage_layers",
-]
-
-
 _PRIOR = 1e-3
 """Weight of the operations against a measured stage; decides only where stages do not."""
 

@@ -19,9 +19,6 @@ from megatron.adaptive.planner.layers import in_flight
 from megatron.adaptive.planner.shapes import ShapeChoice, StageClass, Tables
 from megatron.adaptive.planner.timing import run_steps, steps_of
 
-__all__ = ["InterleavedPipeline", "candidates"]
-
-
 _MOST_CHUNKS = 8
 
 

@@ -23,20 +23,6 @@ from typing import Any
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import check_form, read_file
 
-__all__ = [
-    "Cluster",
-    "Gpu",
-    "LinkSpeed",
-    "NodePool",
-    "NodeType",
-    "find_gpu",
-    "gpu_names",
-    "known_gpu",
-    "make_cluster",
-    "read_cluster",
-]
-
-
 _NOISE = re.compile(r"nvidia|geforce|tesla|quadro|[^a-z0-9]+")
 
 

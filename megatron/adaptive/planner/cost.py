@@ -55,8 +55,6 @@ from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.schedule.workload import PS_PER_S
 
-__all__ = ["StageSums", "as_run", "dealt_widths", "held_of", "predict"]
-
 
 def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
     """Predicts a step of a plan.

@@ -32,8 +32,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from numba import njit
 
-__all__ = ["ShapeArrays", "Walk", "bound_levels", "improve", "make_walk", "search_level"]
-
 _INF = np.inf
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -28,26 +28,6 @@ from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.validate import peak_units
 
-__all__ = [
-    "LayerTable",
-    "OURS",
-    "Runtime",
-    "all_reduce_s",
-    "boundary_s",
-    "embedding_s",
-    "estimate_optimizer_s",
-    "exposed_reduce_s",
-    "in_flight",
-    "layer_table",
-    "make_estimator",
-    "optimizer_s",
-    "range_largest",
-    "range_sums",
-    "reduce_s",
-    "reduction",
-    "stage_memory",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:

@@ -18,16 +18,6 @@ from functools import cached_property
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = [
-    "LayerKind",
-    "Model",
-    "Precision",
-    "RECOMPUTE",
-    "TransformerShape",
-    "build_model",
-]
-
-
 RECOMPUTE = ("none", "selective", "full")
 """The parts that a backward repeats: nothing, the attention core, or the whole layer."""
 

@@ -21,26 +21,6 @@ from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.schedule import registry
 
-__all__ = [
-    "Limit",
-    "Plan",
-    "Prediction",
-    "Replica",
-    "PlanRow",
-    "StageMemory",
-    "StagePlace",
-    "StagePrediction",
-    "conf_text",
-    "explain",
-    "place_ranks",
-    "place_stage",
-    "placement_groups",
-    "placement_text",
-    "plan_document",
-    "table",
-    "write_plan",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:

@@ -16,8 +16,6 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed
 from megatron.adaptive.planner.model import Model
 
-__all__ = ["LayerTimes", "Profile", "PlanInputs", "Source"]
-
 Source = Literal["measured", "estimated"]
 
 Key = tuple[str, str, int, int]

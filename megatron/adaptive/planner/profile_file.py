@@ -25,28 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.outside import read_json, read_text
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
 from megatron.adaptive.planner.files import check_form, read_file
 from megatron.adaptive.planner.model import Model, Precision
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
-
-__all__ = [
-    "FORMAT",
-    "check_model",
-    "cut_kind",
-    "document",
-    "load",
-    "make_profile",
-    "measured_memory",
-    "merge",
-    "precision_of",
-    "profile_of_cut_points",
-    "renamed",
-    "timestamp",
-    "write",
-]
 
 FORMAT = 1
 _NEEDED = ("cut_point", "gpu", "micro_batch", "forward_s", "backward_s", "parameters")
@@ -317,17 +302,10 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 
 def _rows(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigError(f"{path}: {why}; name a file of measurements per cut point") from error
+    hint = "name a file of measurements per cut point"
     if path.suffix.lower() != ".json":
-        return list(csv.DictReader(io.StringIO(text)))
-    try:
-        rows = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: no JSON: {error}") from error
+        return list(csv.DictReader(io.StringIO(read_text(path, hint))))
+    rows = read_json(path, hint)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path}: it must be a list of objects, one for each measurement")
     return rows

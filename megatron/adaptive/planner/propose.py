@@ -39,20 +39,6 @@ from megatron.adaptive.planner.search import (
     SearchResult,
 )
 
-__all__ = [
-    "Front",
-    "Proposal",
-    "Request",
-    "SCHEDULES",
-    "complete_profile",
-    "find_front",
-    "pareto",
-    "propose",
-    "scheduled",
-    "write_front",
-]
-
-
 SCHEDULES = ("1f1b", "zb-h1", "adaptive")
 """Orders that are weighed for the best pipelines; those that a run can take with one chunk."""
 

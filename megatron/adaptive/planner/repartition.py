@@ -26,8 +26,6 @@ from megatron.adaptive.schedule.compare import Candidate, evaluate
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
-__all__ = ["Loads", "PartitionMove", "propose", "quickest_pace", "simulated_step", "travelling"]
-
 Partition = tuple[int, ...]
 Times = tuple[float, float, float]
 """Seconds of forward, backward and weight gradients of one microbatch."""

@@ -38,8 +38,6 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["Option", "Running", "choose_option", "least_largest", "least_largest_of"]
-
 _RUNTIME = Runtime(context_bytes=0.0)  # limits of memory are of what is free
 
 

@@ -37,9 +37,6 @@ from megatron.adaptive.planner.shapes import (
     stage_classes,
 )
 
-__all__ = ["Collector", "Found", "Objective", "SearchOptions", "SearchResult", "Searcher"]
-
-
 _FEW_LEVELS = 2000
 
 

@@ -38,9 +38,6 @@ from megatron.adaptive.planner.layers import (
 from megatron.adaptive.planner.plan import StagePlace, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
 
-__all__ = ["DpStates", "ShapeChoice", "StageClass", "Tables", "make_dp_states", "stage_classes"]
-
-
 _FEW = 2000
 _MOST_MIXED = 8
 

@@ -26,9 +26,6 @@ from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = ["ScheduleTimes", "Steps", "jitter_s", "run_steps", "step_times", "steps_of"]
-
-
 _F, _B, _W = range(3)
 _KINDS = {ActionKind.F: _F, ActionKind.B: _B, ActionKind.W: _W}
 

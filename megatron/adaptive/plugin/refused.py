@@ -25,8 +25,6 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.settings import Settings
 from megatron.adaptive.schedule.registry import placement_for
 
-__all__ = ["check_call", "check_model"]
-
 _GRAPHS = "a CUDA graph replays the order it was captured in"
 _CONFIG = {
     "num_moe_experts": "experts trade tokens with replicas whose order of work may differ",

@@ -12,8 +12,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -22,8 +21,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.engine import Engine
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
-
-__all__ = ["Seam", "put", "take_back"]
 
 _NAME = "get_forward_backward_func"
 _INTERRUPTED = 130
@@ -159,12 +156,7 @@ def take_back() -> None:
 
 
 def _exchange(old: StepFunction, new: StepFunction) -> None:
-    for module in _holders(old):
-        setattr(module, _NAME, new)
-
-
-def _holders(function: StepFunction) -> Iterator[ModuleType]:
     for module in list(sys.modules.values()):
         # Through the dictionary: getattr would load what lazy modules put off.
-        if getattr(module, "__dict__", {}).get(_NAME) is function:
-            yield module
+        if getattr(module, "__dict__", {}).get(_NAME) is old:
+            setattr(module, _NAME, new)

@@ -17,8 +17,6 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron.adaptive.errors import SetupError
 
-__all__ = ["check", "why_not"]
-
 # ``backward_step`` is not among them: the engine asks it itself whether it takes the model's type.
 # How the engine calls each function: positional arguments by the name they must arrive under, then
 # keywords.

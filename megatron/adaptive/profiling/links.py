@@ -39,20 +39,6 @@ from megatron.adaptive.transport.connect import (
 from megatron.adaptive.transport.gloo import ProcessGroups
 from megatron.adaptive.transport.interface import Arrival, Endpoint, Label, Transport
 
-__all__ = [
-    "NO_STEP",
-    "SIZES",
-    "as_curve",
-    "connect",
-    "measure_link",
-    "measure_links",
-    "measure_reductions",
-    "own_end",
-    "pairings",
-    "receive",
-    "sizes_up_to",
-]
-
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
 """Bytes of messages. The smallest stands for the latency."""
 NO_STEP = -1

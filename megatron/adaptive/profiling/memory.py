@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.adaptive.accelerator import Accelerator
 
-__all__ = ["KEPT_FREE", "available_host_bytes", "free_memory_bytes", "total_host_bytes"]
-
 KEPT_FREE = 0.1
 """Share of free memory that plans leave alone."""
 

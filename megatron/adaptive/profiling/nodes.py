@@ -11,8 +11,6 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.planner.cluster import known_gpu
 from megatron.adaptive.profiling.memory import total_host_bytes
 
-__all__ = ["gpu_name", "node_facts"]
-
 
 def gpu_name(accelerator: Accelerator) -> str:
     """Returns the name by which profiles and clusters know the device."""

@@ -24,8 +24,6 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
-__all__ = ["LayerShare", "Sample", "most_of", "profile_of", "rank_factors"]
-
 _FORWARDS = 16
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 

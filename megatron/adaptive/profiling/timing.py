@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["WARM_UP", "now", "spread", "time_call", "time_microbatches"]
-
 WARM_UP = 1
 """Runs that do not count."""
 _LEAST_LOGS = 4

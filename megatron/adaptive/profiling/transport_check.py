@@ -29,9 +29,6 @@ from megatron.adaptive.transport.interface import Endpoint, Label, Transport
 from megatron.adaptive.transport.liveness import here
 from megatron.adaptive.transport.select import Choice, choose, why_not
 
-__all__ = ["ChannelSpeed", "StoreGather", "TransportCheck"]
-
-
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8

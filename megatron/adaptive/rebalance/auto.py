@@ -26,8 +26,6 @@ from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
 
-__all__ = ["Decision", "Tuner", "memory_of", "use"]
-
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
 _OPTIMIZER_BYTES = 4 + 12  # of each parameter beside itself: gradient, main weight, two moments

@@ -25,8 +25,6 @@ from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.errors import TransportError
 
-__all__ = ["Passage", "Share", "Table", "exchange", "passages", "shares_of", "steps_of"]
-
 MAIN = "main weight"
 _LAYERS = "decoder.layers."
 _TAG = 71

@@ -55,8 +55,6 @@ from megatron.adaptive.rebalance.layer_state import (
 )
 from megatron.adaptive.schedule.placement import PlacementKind
 
-__all__ = ["move_layers", "move_stages", "take_down", "with_schedule"]
-
 
 def move_layers(run: Run, partition: Sequence[int]) -> Run:
     """Goes on with other layers per stage. Collective over all ranks, between two steps.

@@ -47,14 +47,6 @@ from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 
-__all__ = [
-    "Move",
-    "Repartitioner",
-    "StepMeasurements",
-    "loads_of",
-    "resume_partition",
-]
-
 KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 _WARM_UP = 1
 _MOST_STEPS = 32

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.gpipe import forward_only, gpipe
+from megatron.adaptive.schedule.gpipe import forward_only, gpipe, varuna
 from megatron.adaptive.schedule.memory import with_rounding
 from megatron.adaptive.schedule.one_f_one_b import interleaved, one_f_one_b, zb_h1
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
@@ -22,7 +22,6 @@ from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_micro
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.v_half import v_half
 from megatron.adaptive.schedule.validate import peak_units
-from megatron.adaptive.schedule.varuna import varuna
 from megatron.adaptive.schedule.workload import StageTimes
 from megatron.adaptive.schedule.zb_v import zb_v
 

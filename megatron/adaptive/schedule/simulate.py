@@ -19,7 +19,7 @@ import numpy as np
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import engine, machine
 from megatron.adaptive.schedule.action import NUMBER, Action
-from megatron.adaptive.schedule.compiled import Rule, compiled_loop, plain_loop
+from megatron.adaptive.schedule.compiled import compiled_loop, plain_loop
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy, actions_of, rule_of
 from megatron.adaptive.schedule.schedule import Order, Schedule
@@ -192,8 +192,11 @@ def run_states(
     world = _world(states, workload, widths)
     if compiled_rule is None:
         world = _run_plain(world, states, policies)
-    elif not _run_compiled(world, *compiled_rule):
-        world = _run_plain(_world(states, workload, widths), states, policies)  # says why
+    else:
+        rule, hints = compiled_rule
+        loop = compiled_loop(rule)
+        if loop(world._replace(hints=_padded(hints))) != engine.DONE_ALL:
+            world = _run_plain(_world(states, workload, widths), states, policies)  # says why
     totals = [state.num_actions for state in states]
     return SimResult(
         placement=placement,
@@ -213,11 +216,6 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
     return tuple(
         np.asarray(row[:total], dtype=np.int64) for row, total in zip(rows, totals, strict=True)
     )
-
-
-def _run_compiled(world: Any, rule: Rule, hints: Sequence[Sequence[int]]) -> bool:
-    """Run the compiled loop; False where it could not end."""
-    return compiled_loop(rule)(world._replace(hints=_padded(hints))) == engine.DONE_ALL
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:

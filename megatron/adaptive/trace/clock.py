@@ -39,8 +39,6 @@ from megatron.adaptive.trace.index import FileIndex
 from megatron.adaptive.trace.messages import Messages
 from megatron.adaptive.trace.table import Ints
 
-__all__ = ["Alignment", "ClockFit", "ClockState", "align", "fit_clock", "refine", "settle", "shift"]
-
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
 """Of the exchanges within a window, the fastest so many count, one at least."""

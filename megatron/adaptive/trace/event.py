@@ -38,23 +38,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = [
-    "CAUSES",
-    "COLUMNS",
-    "DRAWN_ACTIONS",
-    "FORMAT_NAME",
-    "FORMAT_VERSION",
-    "KINDS",
-    "REASONS",
-    "ClockSamples",
-    "IterationStart",
-    "Row",
-    "Span",
-    "SpanFormat",
-    "TraceHeader",
-    "trace_file_name",
-]
-
 FORMAT_NAME = "megatron-adaptive-trace"
 FORMAT_VERSION = 2
 
@@ -211,6 +194,21 @@ class ClockSamples:
 
     reference: int
     samples: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Iterations that are missing in a file, because its disk took nothing.
+
+    Attributes:
+        first: the first of them.
+        last: the last of them.
+        count: how many were recorded and are lost.
+    """
+
+    first: int
+    last: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

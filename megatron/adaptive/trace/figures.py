@@ -22,16 +22,6 @@ from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, KINDS, TraceHea
 from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable
 
-__all__ = [
-    "NS_PER_MS",
-    "PARTS",
-    "WAIT_CAUSES",
-    "RankFigures",
-    "RunFigures",
-    "rank_figures",
-    "run_figures",
-]
-
 WAIT_CAUSES = ("unknown", *CAUSES)
 """The last axis of ``wait_ns``; the cause may be unknown to this program."""
 
@@ -293,13 +283,17 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
     sizes = np.bincount(at, minlength=count)
     begins = np.cumsum(sizes) - sizes
     sent, received = table.kind == KIND["send"], table.kind == KIND["receive"]
+    handed, _ = _within_actions(table, "send")
+    at_work_ns = _sums(at, _covered(actions), count)
     in_file_order = np.sort(drawn)
+    written = place[in_file_order]
+    back = (np.diff(table.start_ns[in_file_order]) < -BACK_NS) & (np.diff(written) == 0)
     return RankFigures(
         iterations=iterations,
         start_ns=_reduced(np.minimum, actions.start_ns, begins, sizes),
         end_ns=_reduced(np.maximum, actions.end_ns, begins, sizes),
         num_actions=sizes,
-        busy_ns=_busy(table, place, actions, at, count),
+        busy_ns=np.maximum(0, at_work_ns - _sums(place[handed], table.duration_ns[handed], count)),
         kind_ns=_by_kind(table, place, count),
         **_waits(table, place, count, actions, begins, sizes),
         **_durations(actions, compute_ns(table)[drawn], at, count, num_chunks),
@@ -309,7 +303,7 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
         transfer_bytes=_sums(at, actions.bytes, count),
         sent_bytes=_sums(place[sent], table.bytes[sent], count),
         received_bytes=_sums(place[received], table.bytes[received], count),
-        went_back=_went_back(table.start_ns[in_file_order], place[in_file_order], count),
+        went_back=np.bincount(written[1:][back], minlength=count) > 0,
     )
 
 
@@ -395,14 +389,6 @@ def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Int
     return result
 
 
-def _busy(table: TraceTable, place: Ints, actions: TraceTable, at: Ints, count: int) -> Ints:
-    """Time in which a rank was at an action, but not handing its result over."""
-    handed, _ = _within_actions(table, "send")
-    covered = _sums(at, _covered(actions), count)
-    busy: Ints = np.maximum(0, covered - _sums(place[handed], table.duration_ns[handed], count))
-    return busy
-
-
 def _covered(actions: TraceTable) -> Ints:
     """Returns the time that each action adds to that covered by those before it."""
     if not len(actions):
@@ -477,9 +463,3 @@ def _peak(actions: TraceTable, at: Ints, begins: Ints, sizes: Ints) -> Ints:
     before = np.concatenate([[0], held])[begins]
     peak: Ints = np.maximum(_reduced(np.maximum, held - before[at], begins, sizes), 0)
     return peak
-
-
-def _went_back(starts: Ints, place: Ints, count: int) -> Ints:
-    back = (np.diff(starts) < -BACK_NS) & (np.diff(place) == 0)
-    found: Ints = np.bincount(place[1:][back], minlength=count) > 0
-    return found

@@ -39,8 +39,6 @@ from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progre
 from megatron.adaptive.trace.read import describe_numbers, trace_files
 from megatron.adaptive.trace.table import Ints, Mask
 
-__all__ = ["LiveRank", "LiveRun", "RankTail", "Slowness", "Snapshot", "find_live", "slow_ranks"]
-
 TAIL_BYTES = 1 << 20
 """So much of a file's end is read at first, more where one iteration is longer."""
 
@@ -194,9 +192,9 @@ class LiveRun:
 
     def refresh(self) -> Snapshot:
         """Read what is new and say how the run is."""
-        folder = next(
-            (f for f in (self._folder / TRACES, self._folder) if _holds_anything(f)), self._folder
-        )
+        folder = self._folder / TRACES
+        if not ((folder / PROGRESS_NAME).exists() or trace_files(folder)):
+            folder = self._folder
         files = trace_files(folder)
         kept = min(32, max(LOOKED_AT, 4096 // max(1, len(files))))
         for rank, path in files.items():
@@ -464,20 +462,15 @@ def _state(ranks: Sequence[LiveRank], progress: ProgressTail) -> tuple[str, str]
     gone = [rank.rank for rank in started if rank.is_gone and not rank.is_ended]
     if gone:
         return "killed", f"the process of {_ranks(gone)} is gone"
-    silent = [rank.rank for rank in started if _is_silent(rank)]
+    silent = [
+        rank.rank
+        for rank in started
+        if (rank.age_s or 0.0) > (LONG_S if rank.now is None else SILENT_S) and not rank.is_ended
+    ]
     if len(silent) == len(started):
         return "silent", "no word of any rank; stopped, or killed on another machine?"
     return "running", f"no word of {_ranks(silent)}" if silent else ""
 
 
-def _is_silent(rank: LiveRank) -> bool:
-    limit_s = LONG_S if rank.now is None else SILENT_S
-    return rank.age_s is not None and rank.age_s > limit_s and not rank.is_ended
-
-
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {describe_numbers(ranks)}"
-
-
-def _holds_anything(folder: Path) -> bool:
-    return (folder / PROGRESS_NAME).exists() or bool(trace_files(folder))

@@ -17,8 +17,6 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.order import legacy_name, legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
-__all__ = ["LATEST", "RUNS", "TRACES", "latest_run", "load_run"]
-
 TRACES = "traces"
 RUNS = "runs"
 LATEST = "latest"

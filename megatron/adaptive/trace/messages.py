@@ -13,8 +13,6 @@ import numpy as np
 
 from megatron.adaptive.trace.table import REASON, Ints, Mask, TraceTable, find_rows
 
-__all__ = ["Messages", "match_messages"]
-
 _SAME = ("iteration", "of", "chunk", "microbatch")
 """Columns that both ends of a message have alike."""
 

@@ -35,8 +35,6 @@ from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
 
-__all__ = ["legacy_name", "legacy_shape", "read_legacy", "write_legacy"]
-
 KEPT_ITERATIONS = 20
 """Iterations that a text file holds unless one is asked for: as many as the program that the
 form comes from looks at."""

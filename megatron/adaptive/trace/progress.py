@@ -6,12 +6,11 @@ that is just being written is left for later, one that a full disk cut short is 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROGRESS_NAME", "ProgressTail", "progress_file"]
+from megatron.adaptive.config.outside import parse_json
 
 PROGRESS_NAME = "progress.jsonl"
 TAIL_BYTES = 1 << 20
@@ -101,7 +100,7 @@ class ProgressTail:
 def _parsed(line: bytes) -> list[dict[str, Any]]:
     """A whole line, nothing where it was cut short."""
     try:
-        found = json.loads(line)
+        found = parse_json(line, strict=False)
     except ValueError:
         return []
     return [found] if isinstance(found, dict) else []

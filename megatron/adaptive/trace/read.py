@@ -26,8 +26,6 @@ from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blo
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.table import TraceTable
 
-__all__ = ["RankTrace", "RunTrace", "describe_numbers", "read_run", "trace_files"]
-
 REFINED_ITERATIONS = 5
 """Iterations whose messages are held against the clocks, spread over the run."""
 
@@ -242,6 +240,11 @@ class RunTrace:
                 f"{self.truncated_lines} truncated lines at file ends dropped; run killed?"
             )
         for rank, trace in self.ranks.items():
+            lines += [
+                f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are missing:"
+                " its disk took nothing then"
+                for gap in trace.index.gaps
+            ]
             if jumps := trace.clock_jumps():
                 lines.append(
                     f"the clock of rank {rank} was set back before iterations "

@@ -1,16 +1,16 @@
 """One iteration of one pipeline on one clock: what every view draws.
 
-Only F, B and W are kept, and the waits between them; times start at the first of the actions, over
-all ranks.
+Only F, B and W are kept, the waits between them and the sends; times start at the first of the
+actions, over all ranks.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
@@ -18,8 +18,6 @@ from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, TraceHeader
 from megatron.adaptive.trace.figures import BACK_NS, RankFigures, rank_figures
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import TraceTable
-
-__all__ = ["PipelineStep", "pipeline_step", "placement_of", "stages_of_rank", "stages_text"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class PipelineStep:
             where nothing is known of a rank.
         waits: per pipeline rank its spans of kind ``wait``, cut to the step; ``reason`` is the
             cause. Empty where nothing is known of waits.
+        sends: per pipeline rank its spans of kind ``send``, cut to the step, or empty.
         clock_jumps: pipeline ranks whose clock was set back in the middle of it.
         dp_rank: which data-parallel replica this is.
         num_replicas: how many there are traces of.
@@ -48,6 +47,7 @@ class PipelineStep:
     num_microbatches: int
     rows: tuple[tuple[Span, ...], ...]
     waits: tuple[tuple[Span, ...], ...] = ()
+    sends: tuple[tuple[Span, ...], ...] = ()
     clock_jumps: tuple[int, ...] = ()
     dp_rank: int = 0
     num_replicas: int = 1
@@ -80,10 +80,11 @@ class PipelineStep:
 
     @cached_property
     def figures(self) -> dict[int, RankFigures]:
-        """Figures of the known pipeline ranks, from their actions alone."""
+        """Figures of the known pipeline ranks, without their waits."""
+        known = zip_longest(self.rows, self.sends, fillvalue=())
         return {
-            pp_rank: rank_figures(TraceTable.from_spans(row), self.num_chunks)
-            for pp_rank, row in enumerate(self.rows)
+            pp_rank: rank_figures(TraceTable.from_spans((*row, *sends)), self.num_chunks)
+            for pp_rank, (row, sends) in enumerate(known)
             if row
         }
 
@@ -161,8 +162,8 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         iteration = (run.complete_iterations(dp_rank) or run.iterations)[-1]
     run.require_iteration(iteration)
     tables = [TraceTable.concat([] if t is None else [t.table([iteration])]) for t in ranks]
-    known = [table.of_kind("wait", *DRAWN_ACTIONS).spans() for table in tables]
-    rows = [[span for span in spans if span.action != "wait"] for spans in known]
+    known = [table.of_kind("wait", "send", *DRAWN_ACTIONS).spans() for table in tables]
+    rows = [[span for span in spans if span.action in DRAWN_ACTIONS] for spans in known]
     if not any(rows):
         raise TraceError(
             f"iteration {iteration} in {run.origin} holds no F, B or W; it has nothing to draw"
@@ -176,10 +177,9 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         placement=first.header.placement,
         num_chunks=run.num_chunks,
         num_microbatches=first.num_microbatches[iteration],
-        rows=tuple(_cut(row, start, end) for row in rows),
-        waits=tuple(
-            _cut((span for span in spans if span.action == "wait"), start, end) for spans in known
-        ),
+        rows=tuple(_cut(spans, DRAWN_ACTIONS, start, end) for spans in known),
+        waits=tuple(_cut(spans, ("wait",), start, end) for spans in known),
+        sends=tuple(_cut(spans, ("send",), start, end) for spans in known),
         clock_jumps=tuple(
             pp_rank
             for pp_rank, row in enumerate(rows)
@@ -190,10 +190,12 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     )
 
 
-def _cut(spans: Iterable[Span], start_ns: int, end_ns: int) -> tuple[Span, ...]:
-    """The parts of spans within a step, in the order of time, from the step's start on.
+def _cut(
+    spans: Iterable[Span], kinds: Sequence[str], start_ns: int, end_ns: int
+) -> tuple[Span, ...]:
+    """The parts of spans of some kinds within a step, in the order of time, from its start on.
 
-    Waits outside of it are left out; actions never lie there.
+    Others outside of it are left out; actions never lie there.
     """
     inside = (
         replace(
@@ -202,6 +204,7 @@ def _cut(spans: Iterable[Span], start_ns: int, end_ns: int) -> tuple[Span, ...]:
             end_ns=min(span.end_ns, end_ns) - start_ns,
         )
         for span in spans
-        if span.action != "wait" or (span.end_ns > start_ns and span.start_ns < end_ns)
+        if span.action in kinds
+        and (span.action in DRAWN_ACTIONS or (span.end_ns > start_ns and span.start_ns < end_ns))
     )
     return tuple(sorted(inside, key=lambda span: (span.start_ns, span.end_ns)))

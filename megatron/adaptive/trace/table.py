@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from megatron.adaptive.trace.event import COLUMNS, DRAWN_ACTIONS, KINDS, REASONS, Span
 
-__all__ = ["KIND", "OTHER", "REASON", "Ints", "Mask", "TraceTable", "find_rows", "wait_before"]
-
 Ints: TypeAlias = npt.NDArray[Any]
 """Whole numbers, of the width that :data:`TraceTable`'s column has."""
 Mask: TypeAlias = npt.NDArray[np.bool_]

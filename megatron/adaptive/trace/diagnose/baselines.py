@@ -24,8 +24,6 @@ from megatron.adaptive.trace.diagnose.measured import Measured
 from megatron.adaptive.trace.diagnose.robust import Floats, middle, noise, spread, tame_mean
 from megatron.adaptive.trace.table import Ints
 
-__all__ = ["ALIKE", "RankBaselines", "Shift", "rank_baselines"]
-
 ALIKE = 0.015
 """Usual difference between ranks of one kind."""
 

@@ -29,8 +29,6 @@ from megatron.adaptive.trace.diagnose.robust import (
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import Ints
 
-__all__ = ["StageCosts", "best_partition", "diagnose"]
-
 WORTH_MOVING = 0.03
 """Least gain of pace for which another partition is named."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from megatron.adaptive.trace.read import describe_numbers
 
-__all__ = ["CAUSES_FOUND", "Diagnosis", "Finding", "Period"]
-
 CAUSES_FOUND = ("slow rank", "slow link", "slow data", "spikes", "uneven stages")
 """Causes of findings."""
 

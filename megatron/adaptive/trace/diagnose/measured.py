@@ -19,8 +19,6 @@ from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.step import stages_of_rank
 from megatron.adaptive.trace.table import Ints, TraceTable
 
-__all__ = ["Measured", "measure"]
-
 MOST_ITERATIONS = 200
 """Of a longer run so many are looked at, evenly spread."""
 

@@ -10,17 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "Floats",
-    "Interval",
-    "best_interval",
-    "chance",
-    "middle",
-    "noise",
-    "spread",
-    "tame_mean",
-]
-
 Floats = npt.NDArray[np.floating[Any]]
 
 NORMAL = 1.4826

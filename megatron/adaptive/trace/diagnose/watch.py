@@ -19,8 +19,6 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.causes import diagnose
 from megatron.adaptive.trace.read import read_run
 
-__all__ = ["answer", "main"]
-
 LOOK_S = 1.0
 """Interval of the check that the parent still lives."""
 

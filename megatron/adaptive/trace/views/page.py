@@ -13,6 +13,7 @@ import base64
 import gzip
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import ScheduleError, SetupError, TraceError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
@@ -42,9 +44,6 @@ from megatron.adaptive.trace.views.page_spans import (
     stage_shares,
 )
 from megatron.adaptive.trace.views.palette import IDLE
-
-__all__ = ["choose", "encode", "write_html", "write_page"]
-
 
 MAX_SPANS = 300_000
 """Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""
@@ -100,12 +99,18 @@ def write_page(
     notes = [*choice.notes]
 
     def blocks() -> Iterator[tuple[str, Any]]:
-        yield from _blocks(run, choice, groups, len(colors), notes)
+        yield from _blocks(run, figures, choice, groups, len(colors), notes)
         head = _head(run, figures, choice, groups, colors)
         yield "page", {**head, "notes": [*run.notes(), *figures.notes(), *notes]}
 
     write_html(target, f"Trace of {run.run}", __package__, "page", blocks(), SCRIPTS)
     return notes
+
+
+# Escapes in JSON of what printable() writes out.
+_UNPRINTABLE = re.compile(
+    r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
+)
 
 
 def write_html(
@@ -136,11 +141,13 @@ def write_html(
         return (resources.files(package) / "assets" / file_name).read_text(encoding="utf-8")
 
     before, after = asset(f"{name}.html").split("{{blocks}}")
-    before = before.replace("{{title}}", escape(title)).replace("{{style}}", asset(f"{name}.css"))
+    before = before.replace("{{title}}", escape(printable(title))).replace(
+        "{{style}}", asset(f"{name}.css")
+    )
     with replaced(target) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(before)
         for block, content in blocks:
-            text = json.dumps(content).replace("<", "\\u003c")
+            text = _UNPRINTABLE.sub(r"\1\\\\\2", json.dumps(content)).replace("<", "\\u003c")
             file.write(f'<script type="application/json" id="{block}">{text}</script>\n')
         for part in (plotly, "\n".join(map(asset, scripts))):
             file.write("<script>" + part.replace("</script", "<\\/script") + "</script>\n")
@@ -224,6 +231,7 @@ def _head(
 
 def _blocks(
     run: RunTrace,
+    figures: RunFigures,
     choice: PageSelection,
     groups: Sequence[_Group],
     num_categories: int,
@@ -233,8 +241,12 @@ def _blocks(
     share = len(choice.iterations) * max(1, len(choice.replicas))
     shortest, unsent, unsimulated = 0, 0, 0
     for place, iteration in enumerate(choice.iterations):
+        idle = figures.bubble_fraction[np.searchsorted(figures.iterations, iteration)]
         for number, group in enumerate(groups):
-            block = _block(run, iteration, group, num_categories, share)
+            ranks = [trace.header.rank for trace in group.traces if trace]
+            mine = idle[np.isin(figures.ranks, ranks) & ~np.isnan(idle)]
+            bubble = float(mine.mean()) if len(mine) else 0.0
+            block = _block(run, iteration, group, num_categories, share, bubble)
             if not group.is_mean:
                 shortest = max(shortest, block["merged_below_ns"])
                 unsent += block["messages_left_out"]
@@ -249,7 +261,7 @@ def _blocks(
 
 
 def _block(
-    run: RunTrace, iteration: int, group: _Group, num_categories: int, share: int
+    run: RunTrace, iteration: int, group: _Group, num_categories: int, share: int, bubble: float
 ) -> dict[str, Any]:
     """One iteration of one group.
 
@@ -259,6 +271,7 @@ def _block(
         group: the replica, or all for their mean.
         num_categories: how many colours there are.
         share: blocks that the limits of the page are divided among.
+        bubble: idle part of the step, mean over the group's ranks.
     """
     nothing = TraceTable.concat([])
     tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
@@ -267,13 +280,11 @@ def _block(
     # What the page shows at first is the step and the update after it.
     updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
     updated_ns = [int(end.max()) - start_ns for end in updates if len(end)]
-    busy = sum(int(table.of_kind(*DRAWN_ACTIONS).duration_ns.sum()) for table in tables)
-    ranks = sum(len(table) > 0 for table in tables)
     head = {
         "step_ms": step_ns / 1e6,
         "extent_ms": (end_ns - start_ns) / 1e6,
         "shown_ms": max([step_ns, *updated_ns]) / 1e6,
-        "bubble": 1 - busy / (step_ns * ranks) if step_ns and ranks else 0.0,
+        "bubble": bubble,
     }
     if group.is_mean:
         bins = min(480, max(60, MAX_SHARES // (run.num_ranks * num_categories)))

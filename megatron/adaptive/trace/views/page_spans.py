@@ -20,8 +20,6 @@ from megatron.adaptive.trace.views.palette import (
     chunk_color,
 )
 
-__all__ = ["Category", "Rows", "categories", "merged", "rows_of", "stage_shares"]
-
 OTHER_COLORS = {
     "data": "#B4477E",
     "reduce": "#5B5F97",

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import colorsys
 
-__all__ = ["ACTION_NAMES", "IDLE", "WAIT_COLORS", "WAIT_NAMES", "chunk_color", "text_color"]
-
 ACTION_NAMES = {"F": "forward", "B": "backward", "W": "weight"}
 IDLE = "E4E4E7"
 

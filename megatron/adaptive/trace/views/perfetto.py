@@ -32,8 +32,6 @@ from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.step import stages_text
 from megatron.adaptive.trace.table import KIND, Ints, TraceTable, wait_before
 
-__all__ = ["MAX_SPANS", "perfetto_events", "write_perfetto"]
-
 MAX_SPANS = 1_500_000
 """Viewers in a browser still open a file of so many spans."""
 
@@ -105,7 +103,8 @@ def perfetto_events(
     messages = match_messages(
         {r: run.ranks[r].table(iterations).of_kind("send", "receive") for r in wanted}
     )
-    origin_ns = _origin(run, iterations, wanted)
+    starts = [run.ranks[rank].table([min(iterations)]).start_ns for rank in wanted]
+    origin_ns = min((int(start.min()) for start in starts if len(start)), default=0)
     ends = _flow_ends(messages)
     for place, rank in enumerate(wanted):
         trace = run.ranks[rank]
@@ -171,12 +170,6 @@ def _within_limit(
             f"{MAX_SPANS:,} spans"
         )
     return chosen, ranks, notes
-
-
-def _origin(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> int:
-    first = min(iterations)
-    starts = [run.ranks[rank].table([first]).start_ns for rank in ranks]
-    return min((int(start.min()) for start in starts if len(start)), default=0)
 
 
 def _names_of(run: RunTrace, trace: RankTrace, place: int) -> Iterator[Event]:

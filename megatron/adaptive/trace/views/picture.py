@@ -28,9 +28,6 @@ from megatron.adaptive.trace.views.palette import (
     text_color,
 )
 
-__all__ = ["write_comparison", "write_picture"]
-
-
 DPI = 150
 WIDTH_IN, MAX_WIDTH_IN, FORWARD_IN = 14.0, 22.0, 0.13
 """The picture grows from the first width to the second, so that a short action is this wide."""

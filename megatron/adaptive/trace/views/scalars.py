@@ -21,8 +21,6 @@ from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace
 
-__all__ = ["FILE_NAME", "MEAN", "write_scalars"]
-
 FILE_NAME = "events.out.tfevents.trace"
 MEAN = "mean"
 """The folder of the curves that are means over the ranks."""
