@@ -65,7 +65,12 @@ def test_names_in_traces_reach_no_terminal_sheet_or_page(
         path.write_text(
             json.dumps({**json.loads(head), "run": HOSTILE, "schedule": HOSTILE}) + "\n" + rest
         )
-    views = ["--output-dir", str(tmp_path / "views"), "--format", "xlsx,html,png,tensorboard,perfetto"]
+    views = [
+        "--output-dir",
+        str(tmp_path / "views"),
+        "--format",
+        "xlsx,html,png,tensorboard,perfetto",
+    ]
     for words in (
         ["trace", str(traces), *views],
         ["trace", "diagnose", str(traces)],
