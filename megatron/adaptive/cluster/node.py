@@ -39,6 +39,7 @@ from megatron.adaptive.config.environment import MASK, is_secret, masked, masked
 from megatron.adaptive.config.model import model_flags
 from megatron.adaptive.config.plan import run_flags
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.trace.files import BestEffortFile
 
 ROOT = Path(__file__).resolve().parents[3]
 _MOCK_VOCABULARY = "50303"
@@ -199,6 +200,7 @@ _GRACE_S = 1.0
 _ASK_S = 3.0
 _KILL_S = 5.0
 _EXIT_UNREACHED = 2
+_OUTPUTS = ("out", "err")
 _SHORTEST_SECRET = 8
 """A shorter value, such as the 1 of a switch, is found in every other line."""
 
@@ -244,11 +246,11 @@ def run_node(
         if is_secret(name) and len(value) >= _SHORTEST_SECRET
     )
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they handle it
-    with (run_dir / f"{name}.out").open("ab") as out, (run_dir / f"{name}.err").open("ab") as err:
-        begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
+    begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
+    files = [BestEffortFile(run_dir / f"{name}.{end}", "lines", lambda: begin) for end in _OUTPUTS]
+    with contextlib.closing(files[0]) as out, contextlib.closing(files[1]) as err:
         for file in (out, err):
-            file.write(begin)
-            file.flush()
+            file.begin()
         # A session of its own: signals reach it once, from here.
         job = subprocess.Popen(
             command,
@@ -331,7 +333,7 @@ def _end_unreached(
     place: NodePlace,
     name: str,
     limit_s: float,
-    err: IO[bytes],
+    err: BestEffortFile,
     over: threading.Event,
     is_cut: threading.Event,
 ) -> None:
@@ -358,9 +360,7 @@ def _end_unreached(
         "both nodes checks the way\n"
     )
     print(line, end="", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError):
-        err.write(line.encode())
-        err.flush()
+    err.append(line.encode())
     job.terminate()
     if not over.wait(_KILL_S):
         with contextlib.suppress(ProcessLookupError):
@@ -369,7 +369,7 @@ def _end_unreached(
 
 def _copy(
     source: IO[bytes],
-    target: IO[bytes],
+    target: BestEffortFile,
     terminal: IO[str] | None,
     stopped: threading.Event,
     hidden: Sequence[bytes],
@@ -383,9 +383,7 @@ def _copy(
             line = line.replace(secret, MASK.encode())
         if _STOPPED.match(line):
             stopped.set()
-        with contextlib.suppress(OSError):  # a full disk must not stop the run
-            target.write(line)
-            target.flush()
+        target.append(line)
         if terminal is not None:
             with contextlib.suppress(OSError):
                 terminal.write(line.decode(errors="replace"))

@@ -9,6 +9,7 @@
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                                     marker of more of its spans
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
+    {"missing": [8, 93, 80]}               first and last of iterations that are lost, their number
 
 The header comes first; it comes again where a resumed run went on in the same file. A span's line
 holds whole numbers only, one per column of the header, without spaces; its start counts from the
@@ -35,6 +36,7 @@ from megatron.adaptive.trace.event import (
     FORMAT_VERSION,
     KINDS,
     ClockSamples,
+    Gap,
     IterationStart,
     Row,
     SpanFormat,
@@ -62,6 +64,11 @@ def header_line(header: TraceHeader) -> str:
 def samples_line(samples: ClockSamples) -> str:
     """Returns clock samples as one line of JSON with its line end."""
     return f'{{"clock_samples": {json.dumps(samples.samples)}, "reference": {samples.reference}}}\n'
+
+
+def gap_line(gap: Gap) -> str:
+    """Returns what is said of missing iterations as one line of JSON with its line end."""
+    return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
 def block_text(
@@ -101,7 +108,7 @@ def block_text(
 
 def parse_line(
     line: str | bytes, origin: object
-) -> TraceHeader | IterationStart | ClockSamples | None:
+) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
     """Reads a line that is an object: anything but a span.
 
     Args:
@@ -139,6 +146,11 @@ def parse_line(
         samples = _value(record, "clock_samples", "samples", origin)
         reference = _value(record, "reference", "int", origin)
         return ClockSamples(reference, tuple(map(tuple, samples)))
+    if "missing" in record:
+        numbers = _value(record, "missing", "counts", origin)
+        if len(numbers) != 3:
+            raise TraceError(f"{origin}: field 'missing' is {numbers}, expected three numbers")
+        return Gap(*numbers)
     return None
 
 

@@ -103,8 +103,10 @@ class NowFile:
             self._due_s = now_s + PERIOD_S
             try:
                 self.write(read_state())
+            except OSError:
+                self._close()  # a full disk, say: what the spans meet there is reported
             except Exception:
-                self._failed = True  # a full disk, say: what the spans meet there is reported
+                self._failed = True
         return self._due_s - now_s
 
     def write(self, fields: Mapping[str, Any]) -> None:
@@ -116,6 +118,8 @@ class NowFile:
         Raises:
             OSError: it cannot be written.
         """
+        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+            self._close()  # it was removed
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         now_s = time.monotonic()
@@ -130,8 +134,13 @@ class NowFile:
         if read_state is not None:
             with contextlib.suppress(Exception):  # as above
                 self.write({**({} if self._failed else read_state()), "doing": ENDED})
-        if self._file is not None:
-            os.close(self._file)
+        self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
 
 
 def read_now(folder: Path, rank: int) -> Now | None:

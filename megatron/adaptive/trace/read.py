@@ -240,6 +240,11 @@ class RunTrace:
                 f"{self.truncated_lines} truncated lines at file ends dropped; run killed?"
             )
         for rank, trace in self.ranks.items():
+            lines += [
+                f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are missing:"
+                " its disk took nothing then"
+                for gap in trace.index.gaps
+            ]
             if jumps := trace.clock_jumps():
                 lines.append(
                     f"the clock of rank {rank} was set back before iterations "
