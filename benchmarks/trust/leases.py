@@ -353,7 +353,8 @@ def trainers(folder: Path, seed: int) -> Seen:
             one.wait()
     checkpoints = CheckpointFolder(folder)
     before = checkpoints.latest() or 0
-    again = start("--train-iters", str(before + 3), "--load", str(folder))
+    words += ["--load", str(folder), "--exit-interval", str(before + 3)]
+    again = start("--train-iters", "99999")
     try:
         said = again.communicate(timeout=_LIMIT_S)[1]
     finally:
