@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 
 from megatron.adaptive.cli import pretrain_gpt
 from megatron.adaptive.engine.lease import Lease
-from tests.multiprocess.launch import run_forked
 
 from ..multiprocess.launch import run_forked
 
