@@ -29,12 +29,11 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_turns  # noqa: E402
-from benchmarks.elasticity.nodes import why_not  # noqa: E402
 from benchmarks.elasticity.pieces import pieces  # noqa: E402
 from benchmarks.elasticity.repartition import repartition  # noqa: E402
-from benchmarks.elasticity.soak import Soak  # noqa: E402
+from benchmarks.elasticity.soak import soaked  # noqa: E402
 from benchmarks.ranks import train  # noqa: E402
-from benchmarks.report import Result, Row, finish, measured, missing, parser_of, run  # noqa: E402
+from benchmarks.report import Result, Row, finish, measured, parser_of, run  # noqa: E402
 from tests.cluster.jobs import FLAGS, ElasticJob  # noqa: E402
 
 PARTS = ("morphs", "start", "checkpoint", "repartition", "pieces", "soak")
@@ -44,7 +43,6 @@ GOAL_RATIO, GOAL_S, GOAL_LOSS, GOAL_SAVING = 1.5, 10.0, 1e-5, 0.03
 TRAINER = str(ROOT / "pretrain_gpt.py")
 ENDLESS = ["--train-iters", "9999"]
 PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step", "whole")
-SOAK_FLAGS = ["--lr", "1e-4", "--distributed-timeout-minutes", "1"]
 EVENTS, QUICK_EVENTS = 100, 4
 
 
@@ -166,35 +164,9 @@ def checkpoint(*, quick: bool) -> Result:
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:
     """Let nodes fail at random; prints what happens as it does."""
-    if (reason := why_not()) is not None:
-        return Result(rows=[missing("soak", reason)])
     events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
     minutes = options.minutes or (1.5 if options.quick else 55.0)
-    signal.signal(signal.SIGTERM, _end)
-    folder = folder / "soak"
-    folder.mkdir(parents=True)
-    with Soak(folder, options.seed, [*FLAGS, *SOAK_FLAGS], say) as job:
-        found = job.run(events, minutes * 60)
-    went_on = sum(map(len, found.recoveries_s.values()))
-    print(f"seed {found.seed}: went on {went_on} times, ended {len(found.ended)} times")
-    for line in found.ended:
-        print(f"ended with the reason: {line}")
-    print(", ".join(f"{value} {name}" for name, value in found.figures.items()))
-    for text in found.tracebacks:
-        print(f"a traceback ended with: {text}")
-    for text in found.failures:
-        print(f"FAILED (seed {found.seed}): {text}")
-    return Result(rows=found.rows(), facts={"soak": vars(found)})
-
-
-def _end(number: int, frame: object) -> None:
-    """Let what is open be closed: namespaces and mounts outlive this program."""
-    raise SystemExit(128 + number)
-
-
-def say(text: str) -> None:
-    """Print at once: a soak takes long."""
-    print(text, flush=True)
+    return soaked(folder, events, minutes, options.seed)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import platform
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,13 +178,24 @@ def others_busy(seconds: float = 1.0) -> float:
 
 
 def run(parts: Mapping[str, Callable[[], Result]]) -> Result:
-    """Run parts one after the other; prints the table of each as soon as it is there."""
+    """Run parts one after the other; prints the table of each as soon as it is there.
+
+    A part that fails is a goal missed, with its error as the note; the others are measured as ever.
+    """
     total = Result()
     for name, part in parts.items():
-        start_s = time.perf_counter()
-        found = part()
+        busy, start_s = others_busy(), time.perf_counter()
+        try:
+            found = part()
+        except Exception as error:
+            traceback.print_exc()
+            note = f"{type(error).__name__}: {one_line(error)}"
+            found = Result(rows=[Row(what=f"{name}: failed", value=None, goal=0, note=note)])
         took_s = time.perf_counter() - start_s
         total.add(found)
+        if busy > BUSY:
+            total.facts[f"{name}, busy with other programs"] = round(busy, 3)
+            print(f"as {name} began, other programs used {busy:.0%} of the processors\n")
         total.facts[f"{name}, seconds"] = round(took_s, 1)
         print(f"### {name}, {took_s:.0f} s\n\n{markdown(found.rows)}", flush=True)
     return total

@@ -8,10 +8,14 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import psutil
 
-from .nodes import Node, Nodes, send
+from benchmarks.trust.damages import damage
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+
+from .nodes import Node, Nodes, fill, send
 
 Undo = Callable[[], object]
 
@@ -27,6 +31,8 @@ WEIGHTS = {
     "cut": 8,
     "unplug": 5,
     "disk-full": 9,
+    "trace-full": 5,
+    "bit-flip": 5,
     "notice": 15,
 }
 """Weights by which kinds of events are drawn."""
@@ -41,13 +47,26 @@ class Events:
         nodes: to do them to.
         draw: random numbers.
         note: told when something that lasts is over.
+        checkpoints: folder of the job's.
+
+    Attributes:
+        damaged: checkpoints of which a bit was flipped: iteration, moment in ns, and inode of the
+            folder, by which one that was written anew is known.
     """
 
-    def __init__(self, nodes: Nodes, draw: random.Random, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        draw: random.Random,
+        note: Callable[[str], None],
+        checkpoints: Path,
+    ) -> None:
         self._nodes = nodes
         self._draw = draw
         self._note = note
+        self._checkpoints = CheckpointFolder(checkpoints)
         self._undo: list[tuple[float, str, Undo]] = []
+        self.damaged: list[tuple[int, int, int]] = []
 
     @property
     def are_over(self) -> bool:
@@ -86,9 +105,16 @@ class Events:
         elif name in ("cut", "unplug"):
             node.cut(silently=name == "cut")
             undo = node.mend
-        elif name == "disk-full":
-            self._nodes.fill()
-            what, undo = "the shared folder", self._nodes.free
+        elif name in ("disk-full", "trace-full"):
+            disk = self._nodes.shared if name == "disk-full" else self._nodes.traces
+            what = f"the folder of {disk.name}"
+            undo = partial((disk / "filler").unlink, missing_ok=True)
+            fill(disk / "filler")
+        elif name == "bit-flip":  # and a rank is lost, so that it is loaded
+            if not (ranks := node.ranks()):
+                return None
+            what += f", {self._flip_bit()}"
+            send([self._draw.choice(ranks)], signal.SIGKILL)
         else:
             number = self._draw.choice((signal.SIGTERM, signal.SIGUSR1))
             if not (runner := node.helpers()[:1]):
@@ -100,6 +126,13 @@ class Events:
         lasts_s = self._draw.uniform(*self._draw.choice(LASTS_S))
         self._undo.append((time.monotonic() + lasts_s, f"{name} {what} is over", undo))
         return f"{name} {what} for {lasts_s:.1f} s"
+
+    def _flip_bit(self) -> str:
+        """Flip a bit of the newest complete checkpoint; names file and bit."""
+        iteration, folder = max(self._checkpoints.steps().items())
+        path = self._draw.choice([one for one in sorted(folder.iterdir()) if one.stat().st_size])
+        self.damaged.append((iteration, time.time_ns(), folder.stat().st_ino))
+        return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
         """End what has lasted long enough; whether there was any."""

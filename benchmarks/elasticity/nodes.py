@@ -187,18 +187,21 @@ class Node:
 
 
 class Nodes:
-    """All nodes, off at first, and a folder of limited size that they share.
+    """All nodes, off at first, and two folders of limited size that they share.
 
     Args:
-        folder: for logs and the shared folder.
+        folder: for logs and the shared folders.
         slots: processes of each node.
-        shared_bytes: size of the shared folder.
+        shared_bytes: size of each shared folder.
+
+    Attributes:
+        shared: the folder of the job.
+        traces: the folder of its traces.
     """
 
     def __init__(self, folder: Path, slots: Sequence[int], shared_bytes: int) -> None:
-        self.shared = folder / "shared"
+        self.shared, self.traces = folder / "shared", folder / "traces"
         self._switch = f"soak{os.getpid()}"
-        self._filler = self.shared / "filler"
         self.all: list[Node] = []
         self._closing = contextlib.ExitStack()
         try:
@@ -208,10 +211,11 @@ class Nodes:
             raise
 
     def _make(self, folder: Path, slots: Sequence[int], shared_bytes: int) -> None:
-        self.shared.mkdir()
         size = f"size={shared_bytes}"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "soak", self.shared], check=True)
-        self._closing.callback(subprocess.run, ["umount", "-l", self.shared], check=False)
+        for disk in (self.shared, self.traces):
+            disk.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "soak", disk], check=True)
+            self._closing.callback(subprocess.run, ["umount", "-l", disk], check=False)
         _ip("netns", "add", self._switch)
         self._closing.callback(_ip, "netns", "del", self._switch)
         _ip("-n", self._switch, "link", "add", "net0", "type", "bridge", "forward_delay", "0")
@@ -226,14 +230,6 @@ class Nodes:
             hosts.append(f"{node.address} {node.name}\n")
         (folder / "hosts").write_text("".join(hosts))
         (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
-
-    def fill(self) -> None:
-        """Leave no byte in the shared folder."""
-        fill(self._filler)
-
-    def free(self) -> None:
-        """Give the room back."""
-        self._filler.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Take everything away. Idempotent."""

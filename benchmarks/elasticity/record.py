@@ -135,6 +135,7 @@ def faults(
     first: int,
     batch: int,
     tolerance: float,
+    damaged: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[str], float]:
     """Say in what a job differs from one that nothing happened to.
 
@@ -145,6 +146,7 @@ def faults(
         first: the first iteration that the job did.
         batch: samples of a step.
         tolerance: of losses, relative.
+        damaged: iterations whose checkpoint was damaged, and when, in ns.
 
     Returns:
         What is wrong, a line each, and the largest difference of a loss.
@@ -169,10 +171,12 @@ def faults(
     missing = sorted(set(range(first, max(done) + 1)) - done)
     if missing:
         found.append(f"{len(missing)} iterations were never done: {missing[:10]}")
-    return found + _order(epochs, done), worst
+    return found + _order(epochs, done, damaged), worst
 
 
-def _order(epochs: Sequence[Epoch], done: set[int]) -> list[str]:
+def _order(
+    epochs: Sequence[Epoch], done: set[int], damaged: Sequence[tuple[int, int]]
+) -> list[str]:
     """What is wrong with the order of steps: within epochs, and from one to the next."""
     found: list[str] = []
     for one in epochs:
@@ -191,7 +195,13 @@ def _order(epochs: Sequence[Epoch], done: set[int]) -> list[str]:
     )
     for one in epochs:
         known = [
-            entry for entry in saved if entry[0] < one.begun_ns - 10**9 and entry[2] != one.name
+            entry
+            for entry in saved
+            if entry[0] < one.begun_ns - 10**9
+            and entry[2] != one.name
+            and not any(
+                iteration == entry[1] and entry[0] < at < one.begun_ns for iteration, at in damaged
+            )
         ]
         assert one.start is not None
         if known and one.start < max(iteration for _, iteration, _ in known[-1:]):

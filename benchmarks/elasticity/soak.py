@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ranks import run_ranks, train
-from benchmarks.report import Row, measured
+from benchmarks.report import Result, Row, measured, missing
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from tests.cluster.jobs import environment
+from tests.cluster.jobs import FLAGS, environment
 
 from .events import WEIGHTS, Events, role
-from .nodes import Node, Nodes
+from .nodes import Node, Nodes, why_not
 from .record import Record, faults, steps_of_logs
 
+_FLAGS = ("--lr", "1e-4", "--distributed-timeout-minutes", "1")
 TRAINER = str(Path(__file__).with_name("trainer.py"))
 SLOTS = (2, 1, 1)
 SHARED_BYTES = 96 << 20
@@ -97,6 +98,7 @@ class Soak:
         seed: of the events.
         flags: of the trainer.
         say: told what happens, as it does.
+        kinds: of the first events, in this order; others are drawn.
     """
 
     def __init__(
@@ -105,20 +107,22 @@ class Soak:
         seed: int,
         flags: Sequence[str],
         say: Callable[[str], None],
+        kinds: Sequence[str] = (),
     ) -> None:
         self.result = SoakResult(seed=seed)
         self._folder = folder
         self._flags = [*flags, "--train-iters", "999999"]
         self._alone = [*self._flags, "--pipeline-model-parallel-size", "1"]
         self._say = say
+        self._kinds = list(kinds)
         self._draw = random.Random(seed)
         self._told: set[str] = set()  # nodes whose end was noticed
         self._start_s = time.monotonic()
         self._moment_ns = 0  # of the last event, or when it was over
         self._last = "join"  # its kind
         self._nodes = Nodes(folder, SLOTS, SHARED_BYTES)
-        self._events = Events(self._nodes, self._draw, self._note)
         self._checkpoints = self._nodes.shared / "checkpoints"
+        self._events = Events(self._nodes, self._draw, self._note, self._checkpoints)
         self._record = Record(self._checkpoints / "elastic")
 
     def __enter__(self) -> Soak:
@@ -152,10 +156,12 @@ class Soak:
             self._join(self._draw.choice(out))
         else:
             (name,) = self._draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
+            name = self._kinds[0] if self._kinds else name
             what = self._events.do(name, self._draw.choice(running))
             if what is None:
                 self._pass(1.0)
                 return
+            del self._kinds[:1]
             self.result.counts[name] += 1
             self._last = name
             self._note(what)
@@ -176,7 +182,8 @@ class Soak:
         command += ["--checkpoint", str(self._checkpoints), "--name", node.name]
         command += ["--slots", str(node.slots), "--nodes", str(len(SLOTS)), "--wait", "300"]
         command += ["--join-within", "60", TRAINER, *self._flags, "--save-interval", "10"]
-        command += ["--async-save", "--keep-checkpoints", "12"]
+        command += ["--async-save", "--keep-checkpoints", "12", "--diagnose-interval", "0"]
+        command += ["--trace-dir", str(self._nodes.traces)]
         self._told.discard(node.name)
         node.boot(command, {**environment(), "SOAK_STEP_S": str(STEP_S)})
         self._moment_ns = time.time_ns()
@@ -310,7 +317,13 @@ class Soak:
         expected = self._undisturbed(max([last, *(step.iteration for step in printed)]))
         epochs = self._record.epochs
         found, worst = faults(
-            epochs, printed, expected, first=FIRST + 1, batch=BATCH, tolerance=TOLERANCE
+            epochs,
+            printed,
+            expected,
+            first=FIRST + 1,
+            batch=BATCH,
+            tolerance=TOLERANCE,
+            damaged=[one[:2] for one in self._events.damaged],
         )
         for text in found[:20]:
             self._fail(text)
@@ -325,9 +338,11 @@ class Soak:
         }
 
     def _reload(self) -> int:
-        """Load every complete checkpoint that is left; returns how many."""
+        """Load every complete checkpoint that is left, but for damaged ones; returns how many."""
         folder = CheckpointFolder(self._checkpoints)
-        found = sorted(int(path.name[5:]) for path in self._checkpoints.glob("iter_*"))
+        inodes = {inode for _, _, inode in self._events.damaged}
+        steps = folder.steps()
+        found = [step for step, path in steps.items() if path.stat().st_ino not in inodes]
         for iteration in found:
             folder.open(iteration)
         words = ["--reload", ",".join(map(str, found)), *self._alone]
@@ -335,8 +350,8 @@ class Soak:
             run_ranks([TRAINER, *words, "--load", str(self._checkpoints)], 1, 300.0)
         except RuntimeError as error:
             self._fail(f"not all of {found} load: {error}")
-        if folder.latest() != found[-1]:
-            self._fail(f"the latest checkpoint is {folder.latest()}, and there are {found}")
+        if folder.latest() != max(steps):
+            self._fail(f"the latest checkpoint is {folder.latest()}, and there are {list(steps)}")
         return len(found)
 
     def _first_checkpoint(self) -> None:
@@ -393,6 +408,47 @@ class Soak:
             for node in self._nodes.all
             if node.is_on
         )
+
+
+def soaked(
+    folder: Path, events: int, minutes: float, seed: int, kinds: Sequence[str] = ()
+) -> Result:
+    """Runs a soak and prints what happens as it does; of no rows but a note without root.
+
+    Args:
+        folder: for its logs.
+        events: how many.
+        minutes: after which no event comes.
+        seed: of the events.
+        kinds: of the first ones.
+    """
+    if (reason := why_not()) is not None:
+        return Result(rows=[missing("soak", reason)])
+    signal.signal(signal.SIGTERM, _end)
+    folder = folder / "soak"
+    folder.mkdir(parents=True)
+    with Soak(folder, seed, [*FLAGS, *_FLAGS], _say, kinds) as job:
+        found = job.run(events, minutes * 60)
+    went_on = sum(map(len, found.recoveries_s.values()))
+    print(f"seed {found.seed}: went on {went_on} times, ended {len(found.ended)} times")
+    for line in found.ended:
+        print(f"ended with the reason: {line}")
+    print(", ".join(f"{value} {name}" for name, value in found.figures.items()))
+    for text in found.tracebacks:
+        print(f"a traceback ended with: {text}")
+    for text in found.failures:
+        print(f"FAILED (seed {found.seed}): {text}")
+    return Result(rows=found.rows(), facts={"soak": vars(found)})
+
+
+def _end(number: int, frame: object) -> None:
+    """Let what is open be closed: namespaces and mounts outlive this program."""
+    raise SystemExit(128 + number)
+
+
+def _say(text: str) -> None:
+    """Print at once: a soak takes long."""
+    print(text, flush=True)
 
 
 def _tail(text: str, lines: int = 25) -> str:

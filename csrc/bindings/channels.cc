@@ -1,6 +1,8 @@
 #include "bindings/channels.h"
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <set>
 #include <stdexcept>
@@ -61,7 +63,7 @@ class Options {
       throw std::invalid_argument(std::string(name) + " " + std::to_string(seconds) +
                                   " must be above 0 and below 1e8");
     }
-    value = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1e3) + 1);
+    value = std::chrono::milliseconds(std::max<std::int64_t>(1, std::llround(seconds * 1e3)));
   }
 
   void done(const std::string& kind) const {
@@ -155,6 +157,7 @@ std::unique_ptr<Sender> open_channel(const std::string& kind, const Session& ses
   };
   if (kind == "shm") {
     ShmOptions chosen;
+    options.read("turn_name", chosen.turn_name);
     options.read("cuda_device", chosen.cuda_device);
     options.read("cuda_refusal", chosen.cuda_refusal);
     options.read("cuda_driver", chosen.cuda_driver);

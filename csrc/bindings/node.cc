@@ -735,7 +735,8 @@ kind: "unix" for peers on this node, "tcp" for others, then with the numeric `ho
 
 kind: "shm", "rdma" or "tcp". The lower rank connects to `address`, what
 listen() gave the peer; the higher one listens. Options: slot_bytes, slots, limit_bytes, crc,
-silent_limit_s, reservable; for shm also cuda_device, whose memory payloads are in, and cuda_refusal;
+silent_limit_s, reservable; for shm also turn_name, cuda_device, whose memory payloads are in, and
+cuda_refusal;
 for rdma also device, near_pci, port, gid_index, mtu, num_qps, ack_timeout. Raises DeadlineError,
 TransportError.)");
   node.def("flush", &Node::flush, py::arg("timeout_s"),

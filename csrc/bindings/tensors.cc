@@ -127,7 +127,10 @@ std::unique_ptr<Managed<Head>> manage(Lease&& lease, const Message& message, Pla
   for (int i = message.dimensions - 1; i >= 0; --i) {
     managed->shape[i] = message.shape[i];
     managed->strides[i] = stride;
-    stride *= message.shape[i] == 0 ? 1 : message.shape[i];
+    // Only the sizes of a tensor without elements can be too large; it has no strides to speak of.
+    if (message.shape[i] != 0 && __builtin_mul_overflow(stride, message.shape[i], &stride)) {
+      stride = 1;
+    }
   }
   DlTensor& tensor = managed->head.tensor;
   tensor.data = lease.data();
@@ -192,7 +195,8 @@ bool read_tensor(PyObject* tensor, Message& message, const void** data) {
     return false;
   }
   const ElementCode* const element = find_element(found.dtype);
-  if (element == nullptr || found.device.type != kDlCpu || found.dimensions > kMaxDimensions) {
+  if (element == nullptr || found.device.type != kDlCpu || found.dimensions < 0 ||
+      found.dimensions > kMaxDimensions) {
     return false;
   }
   std::int64_t count = 1;
@@ -202,7 +206,9 @@ bool read_tensor(PyObject* tensor, Message& message, const void** data) {
       return false;
     }
     message.shape[i] = size;
-    count *= size;
+    if (size < 0 || __builtin_mul_overflow(count, size, &count)) {
+      return false;
+    }
   }
   if (count < 2) {
     return false;  // a single one may be a part of a complex number that is to be negated
@@ -210,7 +216,10 @@ bool read_tensor(PyObject* tensor, Message& message, const void** data) {
   message.dimensions = static_cast<std::uint8_t>(found.dimensions);
   message.dtype = element->dtype;
   message.variant = element->variant;
-  message.nbytes = static_cast<std::uint64_t>(count) * element_bytes(element->dtype);
+  if (__builtin_mul_overflow(static_cast<std::uint64_t>(count), element_bytes(element->dtype),
+                             &message.nbytes)) {
+    return false;
+  }
   *data = static_cast<const std::byte*>(found.data) + found.byte_offset;
   return true;
 }

@@ -31,6 +31,9 @@ struct Session {
 };
 
 constexpr unsigned kMostSlots = 64;  // one bit each
+constexpr std::size_t kLargestSlotBytes = std::size_t{1} << 40;
+constexpr std::chrono::milliseconds kLeastSilence(10);
+constexpr std::chrono::milliseconds kMostSilence(std::chrono::hours(24));
 
 // What channels of all kinds can be set to; both ends of one may differ, but for RDMA.
 struct ChannelOptions {
@@ -38,8 +41,8 @@ struct ChannelOptions {
   unsigned slots = 16;                                 // messages that the channel holds
   std::uint64_t limit_bytes = std::uint64_t{4} << 30;  // largest payload accepted
   bool crc = false;                                    // of what this end sends
-  // A peer across the network that is silent for so long is lost.
-  std::chrono::milliseconds silent_limit{10'000};
+  // A peer is lost from which nothing, not even a heartbeat, came for so long.
+  std::chrono::milliseconds silent_limit{60'000};
   // How many slots reserve() may have taken that the peer has not. A sender that takes them all
   // cannot send what comes first, while a receiver that holds the others waits for it.
   unsigned reservable = kMostSlots;

@@ -8,15 +8,13 @@
 namespace adaptive {
 
 void check_options(const ChannelOptions& options) {
-  constexpr std::size_t kLargestSlot = std::size_t{1} << 40;
   if (options.slots < 1 || options.slots > kMostSlots || options.slot_bytes < 1 ||
-      options.slot_bytes > kLargestSlot) {
+      options.slot_bytes > kLargestSlotBytes) {
     throw std::invalid_argument("slots " + std::to_string(options.slots) + " of " +
                                 std::to_string(options.slot_bytes) + " bytes must be 1 to " +
                                 std::to_string(kMostSlots) + " slots of 1 byte to 1 TiB");
   }
-  if (options.silent_limit < std::chrono::milliseconds(10) ||
-      options.silent_limit > std::chrono::hours(24)) {
+  if (options.silent_limit < kLeastSilence || options.silent_limit > kMostSilence) {
     throw std::invalid_argument("silent_limit " + std::to_string(options.silent_limit.count()) +
                                 " ms must be within 10 ms and a day");
   }
@@ -55,15 +53,16 @@ void ChannelState::post(Reactor::Task task) const noexcept {
 
 std::string ChannelState::text_of(const std::string& finding) const {
   std::string text = label_ + finding;
+  const std::string seen = "; seen by rank " + std::to_string(rank_);
   if (!any_received_.load(std::memory_order_acquire)) {
-    return text + "; no message had come from it";
+    return text + "; no message had come from it" + seen;
   }
   Message last;
   last.kind = last_kind_.load(std::memory_order_relaxed);
   last.chunk = last_chunk_.load(std::memory_order_relaxed);
   last.microbatch = last_microbatch_.load(std::memory_order_relaxed);
   last.step = last_step_.load(std::memory_order_relaxed);
-  return text + "; the last message from it was " + describe(last);
+  return text + "; the last message from it was " + describe(last) + seen;
 }
 
 void ChannelState::break_off(Failure::Kind kind, const std::string& finding) noexcept {

@@ -109,10 +109,13 @@ Link connect_unix(const std::string& address, const Identity& self, int peer,
 Link connect_tcp(const std::string& host, int port, const Identity& self, int peer,
                  const Deadline& deadline, const Tick& tick);
 
+// Says that nothing came from a peer for so long, and what that may mean.
+std::string silence_text(std::chrono::nanoseconds elapsed, std::chrono::milliseconds limit);
+
 // Watches a link that carries no data of its own (shm, rdma): calls `lost` once, on the reactor's
 // thread, with a reason, when the peer's process ends (pidfd), the socket ends without a goodbye,
-// or (tcp) nothing, not even a heartbeat, came for `silent_limit`. Where the peer says goodbye
-// first, `left` is called instead, if there is one.
+// or nothing, not even a heartbeat, came for `silent_limit`. Where the peer says goodbye first,
+// `left` is called instead, if there is one.
 class LinkWatch {
  public:
   LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds silent_limit,

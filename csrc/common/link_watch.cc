@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -23,6 +24,16 @@ constexpr auto kLongestPeriod = std::chrono::milliseconds(1000);
 constexpr int kTicksPerLimit = 4;
 
 }  // namespace
+
+std::string silence_text(std::chrono::nanoseconds elapsed, std::chrono::milliseconds limit) {
+  using Seconds = std::chrono::duration<double>;
+  char text[160];
+  std::snprintf(text, sizeof(text),
+                "nothing, not even a heartbeat, came from it for %.1f s (limit %.3g s, "
+                "--transport-silence-s): it is stopped, its node is down or the network is cut",
+                Seconds(elapsed).count(), Seconds(limit).count());
+  return text;
+}
 
 struct LinkWatch::Impl : std::enable_shared_from_this<LinkWatch::Impl> {
   Impl(Reactor& reactor_in, Link link_in, std::chrono::milliseconds silent_limit_in,
@@ -55,6 +66,7 @@ struct LinkWatch::Impl : std::enable_shared_from_this<LinkWatch::Impl> {
   // Of the reactor's thread.
   bool over = false;  // it said goodbye, or its loss was reported
   int silent_ticks = 0;
+  Deadline::Clock::time_point heard = Deadline::Clock::now();
 };
 
 void LinkWatch::Impl::start() {
@@ -65,10 +77,8 @@ void LinkWatch::Impl::start() {
   if (process) {
     reactor.add(process.get(), EPOLLIN, [self](std::uint32_t) { self->on_process(); }, on_error);
   }
-  if (!link.is_unix()) {
-    const auto period = std::min(kLongestPeriod, silent_limit / kTicksPerLimit);
-    timer = reactor.every(period, [self] { self->on_tick(); });
-  }
+  const auto period = std::min(kLongestPeriod, silent_limit / kTicksPerLimit);
+  timer = reactor.every(period, [self] { self->on_tick(); });
 }
 
 // Breaks the ring of owners: the reactor's entries hold this object.
@@ -96,6 +106,7 @@ void LinkWatch::Impl::read_all() {
     const ssize_t count = ::recv(link.fd(), bytes.data(), bytes.size(), MSG_DONTWAIT);
     if (count > 0) {
       silent_ticks = 0;
+      heard = Deadline::Clock::now();
       for (ssize_t i = 0; i < count && !over; ++i) {
         const char byte = bytes[static_cast<std::size_t>(i)];
         if (byte == kGoodbye) {
@@ -143,8 +154,7 @@ void LinkWatch::Impl::on_tick() {
   read_all();
   const auto period = std::min(kLongestPeriod, silent_limit / kTicksPerLimit);
   if (!over && silent_ticks * period >= silent_limit) {
-    report("it was silent for " + std::to_string(silent_limit.count()) +
-           " ms: it hangs, is stopped, or the network is cut");
+    report(silence_text(Deadline::Clock::now() - heard, silent_limit));
   }
 }
 

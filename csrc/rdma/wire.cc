@@ -14,7 +14,7 @@ constexpr std::uint32_t kRefusalMagic = 0x3158'5244;   // "DRX1"
 constexpr std::uint32_t kReadyMagic = 0x3159'5244;     // "DRY1"
 constexpr std::uint16_t kVersion = 1;
 constexpr std::size_t kLongestRefusal = 900;
-constexpr std::uint64_t kLargestSlotBytes = std::uint64_t{1} << 31;
+constexpr std::uint64_t kLargestRdmaSlotBytes = std::uint64_t{1} << 31;
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format is little endian");
 
@@ -110,9 +110,10 @@ EndpointRecord decode_endpoint(const std::vector<std::uint8_t>& bytes, int peer)
   const std::size_t lane_bytes = sizeof(Lane) * fixed.lanes;
   const bool sane = fixed.lanes >= 1 && fixed.lanes <= kMostLanes &&
                     bytes.size() == sizeof(fixed) + lane_bytes && fixed.slots >= 1 &&
-                    fixed.slots <= kMostSlots && fixed.slot_bytes <= kLargestSlotBytes &&
+                    fixed.slots <= kMostSlots && fixed.slot_bytes <= kLargestRdmaSlotBytes &&
                     fixed.stride_bytes >= fixed.slot_bytes + kHeaderBytes &&
-                    fixed.stride_bytes <= 2 * kLargestSlotBytes &&
+                    fixed.stride_bytes <= 2 * kLargestRdmaSlotBytes &&
+                    fixed.arena_address <= ~std::uint64_t{0} - fixed.slots * fixed.stride_bytes &&
                     fixed.credit_address % sizeof(std::uint64_t) == 0;
   if (!sane) {
     throw Error("the RDMA endpoint" + from(peer) + " contradicts itself");

@@ -62,6 +62,11 @@ void send_offer(Link& link, const Session& session, const ShmOptions& options,
               "; do both ranks run the same version?");
 }
 
+// So many bytes, or rounded up to huge pages.
+bool is_about(std::uint64_t bytes, std::uint64_t needed) {
+  return bytes >= needed && bytes - needed < kHugePageBytes;
+}
+
 Peer receive_offer(Link& link, const Session& session, const std::string& peer_name,
                    const Deadline& deadline, const Tick& tick) {
   Link::Record record = link.recv_record(sizeof(Offer), kNumDescriptors, deadline, tick);
@@ -77,12 +82,13 @@ Peer receive_offer(Link& link, const Session& session, const std::string& peer_n
   if (offer.job != session.job) {
     refuse(peer_name, "it is of job " + std::to_string(offer.job));
   }
-  const bool numbers_agree = offer.slots >= 1 && offer.slots <= kMostSlots &&
-                             offer.slot_bytes >= 1 && offer.slot_bytes <= offer.slot_stride &&
-                             offer.slot_stride % kLine == 0 &&
-                             offer.slot_stride <= offer.data_bytes / offer.slots &&
-                             offer.num_entries == entries_for(offer.slots) &&
-                             offer.control_bytes >= control_bytes(offer.num_entries);
+  const bool numbers_agree =
+      offer.slots >= 1 && offer.slots <= kMostSlots && offer.slot_bytes >= 1 &&
+      offer.slot_bytes <= kLargestSlotBytes && offer.slot_bytes <= offer.slot_stride &&
+      offer.slot_stride % kLine == 0 && offer.slot_stride <= offer.data_bytes / offer.slots &&
+      offer.num_entries == entries_for(offer.slots) &&
+      is_about(offer.data_bytes, offer.slots * offer.slot_stride) &&
+      is_about(offer.control_bytes, control_bytes(offer.num_entries));
   if (!numbers_agree) {
     refuse(peer_name, "its numbers do not agree: " + std::to_string(offer.slots) + " slots of " +
                           std::to_string(offer.slot_bytes) + " bytes, " +

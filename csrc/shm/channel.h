@@ -19,8 +19,10 @@
 
 namespace adaptive {
 
-// The limit of silence is unused: the kernel tells of a process's end.
 struct ShmOptions : ChannelOptions {
+  // Of the abstract socket that processes take in turn while they make memory: random, and the same
+  // in all of a job on this node. They make it at once where it is empty.
+  std::string turn_name;
   // Payloads in the memory of a GPU, by its number in this process; negative: there are none. Where
   // the peer's GPU is the same or can be reached they go from memory to memory, else the caller
   // brings them to the host; see info() for which it is.

@@ -34,7 +34,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
 
   bool poll(Completions& into) noexcept override;
 
-  // The peer's process is gone: a Failure follows what it had sent.
+  // The peer is gone, or silent for too long: a Failure follows what it had sent.
   void lose(const std::string& reason) noexcept;
 
   // Nothing is read any more; the peer is told. Views stay valid.

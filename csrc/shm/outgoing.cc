@@ -39,8 +39,10 @@ OutgoingMemory::OutgoingMemory(const ShmOptions& options, const std::string& pur
                                const Deadline& deadline, const Tick& tick)
     : num_entries(entries_for(options.slots)),
       slot_stride(round_up(options.slot_bytes, kPage)),
-      control_segment(make_segment(control_bytes(num_entries), purpose, deadline, tick)),
-      data_segment(make_segment(options.slots * slot_stride, purpose, deadline, tick)),
+      control_segment(
+          make_segment(control_bytes(num_entries), purpose, deadline, tick, options.turn_name)),
+      data_segment(
+          make_segment(options.slots * slot_stride, purpose, deadline, tick, options.turn_name)),
       credit_fd(make_eventfd()) {
   // Fresh memory is zero, which is the first value of all the rest.
   new (control_segment.region.data()) Control{};

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstring>
 #include <fstream>
+#include <stdexcept>
 #include <string>
 #include <thread>
 
@@ -35,14 +36,21 @@ void look_up(const Tick& tick) {
 }
 
 // Held while memory is checked and taken, so that ranks which start together do not all find the
-// same memory free. A bound abstract name is a lock that ends with its holder. Best effort: who
-// cannot have it in time goes on.
+// same memory free. A bound abstract name is a lock that ends with its holder; it is random, known
+// to the job's processes alone, so that no other user can hold it. Best effort: who cannot have it
+// in time goes on, and so does who was given no name.
 class AllocationTurn {
  public:
-  AllocationTurn(const Deadline& deadline, const Tick& tick)
-      : socket_(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
-    const std::string name = "megatron-adaptive-memory-" + std::to_string(::geteuid());
+  AllocationTurn(const std::string& name, const Deadline& deadline, const Tick& tick) {
+    if (name.empty()) {
+      return;
+    }
+    socket_ = ScopedFd(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     sockaddr_un address{};
+    if (name.size() >= sizeof(address.sun_path)) {
+      throw std::invalid_argument("the name of a turn has " + std::to_string(name.size()) +
+                                  " characters");
+    }
     address.sun_family = AF_UNIX;
     std::memcpy(address.sun_path + 1, name.data(), name.size());
     const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
@@ -131,9 +139,9 @@ void touch(const Segment& segment, const Deadline& deadline, const Tick& tick) {
 }  // namespace
 
 Segment make_segment(std::size_t size_bytes, const std::string& purpose, const Deadline& deadline,
-                     const Tick& tick) {
+                     const Tick& tick, const std::string& turn_name) {
   check_file_size(size_bytes, purpose);
-  const AllocationTurn turn(deadline, tick);
+  const AllocationTurn turn(turn_name, deadline, tick);
   Segment segment = try_reserved_huge_pages(size_bytes);
   if (segment.fd) {
     return segment;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "common/link.h"
 
 namespace adaptive::tcp {
 namespace {
@@ -128,14 +129,18 @@ void Connection::on_tick() {
     return;
   }
   receive(nullptr, kReadBytes);
-  silent_ticks_ = heard_.exchange(false) ? 0 : silent_ticks_ + 1;
+  const auto present = Clock::now();
+  if (heard_.exchange(false)) {
+    silent_ticks_ = 0;
+    heard_at_ = present;
+  } else {
+    ++silent_ticks_;
+  }
   writer_.beat();
   pump();
   // Ticks, not time: where this process itself stood still, the peer is not to blame.
   if (silent_ticks_ * period_ >= mine_.silent_limit && !over_.load() && !goodbye_came_.load()) {
-    state_.fail(Failure::Kind::kPeerLost, "it was silent for " +
-                                              std::to_string(mine_.silent_limit.count()) +
-                                              " ms: it hangs, is stopped, or the network is cut");
+    state_.fail(Failure::Kind::kPeerLost, silence_text(present - heard_at_, mine_.silent_limit));
     end();
     reactor_->remove(socket_.get());
   }

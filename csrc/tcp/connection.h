@@ -90,7 +90,8 @@ class Connection final : public Source,
   std::atomic<std::int64_t> next_look_ns_{0};
 
   std::atomic<bool> heard_{false};
-  int silent_ticks_ = 0;  // of the reactor's thread
+  int silent_ticks_ = 0;  // of the reactor's thread, as is the next
+  std::chrono::steady_clock::time_point heard_at_ = std::chrono::steady_clock::now();
 
   std::atomic<bool> over_{false};  // nothing is read any more
 };

@@ -93,8 +93,10 @@ Offer parse_offer(const std::vector<std::uint8_t>& bytes, std::uint64_t job, int
   if (layout.job != job) {
     refuse(peer, "job " + std::to_string(layout.job) + ", this one is " + std::to_string(job));
   }
+  const std::chrono::milliseconds silent_limit(layout.silent_limit_ms);
   if (layout.slots < 1 || layout.slots > kMostSlots || layout.slot_bytes < 1 ||
-      layout.silent_limit_ms < 1) {
+      layout.slot_bytes > kLargestSlotBytes || silent_limit < kLeastSilence ||
+      silent_limit > kMostSilence) {
     refuse(peer, std::to_string(layout.slots) + " slots of " + std::to_string(layout.slot_bytes) +
                      " bytes and a time limit of " + std::to_string(layout.silent_limit_ms) +
                      " ms");
@@ -104,7 +106,7 @@ Offer parse_offer(const std::vector<std::uint8_t>& bytes, std::uint64_t job, int
   offer.slot_bytes = layout.slot_bytes;
   offer.limit_bytes = layout.limit_bytes;
   offer.slots = layout.slots;
-  offer.silent_limit = std::chrono::milliseconds(layout.silent_limit_ms);
+  offer.silent_limit = silent_limit;
   return offer;
 }
 

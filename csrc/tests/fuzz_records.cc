@@ -75,7 +75,10 @@ void fuzz_record_header(const FuzzInput& bytes) {
 void fuzz_offer(const FuzzInput& bytes) {
   const adaptive::tcp::Offer offer = adaptive::tcp::parse_offer(bytes, kJob, 0);
   must(offer.slots >= 1 && offer.slots <= 64 && offer.slot_bytes >= 1, "slots");
-  must(offer.silent_limit.count() > 0, "a limit");
+  must(offer.slot_bytes <= adaptive::kLargestSlotBytes, "slots that can be");
+  must(
+      offer.silent_limit >= adaptive::kLeastSilence && offer.silent_limit <= adaptive::kMostSilence,
+      "a limit that a channel can keep");
   must(adaptive::tcp::encode_offer(offer) == bytes, "the same bytes for the same offer");
 }
 

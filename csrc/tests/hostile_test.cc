@@ -194,6 +194,8 @@ TEST(shm_offers_that_do_not_fit) {
       {24, 4096 * 2},           // more than the memory holds
       {32, 1000},               // entries
       {40, 64},                 // control_bytes
+      {40, 1ULL << 50},         // more than the entries need
+      {48, 1ULL << 50},         // data_bytes, more than the slots need
       {40, 1 << 20},            // not the file's size
       {48, 1 << 20},            // data_bytes, not the file's size
       {56, 1},                  // job
@@ -352,6 +354,14 @@ TEST(opening_checks_the_other_end) {
   refused(encode_offer(offer), "0 slots");
   offer.slots = 65;
   refused(encode_offer(offer), "65 slots");
+  offer = good_offer();
+  offer.slot_bytes = std::uint64_t{1} << 50;
+  refused(encode_offer(offer), "2 slots of 1125899906842624 bytes");
+  for (const int limit_ms : {1, 2'000'000'000}) {
+    offer = good_offer();
+    offer.silent_limit = milliseconds(limit_ms);
+    refused(encode_offer(offer), "a time limit of " + std::to_string(limit_ms) + " ms");
+  }
   refused(std::vector<std::uint8_t>(tcp::kOfferBytes, 1), "something else");
   refused({1, 2, 3}, "3 bytes");
   refused(std::vector<std::uint8_t>(1000), "above the limit");

@@ -122,8 +122,8 @@ TEST(a_goodbye_is_told_once) {
   check(goodbyes == 1 && losses.count() == 0, "one goodbye and no loss");
 }
 
-TEST(a_stopped_peer_is_lost_after_the_limit) {
-  Peer peer(Kind::kTcp4, [](Link link) {
+TEST_OF_LINKS(a_stopped_peer_is_lost_after_the_limit) {
+  Peer peer(kind, [](Link link) {
     Reactor reactor;
     const LinkWatch watch(reactor, std::move(link), milliseconds(400), [](const std::string&) {});
     sleep_for_ever(Link());
@@ -134,11 +134,11 @@ TEST(a_stopped_peer_is_lost_after_the_limit) {
   ::usleep(1000000);
   check(losses.count() == 0, "heartbeats to count");
   peer.child->signal(SIGSTOP);
-  check_contains(losses.only(), "silent for 400 ms");
+  check_contains(losses.only(), "s (limit 0.4 s");
 }
 
-TEST(standing_still_oneself_is_no_loss_of_the_peer) {
-  Peer peer(Kind::kTcp4, [](Link link) {
+TEST_OF_LINKS(standing_still_oneself_is_no_loss_of_the_peer) {
+  Peer peer(kind, [](Link link) {
     Reactor reactor;
     Losses losses;
     const LinkWatch watch(reactor, std::move(link), milliseconds(400), losses.listener());

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.elasticity.nodes import Nodes, send, why_not
+from benchmarks.elasticity.nodes import Nodes, fill, send, why_not
 from benchmarks.elasticity.record import Record, Step, faults, steps_of_logs
 from tests.cluster.jobs import environment
 
@@ -137,10 +137,10 @@ def test_nodes_are_cut_stopped_filled_and_switched_off(nodes: Nodes) -> None:
         assert not reaches()
         second.mend()
         until(reaches)
-    nodes.fill()
+    fill(nodes.shared / "filler")
     with pytest.raises(OSError, match="No space left"):
         (nodes.shared / "file").write_bytes(bytes(1 << 16))
-    nodes.free()
+    (nodes.shared / "filler").unlink()
     (nodes.shared / "file").write_bytes(bytes(1 << 16))
     first.off()
     second.off()

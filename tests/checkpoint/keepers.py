@@ -34,6 +34,7 @@ def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSourc
 def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:
     """Make a checkpoint of it, as the nodes do."""
     common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
+    common["lease"] = 0
     restore._folder(common).begin(source.step)
     parts = [{**vars(one), "needs": needs} for one, needs in source.parts]
     order = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}

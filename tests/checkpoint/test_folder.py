@@ -17,6 +17,7 @@ from megatron.adaptive.checkpoint.folder import (
     Manifest,
     PipelineFolder,
 )
+from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.errors import CheckpointError
 
 MANIFEST = Manifest(
@@ -220,6 +221,60 @@ def test_what_is_found_at_the_last_moment_keeps_a_checkpoint_back(folder: Checkp
         folder.commit(20, MANIFEST.to_dict(), refuse)
     assert folder.latest() == 10
     assert not folder.complete_path(20).exists()
+
+
+@pytest.mark.parametrize("moment", ["before", "while it publishes"])
+def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
+    folder: CheckpointFolder, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs on one folder both ended well, each with parts of the other's checkpoints."""
+    folder.lease = Lease(folder.path)
+    folder.lease.claim()
+    write_checkpoint(folder, 10)
+    write_checkpoint(folder, 20)
+    (folder.begin(20) / "metadata.json").write_text("{}")
+    other = CheckpointFolder(folder.path)
+    other.lease = Lease(folder.path)
+
+    def take_over() -> None:
+        assert other.lease is not None
+        other.lease.claim()
+        other.clear()
+        (other.begin(20) / "metadata.json").write_text("{}")
+
+    if moment == "before":
+        take_over()
+    else:  # after the last look
+        looks = [take_over, folder.lease.require]
+        monkeypatch.setattr(folder.lease, "require", lambda: looks.pop(0)())
+        for name in ("metadata.json", "__0_0.distcp"):
+            (folder.partial_path(20) / name).write_bytes(b"new")
+    with pytest.raises((LeaseTakenError, FileNotFoundError)):
+        folder.commit(20, MANIFEST.to_dict())
+    assert (folder.open(20)[0] / "__0_0.distcp").read_bytes() == b"old"
+    with pytest.raises(LeaseTakenError):
+        Lease.require(folder.lease)
+    folder.abandon(20)
+    assert other.partial_path(20).is_dir()
+    assert other.commit(20, MANIFEST.to_dict()).is_dir()
+    assert other.latest() == 20
+    assert not list(folder.path.glob(".iter*"))
+
+
+def test_who_stands_still_while_it_clears_up_leaves_what_is_newer(folder: CheckpointFolder) -> None:
+    partials = []
+    for number in range(2):
+        folder.lease = Lease(folder.path)
+        folder.lease.claim()
+        partials.append(folder.begin(10 * (number + 1)))
+    assert [one.is_dir() for one in partials] == [False, True]
+    folder.lease = Lease(folder.path)
+    folder.lease.number = 1
+    with pytest.raises(LeaseTakenError):
+        folder.clear()
+    folder.lease.require = lambda: None  # type: ignore[method-assign]
+    folder.clear()
+    assert partials[1].is_dir()
 
 
 def write_pipeline(folder: PipelineFolder, step: int, text: str = "tensors") -> Path:

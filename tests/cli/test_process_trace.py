@@ -128,7 +128,7 @@ def test_the_text_form_gives_the_same_figures(
     [
         (process, ["--iteration", "7"], "iteration 7 is not in runs/latest/traces; it has 1-2"),
         (process, ["--pipeline_parallel", "4"], "has 2 pipeline ranks x 1 chunks, asked for 4 x 1"),
-        (process, ["--model_chunks", "two"], "'two' is not a whole number from 1 on"),
+        (process, ["--model_chunks", "two"], "'two' is not a whole number from 1 to 1,000,000"),
         (process, ["--output", "runs/one/traces/trace_rank_00000.jsonl/x"], "cannot write"),
         (visualize, ["--output-dir", "runs/one/traces/trace_rank_00000.jsonl"], "cannot write"),
     ],

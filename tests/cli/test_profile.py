@@ -66,7 +66,7 @@ def test_two_processes_measure_layers_and_links(tmp_path: Path) -> None:
         ("--model gpt2 --micro-batch-sizes 1,0", "--micro-batch-sizes 1,0: write different"),
         ("--model gpt2 --tp 5", "--tp 5: heads and feed-forward width of gpt2 do not divide by it"),
         ("--model gpt2 --tp 2", "the 1 processes of a node do not divide into groups of 2"),
-        ("--model gpt2 --repeats 0", "--repeats 0: give at least 1"),
+        ("--model gpt2 --repeats 0", "'0' is not a whole number from 1 to 100,000"),
         ("--merge nowhere.json", "nowhere.json: No such file"),
         ("--modle gpt2", "profile: .*--modle"),
     ],

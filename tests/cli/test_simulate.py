@@ -113,7 +113,10 @@ def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--stages 0 --microbatches 8", "argument --stages: '0' is not a whole number from 1 on"),
+        (
+            "--stages 0 --microbatches 8",
+            "argument --stages: '0' is not a whole number from 1 to 1,000,000",
+        ),
         (f"{SMALL} --schedules best", "unknown policy 'best': choose one of 1f1b, adaptive"),
         (f"{SMALL} --schedules adaptive --cap 0.5", "the least cap is 1"),
         (f"{SMALL} --schedules adaptive --cap nan", "the least cap is 1"),
@@ -122,7 +125,10 @@ def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFi
         (f"{SMALL} --forward inf", "forward time of stage 0 is inf"),
         (f"{SMALL} --slow-rank 4:2", "a rank from 0 to 3"),
         (f"{SMALL} --slow-rank fast", "give RANK:FACTOR"),
-        (f"{SMALL} --profile missing.json", "profile missing.json cannot be read"),
+        (
+            f"{SMALL} --profile missing.json",
+            "missing.json: No such file or directory; name a profile",
+        ),
         (f"{SMALL} --speed 3", "--speed"),
         ("--microbatches 8", "--stages"),
         ("--stages 4 --microbatches 3 --schedules interleaved", "raise the global batch size"),

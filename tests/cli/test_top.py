@@ -134,8 +134,8 @@ def test_many_ranks_are_told_by_stage(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["nowhere"], "nowhere does not exist; give the folder of a run or its traces"),
         ([], "there is no runs/latest here; give the folder of a run or its traces"),
-        (["--interval", "0"], "'0' is no time from 0.05 to 3600 s; see --help"),
-        (["--width", "wide"], "'wide' is no number of columns from 40 to 1000; see --help"),
+        (["--interval", "0"], "'0' is not a time in seconds from 0.05 to 3600; see --help"),
+        (["--width", "wide"], "'wide' is not a number of columns from 40 to 1,000; see --help"),
         (["--twice"], "top: unrecognized arguments: --twice; see --help"),
     ],
 )

@@ -14,15 +14,12 @@ from megatron.adaptive.cluster import manager as module
 from megatron.adaptive.cluster.job import (
     Incarnation,
     IncarnationProgress,
-    end_incarnations,
-    incarnation_folder,
 )
 from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
-from megatron.adaptive.cluster.lease import LeaseTakenError
 from megatron.adaptive.cluster.manager import Manager, Participant
 from megatron.adaptive.cluster.membership import Event, Node
 from megatron.adaptive.cluster.ranks import EXIT_LEFT, JobSpec, RunningRanks, assign
-from megatron.adaptive.engine.progress import is_over
+from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 
 from .jobs import FLAGS
 
@@ -169,14 +166,20 @@ def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
     assert asyncio.run(tell_ready()) is not None
 
 
-def test_epochs_of_every_manager_are_over_before_the_next(tmp_path: Path) -> None:
-    folders = [
-        incarnation_folder(tmp_path, number, secret) for number, secret in ((1, "a"), (2, "b"))
-    ]
-    for folder in folders:
-        folder.mkdir()
-    end_incarnations(tmp_path)
-    assert all(is_over(str(folder)) for folder in folders)
+def test_ranks_of_every_incarnation_may_save_no_more_before_the_next(tmp_path: Path) -> None:
+    manager, rank, later = managed(tmp_path), Lease(tmp_path), Lease(tmp_path)
+    run = manager._name
+    manager._lease.claim(run=run)
+    assert rank.join_manager(manager._lease.number, f"{run}-1")
+    rank.require()
+    assert manager._fence()
+    with pytest.raises(LeaseTakenError):
+        rank.require()
+    assert later.join_manager(manager._lease.number, f"{run}-2")
+    managed(tmp_path)._lease.claim(run="another")
+    assert not manager._fence()
+    with pytest.raises(LeaseTakenError):
+        later.require()
 
 
 class Part:
@@ -218,7 +221,7 @@ class Taken:
         pass
 
     async def run(self) -> int:
-        raise LeaseTakenError("taken", {"address": "127.0.0.1", "port": 1, "secret": ""})
+        raise LeaseTakenError("taken", {"run": "", "address": "127.0.0.1", "port": 1})
 
 
 @pytest.mark.parametrize("handles", [True, False])

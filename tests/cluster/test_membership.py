@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron.adaptive.cluster.connection import Connection
-from megatron.adaptive.cluster.membership import Machine, Membership, read_machines
+from megatron.adaptive.cluster.membership import (
+    PURPOSE,
+    Machine,
+    Membership,
+    over_ssh,
+    read_machines,
+)
 from megatron.adaptive.errors import ConfigError
 
 
@@ -77,11 +86,30 @@ def test_this_machine_is_known_by_its_names(host: str, loopback: bool, local: bo
     assert (machine.has_loopback, machine.is_local) == (loopback, local)
 
 
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_another_machine_gets_its_environment_by_standard_input(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
+    program = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:], input()]))"
+    variables = {"HF_TOKEN": 'it\'s "a" $(id) \\ \n é', "PYTHONPATH": str(tmp_path)}
+    command, begin = over_ssh("far", ["-c", program, "a b", "$x"], variables)
+    assert command[-2] == "far"
+    assert "HF_TOKEN" not in " ".join(command)
+    clean = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+    words = [shell, "-c", command[-1]]
+    said = subprocess.run(
+        words, input=begin + b"the rest\n", env=clean, capture_output=True, check=True
+    )
+    environment, arguments, rest = json.loads(said.stdout)
+    assert variables.items() <= environment.items()
+    assert (arguments, rest) == (["a b", "$x"], "the rest")
+
+
 async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
     """Starts listening, and joins as a node ``a``."""
     await members.start()
-    link = await Connection.connect(address, members.port, 5.0)
-    link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
+    link = await Connection.connect(address, members.port, 5.0, "secret", PURPOSE)
+    link.send("join", name="a", host="h", pid=1, slots=1)
     answer = await link.receive()
     assert answer is not None
     assert answer["what"] == "welcome"
@@ -164,7 +192,8 @@ def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[s
 
     async def run() -> list[int]:
         own = Machine(name="a", host="localhost", slots=1)
-        members = Membership(None, own, "127.0.0.1", "secret")
+        work = {"script": "x.py", "arguments": (), "checkpoints": "/nowhere"}
+        members = Membership(None, own, "127.0.0.1", "secret", work)
         await members.start()
         try:
             return await pids(members, 3)

@@ -40,7 +40,7 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
         (["--wait", "never", TRAINER], "'never' is not a number of seconds above 0"),
         (["--replicate-every", "-1", TRAINER], "'-1' is not a whole number"),
         (["--replicate-memory", "0", TRAINER], "'0' is not a number of GiB above 0"),
-        (["--nodes", "0", TRAINER], "'0' is not a whole number from 1 on"),
+        (["--nodes", "0", TRAINER], "'0' is not a whole number from 1 to 1,000,000"),
         (["--status"], "name the folder of checkpoints"),
         (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
         (["--checkpoint", "c", TRAINER, *SAVING, "--lr", "x"], "--lr"),
@@ -168,7 +168,7 @@ def test_a_job_without_state_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
-from megatron.adaptive.config.environment import Environment, Installed
+from megatron.adaptive.config.environment import (
+    Environment,
+    Installed,
+    is_secret,
+    masked,
+    masked_text,
+)
 from megatron.adaptive.errors import ConfigError
 
 TORCHRUN = {
@@ -94,3 +102,30 @@ def test_a_bad_variable_is_named_with_its_rule(
 
 def test_packages_are_looked_up_without_being_imported() -> None:
     assert isinstance(Installed.detect().transformer_engine, bool)
+
+
+def test_a_secret_is_known_by_a_word_of_its_name() -> None:
+    secret = "HF_TOKEN WANDB_API_KEY DB_PASSWORD AWS_SECRET_ACCESS_KEY GOOGLE_CREDENTIALS hf_token"
+    others = "KEYBOARD TOKENIZERS_PARALLELISM HF_HOME MONKEY NCCL_DEBUG SECRETARY PWD"
+    assert [name for name in secret.split() if not is_secret(name)] == []
+    assert [name for name in others.split() if is_secret(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("--wandb-key abc --lr 1", "--wandb-key *** --lr 1"),
+        ("--wandb-key=abc", "--wandb-key=***"),
+        ("--api-token --lr 1", "--api-token --lr 1"),  # a switch
+        ("--linear-key-head-dim 64 --moe-token-dispatcher-type alltoall", None),
+        ("--calculate-per-token-loss 1 --json-keys text", None),
+        ("--export=ALL,HF_TOKEN=abc,X=1", "--export=ALL,HF_TOKEN=***,X=1"),
+        ("--data-path https://me:abc@host/x", "--data-path https://***@host/x"),
+        ("git+ssh://abc@host /a@b c://d", "git+ssh://***@host /a@b c://d"),
+        ("--lr 1 'a  b'", None),
+    ],
+)
+def test_secrets_of_a_command_line_are_hidden(given: str, shown: str | None) -> None:
+    text = masked_text(given)
+    assert text.replace("'", "") == (given if shown is None else shown).replace("'", "")
+    assert masked(shlex.split(given)) == shlex.split(text)

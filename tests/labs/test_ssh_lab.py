@@ -96,6 +96,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
     run = ["run", "--machines", str(machines), "--checkpoint", str(saved), "--join-within", "60"]
     words = [
         *("env", f"PATH={reached}:{os.environ['PATH']}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"),
+        "HF_TOKEN=it's a secret",
         *(sys.executable, "-m", "megatron.adaptive", *run, str(ROOT / "pretrain_gpt.py"), *FLAGS),
     ]
 
@@ -121,6 +122,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
             far = [one.environ() for one in lab.processes("n2") if "python" in one.name()]
             assert far
             assert {one.get("OMP_NUM_THREADS") for one in far} == {"1"}
+            assert {one.get("HF_TOKEN") for one in far} == {"it's a secret"}
             machines.write_text("n1 slots=1\n")
             wait_for(lambda: nodes() == ["n1"], log.read_text)
             machines.write_text("n1 slots=1\nn2 slots=1\n")
@@ -136,7 +138,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
     assert (
         "lost 0"
         in lab.run(
-            [*words[:4], sys.executable, "-m", "megatron.adaptive", "run", "--status", str(saved)]
+            [*words[:5], sys.executable, "-m", "megatron.adaptive", "run", "--status", str(saved)]
         ).stdout
     )
     for name, _ in lab.nodes:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.checkpoint.folder import PipelineFolder
-from megatron.adaptive.engine.progress import mark_over
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules import Pipeline
 from megatron.adaptive.modules.sizes import JobEnded
@@ -41,7 +40,10 @@ def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Pa
     first = trained()
     with pytest.raises(KeyError):  # nothing is saved of the step after which it came
         train(first.pipeline, 2, fail, folder=tmp_path, save_interval=1, keep=2)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
+    assert sorted(one.name for one in tmp_path.iterdir() if one.name != ".lease") == [
+        "step_00000001",
+        "step_00000002",
+    ]
     other = trained()
     with pytest.raises(CheckpointError, match="no state of 'scheduler'"):
         other.run(6, tmp_path)
@@ -80,7 +82,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     begun.run(9, folder, save_interval=2, keep=2, async_save=True, before=look, last=7)
     begun.pipeline.close()  # waits for the last one
     assert seen == []
-    assert sorted(one.name for one in folder.iterdir()) == ["step_00000004", "step_00000006"]
+    assert sorted(one.name for one in folder.iterdir() if one.name != ".lease") == [
+        "step_00000004",
+        "step_00000006",
+    ]
     for step in (4, 6):
         later = trained()
         later.pipeline.load(folder, step=step, state=later.state)
@@ -135,7 +140,7 @@ def test_a_signal_saves_and_ends_the_program(
     with pytest.raises(JobEnded) as ended:
         train(one.pipeline, 3, lambda: os.kill(os.getpid(), signal.SIGUSR1), folder=tmp_path)
     assert ended.value.code == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".lease"] == ["step_00000004"]
     said = capsys.readouterr().out
     assert "successfully saved checkpoint from iteration       4" in said
     assert "training ends: signal SIGUSR1" in said
@@ -214,10 +219,3 @@ def test_a_job_tells_where_to_save_and_hears_of_steps(
         assert not (tmp_path / "unused").exists()
     finally:
         one.pipeline.close()
-    again = Training()
-    try:
-        mark_over(tmp_path / "p")  # the job goes on without it
-        with pytest.raises(CheckpointError, match="gone on without these ranks"):
-            again.run(5, None, save_interval=1)
-    finally:
-        again.pipeline.close()

@@ -1,4 +1,4 @@
-"""The recorder writes every span, survives its own process and reports a full disk."""
+"""The recorder writes every span, survives its own process and a full disk."""
 
 import json
 import subprocess
@@ -15,12 +15,13 @@ from megatron.adaptive.trace.event import (
     COLUMNS,
     KINDS,
     ClockSamples,
+    Gap,
     IterationStart,
     Row,
     Span,
     TraceHeader,
 )
-from megatron.adaptive.trace.lines import parse_line
+from megatron.adaptive.trace.lines import gap_line, parse_line
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import QUEUE_ITERATIONS, Recorder
 from tests.trace.conftest import make_header, record
@@ -179,41 +180,57 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_full_disk_is_raised_once_at_a_step_boundary_or_at_the_end(tmp_path: Path) -> None:
+def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -> None:
     # A limit on the file's size fails a write in the middle, as a full disk does.
     result = run_python(
         """
-        import resource, time
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+        import resource, shutil, time
+        def limit(size):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         recorder = Recorder(folder, header)
-        errors = []
-        for iteration in range(200):
-            try:
+        def trace(iterations):
+            for iteration in iterations:
                 recorder.begin_iteration(iteration, 2)
-            except TraceError as error:
-                errors.append(str(error))
-            recorder.extend([row] * 10)
-            time.sleep(0.001)
+                recorder.extend([row] * 10)
+                recorder.end_iteration()
+            while recorder._queue.qsize():
+                time.sleep(0.001)
+            time.sleep(0.1)
+        trace(range(4))
+        limit(recorder.path.stat().st_size + 9)
+        trace(range(4, 14))
+        limit(resource.RLIM_INFINITY)
+        trace(range(14, 18))
+        shutil.rmtree(folder)
+        trace(range(18, 20))
         recorder.close()
-        recorder = Recorder(folder / "other", header)
-        recorder.begin_iteration(1, 2)
-        recorder.extend([row] * 400)
-        try:
-            recorder.close()
-        except TraceError as error:
-            errors.append(str(error))
-        recorder.close()
-        assert len(errors) == 2, errors
-        print(*errors)
         """,
-        tmp_path,
+        tmp_path / "traces",
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("cannot write the trace file") == 2
-    assert result.stdout.count("File too large") == 2
-    data = (tmp_path / "trace_rank_00000.jsonl").read_bytes()
-    assert data.endswith(b"\n")
-    assert len(records(tmp_path / "trace_rank_00000.jsonl")) > 10
+    path = tmp_path / "traces" / "trace_rank_00000.jsonl"
+    assert result.stderr.splitlines() == [
+        f"warning: cannot write {path}: File too large; the run goes on without it",
+        f"note: {path} can be written again; lost: 10 iterations",
+    ]
+    # The folder was removed, and is made again with what came after that.
+    assert read_run(path.parent).ranks[0].iterations == (18, 19)
+
+
+def test_a_gap_is_read_and_said(tmp_path: Path) -> None:
+    with Recorder(tmp_path, HEADER) as recorder:
+        recorder.begin_iteration(1, 2)
+        record(recorder, "F", 0, 0, 1, 2)
+    with recorder.path.open("a") as file:
+        file.write(gap_line(Gap(2, 9, 7)))
+    with Recorder(tmp_path, HEADER) as recorder:
+        recorder.begin_iteration(10, 2)
+        record(recorder, "F", 0, 0, 11, 12)
+    run = read_run(tmp_path)
+    assert run.ranks[0].iterations == (1, 10)
+    assert (
+        "7 iterations of rank 0 from 2 to 9 are missing: its disk took nothing then" in run.notes()
+    )
 
 
 def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:

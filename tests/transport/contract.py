@@ -444,6 +444,29 @@ def all_to_all(rank: Rank, kind: str) -> None:
     assert set(came.values()) == {count}
 
 
+def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
+    """Rank 0 is stopped by the test for a while, which nobody notices; then for good.
+
+    Returns:
+        What rank 1 saw at last.
+    """
+    transport, peer = rank.open(kind, transport_silence_s=limit_s)
+    if rank.rank == 0:
+        rank.mark("ready")
+        for microbatch in range(2):
+            wait(transport).take()
+            transport.send(peer, label(microbatch), torch.ones(3))
+        time.sleep(LIMIT_S)
+    rank.await_mark("stopped")
+    for microbatch in range(2):  # the first while it is stopped
+        transport.send(peer, label(microbatch), torch.ones(SLOT_BYTES * SLOTS * 2))
+        wait(transport).take()
+    rank.mark("went on")
+    if kind == "gloo":
+        rank.exit_with(["none", ""])
+    rank.exit_with(error_of(lambda: _take(transport, LIMIT_S)))
+
+
 def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
     """Rank 0 is killed by the test while rank 1 sends to it, receives from it or waits for it.
 

@@ -8,6 +8,8 @@ receiver.
 from __future__ import annotations
 
 import os
+import re
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +100,32 @@ def test_killed_peer_is_named(start: Callable[..., Pool], kind: str, doing: str)
     if kind != "gloo":
         assert "F" in first[1], first
         assert "of step 3" in first[1], first
+
+
+@all_kinds
+def test_a_stopped_peer_goes_on_within_the_limit_and_is_lost_beyond_it(
+    start: Callable[..., Pool], kind: str
+) -> None:
+    """Who has a gloo transport alone has its watcher for the latter."""
+    limit_s = 3.0
+    ranks = start("contract.meet_stopped", 2, kind=kind, limit_s=limit_s)
+    ranks.await_mark("ready")
+    ranks.signal(0, signal.SIGSTOP)
+    ranks.mark("stopped")
+    time.sleep(0.5 * limit_s)
+    ranks.signal(0, signal.SIGCONT)
+    ranks.await_mark("went on")
+    ranks.signal(0, signal.SIGSTOP)
+    name, text = ranks.result(1)
+    if kind == "gloo":
+        return
+    assert name == "PeerLostError", text
+    assert "rank 0 (stage 0 on host-0)" in text
+    found = re.search(r"came from it for (\S+) s \(limit 3 s, --transport-silence-s\)", text)
+    assert found is not None, text
+    assert float(found[1]) >= limit_s - 1, text
+    last = "the last message from it was F chunk 0 microbatch 1 of step 3; seen by rank 1"
+    assert text.endswith(last), text
 
 
 @natively

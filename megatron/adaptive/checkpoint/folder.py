@@ -7,7 +7,9 @@
       iter_0000100/                           a complete checkpoint
         manifest.json                         ours: format, settings, progress, size of each file
         metadata.json common.pt .metadata __<rank>_0.distcp      megatron-core's torch_dist
-      .iter_0000200.partial/                  being written, or left behind by a crash
+      .iter_0000200.3.partial/                being written by the third holder of the lease, or
+                                              left behind by it
+      .lease/                                 who may write here, see ``engine.lease``
       .iter_0000100.replaced/                 the former iter_0000100 while a new one replaces it
 
     <folder>/                                 of a Pipeline: PipelineFolder
@@ -19,6 +21,8 @@
 
 A checkpoint is written under its hidden name, made durable, renamed, and only then named by the
 tracker, where there is one; whatever happens in between, the tracker names a complete checkpoint.
+Who takes over the right to write here removes what the holders before left under hidden names, and
+with it their means to publish it: see ``engine.lease``.
 The names of the trainer's folders and of its tracker are Megatron-LM's.
 
 Nothing here knows of other ranks or of tensors; one process works on a folder at a time.
@@ -31,12 +35,14 @@ import dataclasses
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.engine.lease import Lease
 from megatron.adaptive.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -56,6 +62,9 @@ class StepFolders:
         manifest: the file that a complete folder has.
         form: what every manifest begins with: the newest version that is read and, where there is
             one, the format's name.
+
+    Attributes:
+        lease: right to write here, ``None`` where nobody else can.
     """
 
     _needed = frozenset({"files"})  # of what manifests hold
@@ -73,6 +82,7 @@ class StepFolders:
         self._prefix, self._digits, self._manifest = prefix, digits, manifest
         self._form = form or {}
         self._complete = re.compile(rf"{prefix}(\d{{{digits},}})")
+        self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
         """Return the folder of a step that is complete."""
@@ -80,7 +90,7 @@ class StepFolders:
 
     def partial_path(self, step: int) -> Path:
         """Return the folder that a step is written in before it is complete."""
-        return self.path / f".{self._name(step)}.partial"
+        return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
         """Return the former folder of a step while another takes its place."""
@@ -102,9 +112,23 @@ class StepFolders:
         """Clear away what crashed runs left and make an empty partial folder.
 
         Raises:
+            LeaseTakenError: another job took the path over.
             OSError: the path cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        self.clear()
+        partial = self.partial_path(step)
+        partial.mkdir()
+        return partial
+
+    def clear(self) -> None:
+        """Clear away what crashed runs left, and the means of those before to publish theirs.
+
+        Raises:
+            LeaseTakenError: another job took the path over.
+            OSError: the path cannot be written.
+        """
+        self._require_lease()
         for former in self.path.glob(f".{self._prefix}*.replaced"):
             complete = self.path / former.name[1 : -len(".replaced")]
             if complete.exists():
@@ -112,15 +136,16 @@ class StepFolders:
             else:
                 former.rename(complete)
         for stale in self.path.glob(f".{self._prefix}*.partial"):
-            shutil.rmtree(stale)
-        partial = self.partial_path(step)
-        partial.mkdir()
-        return partial
+            marked = re.search(r"\.(\d+)\.partial$", stale.name)
+            if self.lease is None or marked is None or int(marked[1]) <= self.lease.number:
+                self._discard(stale)
 
     def commit(
         self, step: int, manifest: Mapping[str, Any], check: Callable[[], None] | None = None
     ) -> Path:
         """Turn the partial checkpoint of a step into a complete one, the latest.
+
+        Its files are durable but for the manifest: who wrote one has called :func:`sync`.
 
         Args:
             step: as given to :meth:`begin`.
@@ -132,6 +157,7 @@ class StepFolders:
             The folder of the complete checkpoint.
 
         Raises:
+            LeaseTakenError: another job took the path over.
             OSError: writing failed; the partial checkpoint is still there.
         """
         partial, complete = self.partial_path(step), self.complete_path(step)
@@ -139,18 +165,23 @@ class StepFolders:
         # Indented JSON is made by Python, line by line, while training waits for its turn.
         body = {**self._form, "files": files, **manifest}
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
-        _write_durably(partial / self._manifest, "{\n" + ",\n".join(lines) + "\n}\n")
-        for one in partial.iterdir():
-            sync(one)
+        write_files(partial, {self._manifest: ("{\n" + ",\n".join(lines) + "\n}\n").encode()})
         sync(partial)
         if check is not None:
             check()
+        self._require_lease()
         former = self.replaced_path(step)
         if complete.exists():
             complete.rename(former)
-        partial.rename(complete)
-        sync(self.path)
-        self._track(step)
+        try:
+            partial.rename(complete)
+            sync(self.path)
+            self._track(step)
+        except FileNotFoundError:  # removed by who took the path over since
+            with contextlib.suppress(OSError):
+                former.rename(complete)
+            self._require_lease()
+            raise
         if former.exists():
             shutil.rmtree(former)
         return complete
@@ -217,6 +248,25 @@ class StepFolders:
 
     def _why_no_manifest(self, path: Path) -> str:
         return f"{path} is incomplete (it has no {self._manifest})"
+
+    @property
+    def _mark(self) -> str:
+        """Marks what this holder of the lease has not published yet."""
+        return "" if self.lease is None else f".{self.lease.number}"
+
+    def _require_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.require()
+
+    def _discard(self, path: Path) -> None:
+        """Remove what another process may still write to: the name at once, the rest if it can."""
+        if path.is_file():
+            path.unlink(missing_ok=True)
+            return
+        doomed = self.path / f".{self._prefix}{secrets.token_hex(4)}.partial"
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def _track(self, step: int) -> None:
         """Note that a step is the latest, before the former folder of that step goes."""
@@ -338,8 +388,8 @@ class CheckpointFolder(StepFolders):
         return f"restore it from a copy, or go on from another with --ckpt-step {others[-1]}"
 
     def _track(self, step: int) -> None:
-        temporary = self.path / f".{_TRACKER}.partial"
-        _write_durably(temporary, f"{step}")
+        temporary = self.path / f".{self._prefix}latest{self._mark}.partial"
+        write_files(self.path, {temporary.name: f"{step}".encode()})
         temporary.replace(self.path / _TRACKER)
         sync(self.path)
 
@@ -398,16 +448,15 @@ def make_pipeline_manifest(
     }
 
 
-def _write_durably(path: Path, text: str) -> None:
-    """Write a file that survives a power failure.
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by their names that survive a power failure.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: one cannot be written.
     """
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+        sync(folder / name)
 
 
 def sync(path: Path) -> None:

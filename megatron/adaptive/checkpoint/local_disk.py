@@ -39,10 +39,10 @@ import psutil
 import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
-from megatron.adaptive.checkpoint.folder import StepFolders
+from megatron.adaptive.checkpoint.folder import StepFolders, write_files
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
-from megatron.adaptive.engine.progress import is_over, require_current
+from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
@@ -65,14 +65,12 @@ class LocalSettings:
         patience: name of the setting that allows uploads more time.
         keep: complete checkpoints that stay, in shared storage too; there all where ``None``, and
             here as few as it takes.
-        progress_dir: folder of the run's progress file.
     """
 
     base: Path
     option: str
     patience: str
     keep: int | None
-    progress_dir: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +314,7 @@ class LocalDisk:
     def _begin(self, step: int) -> None:
         if not self._is_leader:
             return
-        require_current(self._settings.progress_dir)
+        self._require_lease()
         for one in self._folder.steps():
             if one > step or (self.resumed is not None and one > self.resumed):
                 self._folder.remove(one)
@@ -326,10 +324,17 @@ class LocalDisk:
     def _publish(self, stored: Stored) -> None:
         if not self._is_leader:
             return
-        progress_dir, upload = self._settings.progress_dir, self._upload
-        self._folder.commit(stored.step, stored.manifest, lambda: require_current(progress_dir))
+        upload = self._upload
+        self._folder.commit(stored.step, stored.manifest, self._require_lease)
         busy = {upload.step} if upload is not None and upload.is_alive() else set()
         self._folder.keep(self._settings.keep or _KEPT, busy)
+
+    def _require_lease(self) -> None:
+        """Keep ranks that stood still from writing over what others did since."""
+        lease = self._job.leases.get(self.shared.path.resolve())
+        with contextlib.suppress(OSError):  # while shared storage fails this disk is all there is
+            if lease is not None:
+                lease.require()
 
     def _start(
         self, stored: Stored, shares: list[list[str]], *, is_awaited: bool = False
@@ -339,8 +344,9 @@ class LocalDisk:
             self.shared,
             shares[self._job.rank],
             stored,
+            self._job,
             self._ranks,
-            self._settings,
+            self._settings.keep,
             is_awaited=is_awaited,
         )
         self._unreported = [one for one in self._unreported if one.failure is None] + [upload]
@@ -441,38 +447,93 @@ class BackgroundWrite(threading.Thread):
             self.failure = error
 
 
+def hold(
+    folder: StepFolders,
+    job: Job,
+    ranks: RankGroup,
+    remedy: str = "",
+    *,
+    has_local: bool = False,
+) -> None:
+    """Let this job alone write a folder, from now to the job's end. Collective.
+
+    Args:
+        folder: of checkpoints.
+        job: this process within the job.
+        ranks: all of them.
+        remedy: what to do where it cannot be written; empty where the caller says it.
+        has_local: checkpoints go to the nodes' own disks first: it may be there later.
+
+    Raises:
+        CheckpointError: another job has it, or it cannot be written.
+    """
+    path, environment = folder.path.resolve(), job.environment
+    if path not in job.leases:
+        lease = Lease(folder.path)
+
+        def claim() -> int:
+            try:
+                if not lease.join_manager(environment.lease, environment.run_id):
+                    name = "" if environment.run_id == "none" else environment.run_id
+                    lease.claim(job=name, restarts=environment.restart_count)
+                    lease.keep_up(_LOG.warning)
+                folder.lease = lease
+                folder.clear()
+            except OSError as error:
+                if has_local:
+                    return 0
+                if not remedy:
+                    raise
+                where = f"{error.filename or folder.path}: {error.strerror}"
+                raise CheckpointError(f"cannot write {where}. {remedy}") from error
+            return lease.number
+
+        number = ranks.on_first(claim, name_rank=False)
+        if not number:
+            return
+        if not ranks.is_first:
+            lease.join(number)
+        job.leases[path] = lease
+    folder.lease = job.leases[path]
+
+
 @contextlib.contextmanager
-def writing(
-    folder: StepFolders, step: int, ranks: RankGroup, progress_dir: str | None, why: str
-) -> Iterator[None]:
+def writing(folder: StepFolders, step: int, job: Job, ranks: RankGroup, why: str) -> Iterator[None]:
     """Make the partial folder of a step, and remove it where what follows fails. Collective.
 
     Args:
         folder: of checkpoints.
         step: that is written.
+        job: this process within the job.
         ranks: all of them.
-        progress_dir: folder of the run's progress file; a job that went on without these ranks
-            marks it, and nothing is written then.
         why: text of the error, with braces in the place of its cause.
 
     Raises:
         CheckpointError: in place of one that was raised within, on all ranks.
     """
-
-    def begin() -> None:
-        require_current(progress_dir)
-        folder.begin(step)
-
     try:
-        ranks.first(begin)
+        hold(folder, job, ranks)
+        ranks.first(lambda: folder.begin(step))
         yield
     except BaseException as error:
-        # Of a job that went on without us, what is there now is not ours.
-        if ranks.is_first and not is_over(progress_dir):
-            folder.abandon(step)
+
+        def clear(text: str = str(error)) -> str:
+            """Clear up; returns why it failed, which may be that another job cleared up before."""
+            if folder.lease is not None:  # else what is there is not ours
+                folder.abandon(step)
+                try:
+                    folder.lease.require()
+                except LeaseTakenError as lost:
+                    return str(lost)
+                except OSError:
+                    return text
+            return text
+
         if isinstance(error, CheckpointError):  # on all ranks: they wait for the clearing up
-            ranks.sum(0)
-            raise CheckpointError(why.replace("{}", str(error))) from error
+            text = ranks.on_first(clear)
+            raise CheckpointError(why.replace("{}", text)) from error
+        if ranks.is_first:
+            clear()
         raise
 
 
@@ -484,8 +545,9 @@ class Upload(BackgroundWrite):
         shared: the folders in shared storage.
         names: of the files that this rank copies.
         stored: the checkpoint.
+        job: this process within the job.
         ranks: all of them, on a group that is used by nothing else meanwhile.
-        settings: of the nodes' own disks.
+        keep: complete checkpoints that stay in shared storage, all where ``None``.
         is_awaited: somebody waits for it from the start, and reports a failure.
 
     Attributes:
@@ -498,14 +560,15 @@ class Upload(BackgroundWrite):
         shared: StepFolders,
         names: Sequence[str],
         stored: Stored,
+        job: Job,
         ranks: RankGroup,
-        settings: LocalSettings,
+        keep: int | None,
         *,
         is_awaited: bool,
     ) -> None:
         super().__init__(self._copy, stored.step)
         self._source, self._shared, self._names = source, shared, names
-        self._stored, self._ranks, self._settings = stored, ranks, settings
+        self._stored, self._job, self._ranks, self._keep = stored, job, ranks, keep
         self._done_bytes, self._whole_bytes = 0, sum(stored.files.values())
         self.is_awaited = is_awaited
         self._is_given_up = False
@@ -533,7 +596,7 @@ class Upload(BackgroundWrite):
             f"the checkpoint of iteration {self.step} was not copied to {self._shared.path}: {{}};"
             " it is on the nodes' own disks, and those before it are as they were"
         )
-        with writing(self._shared, self.step, self._ranks, self._settings.progress_dir, why):
+        with writing(self._shared, self.step, self._job, self._ranks, why):
             self._copy_files()
             self._ranks.first(self._complete)
         return self._shared.complete_path(self.step)
@@ -557,15 +620,14 @@ class Upload(BackgroundWrite):
         partial = self._shared.partial_path(self.step)
 
         def check() -> None:
-            require_current(self._settings.progress_dir)
             for name, size in self._stored.files.items():
                 found = (partial / name).stat().st_size
                 if found != size:
                     raise CheckpointError(f"{partial / name} has {found} bytes instead of {size}")
 
         self._shared.commit(self.step, self._stored.manifest, check)
-        if self._settings.keep is not None:
-            self._shared.keep(self._settings.keep)
+        if self._keep is not None:
+            self._shared.keep(self._keep)
 
 
 def share_out(
@@ -597,12 +659,6 @@ def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
         status = base.stat()
         own = status.st_dev, status.st_ino
     return job.places[job.rank]["machine"], node, own
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files by their names."""
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -24,9 +24,10 @@ from megatron.adaptive.checkpoint.folder import (
     CheckpointFolder,
     PipelineFolder,
     make_pipeline_manifest,
-    sync,
+    write_files,
 )
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotFile
+from megatron.adaptive.engine.lease import Lease
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
 
 _ANSWER_S = 30.0
@@ -50,9 +51,10 @@ def write(order: Mapping[str, Any]) -> None:
 
     Args:
         order: ``checkpoints``, the folder; ``is_pipeline``, whether it is of a ``Pipeline``;
-            ``step``; ``index`` of this node; ``has_common``, whether it writes what the whole
-            checkpoint has once; and ``parts``, each with what finds a store with the keeper at
-            ``socket``, and the indices of the needs that it meets.
+            ``step``; ``lease``, number of the manager's claim, 0 for none; ``index`` of this node;
+            ``has_common``, whether it writes what the whole checkpoint has once; and ``parts``,
+            each with what finds a store with the keeper at ``socket``, and the indices of the needs
+            that it meets.
 
     Raises:
         CheckpointError: a copy is gone.
@@ -79,7 +81,6 @@ def write(order: Mapping[str, Any]) -> None:
             tensors.append(overlay(file.memory, at, kind, entry["size"]))
         entries += needed
     places = write_file(folder / name, tensors)
-    sync(folder / name)
     index = [
         {**entry, "path": name, "at": at, "length": length}
         for entry, (at, length) in zip(entries, places, strict=True)
@@ -95,7 +96,7 @@ def assemble(order: Mapping[str, Any]) -> None:
     """Complete the checkpoint that all nodes have written their part of.
 
     Args:
-        order: ``checkpoints``, ``is_pipeline``, ``step``, and ``count`` of the nodes.
+        order: ``checkpoints``, ``is_pipeline``, ``step``, ``lease``, and ``count`` of the nodes.
 
     Raises:
         CheckpointError: something is missing in it.
@@ -114,19 +115,24 @@ def assemble(order: Mapping[str, Any]) -> None:
         lines += part["lines"]
         path.unlink()
     _require_whole(entries)
-    (partial / METADATA).write_bytes(index_of(entries))
+    once = {METADATA: index_of(entries)}
     head = json.loads((partial / _HEAD).read_text(encoding="utf-8"))
     (partial / _HEAD).unlink()
     if isinstance(folder, PipelineFolder):
+        write_files(partial, once)
         folder.commit(order["step"], make_pipeline_manifest(head, lines))
         return
-    (partial / "metadata.json").write_text(json.dumps(head["format"]))
+    write_files(partial, {**once, "metadata.json": json.dumps(head["format"]).encode()})
     folder.commit(order["step"], {**head["manifest"], "progress": head["progress"]})
 
 
 def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
     kind = PipelineFolder if order["is_pipeline"] else CheckpointFolder
-    return kind(order["checkpoints"])
+    folder = kind(order["checkpoints"])
+    if order["lease"]:
+        folder.lease = Lease(folder.path)
+        folder.lease.join(order["lease"])
+    return folder
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
@@ -151,7 +157,7 @@ def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
 def _write_common(folder: Path, file: SnapshotFile, slot: int) -> None:
     line, rest = _extra(file, slot)
     if rest:
-        (folder / file.head["common"]).write_bytes(rest)
+        write_files(folder, {file.head["common"]: rest})
     head = {name: file.head[name] for name in ("manifest", "format") if name in file.head}
     (folder / _HEAD).write_text(json.dumps({**head, **json.loads(line)}))
 

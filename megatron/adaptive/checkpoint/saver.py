@@ -24,16 +24,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
-from megatron.adaptive.checkpoint.folder import StepFolders
+from megatron.adaptive.checkpoint.folder import StepFolders, write_files
 from megatron.adaptive.checkpoint.local_disk import (
     BackgroundWrite,
     LocalDisk,
-    write_files,
     writing,
 )
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
-from megatron.adaptive.engine.progress import require_current
 from megatron.adaptive.errors import CheckpointError, ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -49,8 +47,6 @@ class SaveRequest:
         step: that it is of.
         take: takes the state of now apart. Collective.
         keep: complete checkpoints that stay, all where ``None``.
-        progress_dir: folder of the run's progress file; a job that went on without these ranks
-            marks it, and nothing is written then.
         remedy: what to do where the folder cannot be written.
 
     Raises:
@@ -61,7 +57,6 @@ class SaveRequest:
     step: int
     take: Callable[[], TakenState]
     keep: int | None = None
-    progress_dir: str | None = None
     remedy: str
 
     def __post_init__(self) -> None:
@@ -217,11 +212,10 @@ class CheckpointSaver:
             and local.save(step, state, secrets.token_hex(8), ranks)
         ):
             return None
-        partial = folder.partial_path(step)
 
         def complete() -> None:
             write_files(partial, once)
-            folder.commit(step, manifest, lambda: require_current(request.progress_dir))
+            folder.commit(step, manifest)
             if request.keep is not None:
                 folder.keep(request.keep)
 
@@ -229,7 +223,8 @@ class CheckpointSaver:
             f"the checkpoint of iteration {step} was not written to {folder.path}: {{}};"
             f" those before it are as they were. {request.remedy}"
         )
-        with writing(folder, step, ranks, request.progress_dir, why):
+        with writing(folder, step, self._job, ranks, why):
+            partial = folder.partial_path(step)
             ranks.together(lambda: require_seen(partial, self._job))
             once = self._writer.write(state, partial, ranks)
             manifest = state.manifest("", ranks)

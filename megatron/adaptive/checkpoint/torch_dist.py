@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron.adaptive.checkpoint.folder import sync
+
 if TYPE_CHECKING:
     from megatron.adaptive.checkpoint.collective_errors import RankGroup
 
@@ -108,7 +110,7 @@ class ShardWriter:
         self._index = b""
 
     def write(self, state: TakenState, folder: Path, ranks: RankGroup) -> dict[str, bytes]:
-        """Write what ranks hold; collective. The system still has to make it durable.
+        """Write what ranks hold, durably; collective.
 
         Args:
             state: of this rank.
@@ -187,7 +189,7 @@ def index_of(entries: Iterable[Entry]) -> bytes:
 
 
 def write_file(path: Path, data: Iterable[Any]) -> list[tuple[int, int]]:
-    """Write a rank's file of tensors and pickled objects.
+    """Write a rank's file of tensors and pickled objects, durably.
 
     Returns:
         Offset and length of each in it, in bytes.
@@ -203,6 +205,8 @@ def write_file(path: Path, data: Iterable[Any]) -> list[tuple[int, int]]:
                 length = file.write(one if is_object else _buffered(_compact(one)).getbuffer())
                 found.append((end, length))
                 end += length
+        sync(path)  # by who wrote it: what another node has not written yet only that one can
+        sync(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     return found

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.adaptive.checkpoint import state as state
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
-from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest
 from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece, TakenState, pickled
@@ -213,7 +213,6 @@ class Checkpoints:
             step=progress.iteration,
             take=lambda: self._take(progress),
             keep=self._settings.keep_checkpoints,
-            progress_dir=self._config.progress_dir,
             remedy=_REMEDY,
         )
 
@@ -364,6 +363,18 @@ def _replica_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+def hold_folder(job: Job, config: TrainerConfig) -> None:
+    """Let this job alone write to ``--save``, if it is given. Collective.
+
+    Raises:
+        CheckpointError: another job writes there, or it cannot be written.
+    """
+    settings = config.checkpoint
+    if settings.save is not None:
+        folder, ranks = CheckpointFolder(settings.save), RankGroup(job.rank, job.control_group)
+        hold(folder, job, ranks, _REMEDY, has_local=settings.save_local is not None)
+
+
 def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
     """Return this node's part of the job's checkpoints, if they go there. Collective."""
     settings = config.checkpoint
@@ -377,7 +388,6 @@ def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
             option=f"--save-local {settings.save_local}",
             patience="--distributed-timeout-minutes",
             keep=settings.keep_checkpoints,
-            progress_dir=config.progress_dir,
         ),
     )
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import AdaptiveError
 
 EXIT_EXPECTED_ERROR = 2
+
+
+def show(text: str = "", *, file: TextIO | None = None) -> None:
+    """Prints text that holds words from outside: names, paths, lines of others' files."""
+    print(printable(text, lines=True), file=file, flush=True)
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
@@ -25,7 +32,7 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
     try:
         return main(list(sys.argv[1:] if argv is None else argv)) or 0
     except AdaptiveError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return EXIT_EXPECTED_ERROR
     except KeyboardInterrupt:
         print("stopped by the user", file=sys.stderr, flush=True)

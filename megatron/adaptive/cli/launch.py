@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.cluster.host import loopback_variables
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
+_MAX_PROCESSES = 4096
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     _check_script(options)
     _check_trainer(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.nnodes in ("1", "1:1"):
+        os.environ |= loopback_variables(os.environ)
     _quiet_torchrun()
     try:
         run(options)  # type: ignore[no-untyped-call]
@@ -91,8 +95,10 @@ def _read_options(argv: Sequence[str]) -> Any:
             f"--nproc-per-node {count}: {reason}; write how many processes, or cpu or gpu for one "
             "on each"
         ) from None
-    if number < 1:
-        raise ConfigError(f"--nproc-per-node {count}: there must be at least 1 process")
+    if not 1 <= number <= _MAX_PROCESSES:
+        raise ConfigError(
+            f"--nproc-per-node {count}: there must be at least 1 process, at most {_MAX_PROCESSES}"
+        )
     options.nproc_per_node = str(number)
     return options
 
@@ -140,7 +146,7 @@ def _report(error: Any) -> int:
         name = signal.Signals(-code).name
         how = f"was killed by signal {-code} ({name})"
         if name == "SIGKILL":
-            how += "; if nobody did, the machine ran out of memory (see dmesg)"
+            how += "; if nothing above says why, the machine ran out of memory (see dmesg)"
     else:
         how = f"ended with status {code}; its message is above"
     print(f"error: rank {rank} (pid {failure.pid}) {how}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from megatron.adaptive.cli.preprocess_data import (
     progress_display,
     tidy_on_sigterm,
 )
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 
 __all__ = ["main"]
@@ -53,21 +53,21 @@ def _parser() -> CommandParser:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to make")
     add(
         "--vocab-size",
-        type=int,
+        type=count,
         default=defaults.vocab_size,
         metavar="N",
         help=f"entries of the vocabulary (default: {defaults.vocab_size})",
     )
     add(
         "--max-bytes",
-        type=int,
+        type=number(int, 1, 1 << 40),
         default=defaults.max_bytes,
         metavar="N",
         help=f"source text taken at most (default: {defaults.max_bytes})",
     )
     add(
         "--workers",
-        type=int,
+        type=number(int, 1, 1024),
         default=available_cores(),
         metavar="N",
         help="processes that tokenize (default: one a core)",

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.plan_inputs import (
     Inputs,
     add_input_arguments,
     parse_counts,
     read_inputs,
 )
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import FORMS, forms, quantity
@@ -73,18 +74,41 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add_input_arguments(parser, required=True)
-    add("--global-batch-size", type=int, required=True, metavar="N", help="samples of a step")
+    add(
+        "--global-batch-size",
+        type=number(int, 1, 100_000_000),
+        required=True,
+        metavar="N",
+        help="samples of a step",
+    )
     group = parser.add_argument_group("what is best")
     add = group.add_argument
     add("--objective", choices=("time", "cost"), default="time", help="least of it (%(default)s)")
     add("--time-limit", metavar="2 s", help="longest step; with --tokens the longest run, in h")
-    add("--max-price", type=float, metavar="X", help="most for an hour of all nodes")
-    add("--budget", type=float, metavar="X", help="most for the run of --tokens")
-    add("--tokens", type=float, default=0.0, metavar="N", help="of the whole run, as in 300e9")
+    add(
+        "--max-price",
+        type=number(float, 0, 1e15),
+        metavar="X",
+        help="most for an hour of all nodes",
+    )
+    add("--budget", type=number(float, 0, 1e15), metavar="X", help="most for the run of --tokens")
+    add(
+        "--tokens",
+        type=number(float, 0, 1e18),
+        default=0.0,
+        metavar="N",
+        help="of the whole run, as in 300e9",
+    )
     _add_choices(parser)
     group = parser.add_argument_group("output")
     add = group.add_argument
-    add("--top", type=int, default=3, metavar="N", help="plans to print (%(default)s)")
+    add(
+        "--top",
+        type=number(int, 1, 10_000),
+        default=3,
+        metavar="N",
+        help="plans to print (%(default)s)",
+    )
     add("--explain", action="store_true", help="where the best plan's time and memory go")
     add("--output", type=Path, metavar="PLAN.json", help="write the best as a plan file")
     add("--conf", type=Path, metavar="PLAN.sh", help="write it as variables of conf.sh")
@@ -121,8 +145,6 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
 
 
 def _request(options: argparse.Namespace, model: Model) -> Request:
-    if options.top < 1:
-        raise ConfigError(f"--top {options.top}: give at least 1")
     recompute = tuple((options.recompute or ",".join(RECOMPUTE)).split(","))
     for name in recompute:
         if name not in RECOMPUTE:
@@ -168,11 +190,9 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
 
 def _objective(options: argparse.Namespace, model: Model) -> Objective:
     """Turns limits of a run into limits of a step."""
-    if options.tokens < 0 or not math.isfinite(options.tokens):
-        raise ConfigError(f"--tokens {options.tokens:g}: give a number above 0")
     for name in ("max_price", "budget"):
         value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
+        if value == 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: it must be above 0")
     if options.budget is not None and not options.tokens:
         raise ConfigError("--budget is for a whole run: give its --tokens too")
@@ -194,11 +214,11 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
     model, cluster = inputs.model, inputs.cluster
     size = model.parameters
     words = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
-    print(
+    show(
         f"{model.name}, {words} parameters, {model.precision.name}, on {cluster.num_gpus} GPUs;"
         f" {options.global_batch_size} samples for a step\n"
     )
-    print(table(proposal.rows, inputs, options.tokens))
+    show(table(proposal.rows, inputs, options.tokens))
     result = proposal.result
     print(f"\n{result.configurations:,} configurations bounded, {result.timed:,} pipelines timed")
     if result.gap > 0:
@@ -207,7 +227,7 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
     known = {gpu for _, gpu, _, _ in measured}
     guessed = dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in known)
     if guessed:
-        print(
+        show(
             f"estimated from data sheets, not measured: {', '.join(guessed)}; see"
             " python -m megatron.adaptive profile"
         )
@@ -215,13 +235,13 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
         print("some durations of the best lie beside those that were measured")
     if options.explain:
         print()
-        print(explain(proposal.rows[0], inputs))
+        show(explain(proposal.rows[0], inputs))
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:
     """Finds the front over parts of the cluster, writes plans and charts, prints the table."""
     rows = find_front(inputs, request)
     write_front(rows, inputs, options.pareto)
-    print(table(rows, inputs, options.tokens))
-    print(f"\n{options.pareto}: front.html, front.png, front.json and a plan file for each point")
+    show(table(rows, inputs, options.tokens))
+    show(f"\n{options.pareto}: front.html, front.png, front.json and a plan file for each point")
     return 0

@@ -14,7 +14,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.data.preprocess import (
     PreprocessSpec,
     Progress,
@@ -146,18 +146,23 @@ def _parser() -> CommandParser:
     add("--tokenizer-type", choices=TOKENIZER_TYPES, default="GPT2BPETokenizer")
     add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
-    add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer")
+    add(
+        "--vocab-size",
+        type=number(int, 1, 1 << 31),
+        metavar="N",
+        help="number of ids, for NullTokenizer",
+    )
     add("--append-eod", action="store_true", help="end each document with <|endoftext|>")
     add(
         "--workers",
-        type=int,
+        type=number(int, 1, 1024),
         default=available_cores(),
         metavar="N",
         help="processes that tokenize (default: one a core)",
     )
     add(
         "--log-interval",
-        type=int,
+        type=number(int, 1, 1_000_000_000),
         default=1000,
         metavar="N",
         help="documents between log lines where stderr is no terminal (default: 1000)",

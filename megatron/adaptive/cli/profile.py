@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
 from megatron.adaptive.cli.plan_inputs import parse_counts
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner import profile_file
@@ -83,7 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=("fp32", "fp16", "bf16"), help="bf16 on a GPU, fp32 on a CPU")
     add("--tp", metavar="1,2,4", help="tensor-parallel widths; every power of two that fits")
     add("--micro-batch-sizes", default="1,2,4", metavar="1,2,4", help="samples (%(default)s)")
-    add("--repeats", type=int, default=7, help="microbatches that count (%(default)s)")
+    add(
+        "--repeats",
+        type=number(int, 1, 100_000),
+        default=7,
+        help="microbatches that count (%(default)s)",
+    )
     add("--node-type", default="", metavar="NAME", help="of this node; its GPU's by default")
     add("--no-links", action="store_true", help="leave links and all-reduces out")
     add("--distributed-backend", choices=("nccl", "gloo"), help="as in training")
@@ -94,8 +99,6 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     """Measures as one process of the job; returns the profile on rank 0, ``None`` on others."""
     sizes = parse_counts("--micro-batch-sizes", options.micro_batch_sizes)
     widths = parse_counts("--tp", options.tp)
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats {options.repeats}: give at least 1")
     # Imports torch.
     from megatron.adaptive.accelerator import detect
     from megatron.adaptive.training.profile_run import ProfileOptions, profile_layers
@@ -136,4 +139,4 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
 def _write(content: dict[str, Any], path: Path) -> None:
     profile_file.write(content, path)
     gpus = ", ".join(sorted({row["gpu"] for row in content["layers"]}))
-    print(f"{path}: {len(content['layers'])} measurements of {content['model']['name']} on {gpus}")
+    show(f"{path}: {len(content['layers'])} measurements of {content['model']['name']} on {gpus}")

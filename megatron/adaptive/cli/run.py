@@ -22,6 +22,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.errors import ConfigError
 
@@ -152,7 +153,17 @@ def _tell(options: argparse.Namespace) -> int:
     if not folder:
         raise ConfigError("--status: name the folder of checkpoints of the job")
     state = read_state(Path(folder))
-    print(json.dumps(state) if options.json else render_state(state))
+    if options.json:
+        print(json.dumps(state))
+    else:
+        try:
+            text = render_state(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"--status {folder}: the state of the job is damaged ({error!r}); a job that runs"
+                " writes it anew"
+            ) from None
+        show(text)
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.command_parser import CommandParser, count
+from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
@@ -27,6 +27,9 @@ from megatron.adaptive.trace.files import replaced
 __all__ = ["main"]
 
 _BAR = 40
+_MAX_ACTIONS = 200_000
+_MAX_WORK = 4_000_000
+"""Forwards of all simulated steps of a schedule; a million take up to half a minute."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 _SIZES = "--stage-data-parallel-sizes"
 # What the simulation of stages of unequal sizes does not know, with what says nothing.
@@ -63,6 +66,7 @@ def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
     profile = _profile(options, options.stages * options.chunks)
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
     seeds = range(options.seed, options.seed + (options.draws if spread else 1))
+    _check_work(options, len(seeds))
     outcomes: list[CandidateOutcome] = []
     for name in options.schedules.split(","):
         candidate = _candidate(options, name.strip())
@@ -117,13 +121,55 @@ def _parser() -> argparse.ArgumentParser:
     work = parser.add_argument_group("work")
     add = work.add_argument
     add("--profile", type=Path, metavar="FILE", help="measured times; see docs/schedules.md")
-    add("--forward", type=float, default=1.0, metavar="S", help="seconds of a rank's forward")
-    add("--backward", type=float, default=1.0, metavar="S", help="the same, backward by inputs")
-    add("--weight", type=float, default=1.0, metavar="S", help="the same, weight gradients")
-    add("--latency", type=float, default=0.0, metavar="S", help="of a message between ranks")
-    add("--occupancy", type=float, default=0.0, metavar="S", help="a message's time on its link")
-    add("--jitter", type=float, default=0.0, metavar="SIGMA", help="lognormal, per action")
-    add("--microbatch-jitter", type=float, default=0.0, metavar="SIGMA", help="per microbatch")
+    add(
+        "--forward",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds of a rank's forward",
+    )
+    add(
+        "--backward",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="the same, backward by inputs",
+    )
+    add(
+        "--weight",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="the same, weight gradients",
+    )
+    add(
+        "--latency",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="of a message between ranks",
+    )
+    add(
+        "--occupancy",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="a message's time on its link",
+    )
+    add(
+        "--jitter",
+        type=float,
+        default=0.0,
+        metavar="SIGMA",
+        help="lognormal, per action",
+    )
+    add(
+        "--microbatch-jitter",
+        type=float,
+        default=0.0,
+        metavar="SIGMA",
+        help="per microbatch",
+    )
     add(
         "--slow-rank",
         action="append",
@@ -133,14 +179,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
-    add("--cap", type=float, metavar="MICROBATCHES", help="activations a rank may hold")
-    add("--weight-pieces", type=int, metavar="N", help="parts of a weight gradient, 0: whole B")
+    add(
+        "--cap",
+        type=float,
+        metavar="MICROBATCHES",
+        help="activations a rank may hold",
+    )
+    add(
+        "--weight-pieces",
+        type=number(int, 0, 1000),
+        metavar="N",
+        help="parts of a weight gradient, 0: whole B",
+    )
     add("--placement", choices=("loop", "v"), help="where chunks live; default v for 2 chunks")
     out = parser.add_argument_group("output")
     add = out.add_argument
     add("--draws", type=count, default=20, help="simulated steps per schedule, with jitter")
-    add("--seed", type=int, default=0, help="of the first draw")
-    add("--timeline", type=int, default=0, metavar="COLUMNS", help="also draw the steps as text")
+    add("--seed", type=number(int, 0, 2**53), default=0, help="of the first draw")
+    add(
+        "--timeline",
+        type=number(int, 0, 10_000),
+        default=0,
+        metavar="COLUMNS",
+        help="also draw the steps as text",
+    )
     add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as a picture")
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
     return parser
@@ -165,6 +227,17 @@ def _profile(options: argparse.Namespace, fine: int) -> StageProfile:
         action_sigma=options.jitter,
         microbatch_sigma=options.microbatch_jitter,
     )
+
+
+def _check_work(options: argparse.Namespace, draws: int) -> None:
+    """Refuses a simulation that would not end, or not fit the memory, within minutes."""
+    work = options.stages * options.chunks * options.microbatches
+    if work > _MAX_ACTIONS or work * draws > _MAX_WORK:
+        raise ConfigError(
+            f"--stages {options.stages} x --chunks {options.chunks} x --microbatches"
+            f" {options.microbatches} are {work:,} actions, drawn {draws} times: give at most"
+            f" {_MAX_ACTIONS:,}, and {_MAX_WORK:,} in all draws"
+        )
 
 
 def _rank_factors(options: argparse.Namespace) -> tuple[float, ...] | None:
@@ -200,6 +273,8 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
 def _print_table(outcomes: Sequence[CandidateOutcome], draws: int) -> None:
     first = outcomes[0].mean_s
     slowest = max(outcome.mean_s for outcome in outcomes)
+    if not first:
+        raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
     width = max(len(str(outcome.candidate)) for outcome in outcomes)
     print(f"{draws} draw{'s' * (draws > 1)} each; peak in microbatches of a whole rank\n")
     print(f"{'schedule':{width}}  step s  speed-up  bubble   peak")

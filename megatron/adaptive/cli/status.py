@@ -6,6 +6,7 @@ large, missing, or cut off anywhere, and a job that was queued again appends to 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -19,10 +20,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cluster.host import ENDED
 from megatron.adaptive.cluster.node import ROOT
 from megatron.adaptive.config.command_parser import CommandParser, last_value
+from megatron.adaptive.config.environment import MASK, is_secret, masked_text
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 
@@ -54,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             print(json.dumps(asdict(status), indent=None if options.follow else 2), flush=True)
         else:
-            print(_text(status), flush=True)
+            show(_text(status))
         if not options.follow or status.is_over:
             return int(status.is_stalled or status.has_errors)
         time.sleep(_PERIOD_S)
@@ -102,7 +106,7 @@ def _use(node: NodeStatus) -> str:
         return "no sample of its use"
     gpus = [
         f"GPU {gpu['index']} {gpu['used_percent']}% "
-        f"{gpu['memory_used_bytes'] / _GIB:.1f} GiB, {len(gpu['pids'])} processes"
+        f"{gpu['memory_used_bytes'] / _GIB:.1f} GiB, {len(gpu.get('pids', ()))} processes"
         for gpu in node.use["gpus"]
     ]
     processes = node.use["processes"]
@@ -128,6 +132,13 @@ _GOES_ON = (
     *("REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT"),
 )
 _LOST_STATES = ("down", "fail", "reboot", "power")
+_RECORD: Mapping[str, Any] = {
+    "started_unix_s": int | float,
+    "conf": dict,
+    "processes": list,
+    "world_size": int,
+    "flags": list,
+}
 _START = re.compile(r"=== .* node \d+ starts$|job \d+, start \d+: ")
 _SIZES = {
     "WORLD_SIZE": "world_size",
@@ -169,12 +180,23 @@ def node_names(folder: Path) -> list[str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Returns what ``run.json`` of a job says, empty where it is missing or cut off."""
+    """Returns what ``run.json`` of a job says, empty where it is missing or cut off.
+
+    Secrets, which files of earlier programs hold, are hidden.
+    """
     try:
-        found = json.loads((folder / "run.json").read_text())
-    except (OSError, ValueError):
+        read = parse_json((folder / "run.json").read_bytes())
+        found = {n: v for n, v in read.items() if isinstance(v, _RECORD.get(n, object))}
+        numbers = [*found.get("processes", ()), found.get("world_size", 0)]
+        if not all(isinstance(one, int) for one in numbers):
+            return {}
+        conf = {
+            name: MASK if is_secret(name) else masked_text(str(text))
+            for name, text in found.get("conf", {}).items()
+        }
+    except (OSError, ValueError, AttributeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {**found, "conf": conf, "flags": [str(word) for word in found.get("flags", ())]}
 
 
 def tail(path: Path) -> list[str]:
@@ -208,13 +230,25 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
     for line in lines:
         try:
-            sample = json.loads(line)
+            sample = parse_json(line, strict=False)
         except ValueError:
             continue
-        if isinstance(sample, dict) and isinstance(sample.get("unix_s"), (int, float)):
-            yield sample
+        if _is_sample(sample):
+            yield {"gpus": [], "processes": [], **sample}
             if latest:
                 return
+
+
+def _is_sample(sample: Any) -> bool:
+    """Checks that what is added up in a sample are numbers."""
+    with contextlib.suppress(KeyError, TypeError):
+        for gpu in sample.get("gpus", []) if isinstance(sample, dict) else [{}]:
+            gpu["index"] + gpu["memory_used_bytes"] + len(gpu.get("pids", []))
+            gpu["used_percent"]
+        for one in sample.get("processes", []):
+            one["memory_bytes"] + one["cpu_percent"]
+        return isinstance(sample.get("unix_s"), int | float)
+    return False
 
 
 def count_messages(*paths: Path) -> dict[str, Counter[str]]:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from megatron.adaptive.cluster.node import (
     python_of,
 )
 from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.environment import masked
 from megatron.adaptive.errors import ConfigError, SetupError
 
 
@@ -130,8 +131,12 @@ class _Partition(NamedTuple):
     nodes: int
 
 
-def slurm(words: Sequence[str]) -> str:
+def slurm(words: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
     """Runs a program of Slurm and returns what it prints.
+
+    Args:
+        words: its command line.
+        variables: further environment.
 
     Raises:
         SetupError: there is no such program, it fails, or Slurm does not answer.
@@ -143,7 +148,12 @@ def slurm(words: Sequence[str]) -> str:
         )
     try:
         done = subprocess.run(
-            list(words), capture_output=True, text=True, timeout=_LIMIT_S, check=False
+            list(words),
+            env={**os.environ, **(variables or {})},
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise SetupError(
@@ -164,7 +174,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
         settings: the file that :func:`settings_text` goes to, readable on all nodes.
 
     Raises:
-        ConfigError: Slurm needs a setting that is left out.
+        ConfigError: Slurm needs a setting that is left out, or gets a secret as an option.
     """
     if conf.processes is None:
         name = "NNODES" if conf.nodes is None else "NPROC_PER_NODE"
@@ -205,7 +215,13 @@ def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
         f"--signal=USR1@{_WARNING_S}",
         "--requeue" if conf["REQUEUE"] else "--no-requeue",
     ]
-    return options + shlex.split(conf["SLURM_FLAGS"] or "")
+    own = shlex.split(conf["SLURM_FLAGS"] or "")
+    if (shown := masked(own)) != own:
+        raise ConfigError(
+            f"SLURM_FLAGS={shlex.join(shown)}: it holds a secret, which every user could read in"
+            " the script: set the variable in conf.sh, or export it before submit"
+        )
+    return options + own
 
 
 def _group_options(conf: LaunchConf, group: LaunchGroup) -> list[str]:
@@ -253,8 +269,9 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings as the nodes of a job read them."""
-    return json.dumps({"conf": conf.texts(), "folder": str(conf.folder)}, indent=2) + "\n"
+    """Returns the settings as the nodes of a job read them; of secrets the names."""
+    settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
+    return json.dumps(settings, indent=2) + "\n"
 
 
 def check_cluster(conf: LaunchConf) -> None:
@@ -322,12 +339,13 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
         ConfigError: the folder of logs cannot be written, or Slurm refuses the job.
         SetupError: Slurm is not here or does not answer.
     """
-    settings.write_text(settings_text(conf))
+    with open(settings, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(settings_text(conf))  # TRAINER_FLAGS may hold a secret
     path = settings.with_suffix(".sbatch")
     path.write_text(script)
     os.chmod(path, 0o755)
     try:
-        said = slurm(["sbatch", "--parsable", str(path)])
+        said = slurm(["sbatch", "--parsable", str(path)], conf.secrets)
     except SetupError as error:
         if shutil.which("sbatch") is None:
             raise

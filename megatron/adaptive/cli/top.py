@@ -14,11 +14,11 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.trace.live import LiveRun, Snapshot, find_live
 
@@ -137,27 +137,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument(
         "--interval",
-        type=_number(float, 0.05, 3600, "time from 0.05 to 3600 s"),
+        type=number(float, 0.05, 3600, "time in seconds"),
         default=PERIOD_S,
         metavar="SECONDS",
         help=f"time between two frames ({PERIOD_S})",
     )
     parser.add_argument(
         "--width",
-        type=_number(int, 40, 1000, "number of columns from 40 to 1000"),
+        type=number(int, 40, 1000, "number of columns"),
         metavar="COLUMNS",
         help="width of a frame (the terminal's)",
     )
     return parser
-
-
-def _number(kind: type[float], least: float, most: float, what: str) -> Callable[[str], float]:
-    """Returns the ``type`` of an option that takes a number within limits."""
-
-    def read(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if least <= (value := kind(text)) <= most:
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
-
-    return read

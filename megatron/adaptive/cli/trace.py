@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
@@ -109,8 +110,11 @@ def _diagnose(argv: Sequence[str]) -> int:
     run = load_run(arguments.run_dir)
     found = diagnose(run, _chosen_iterations(run, arguments))
     for line in run.notes():
-        print(f"warning: {line}", file=sys.stderr)
-    print(json.dumps(found.to_json(), indent=2) if arguments.json else found.format())
+        show(f"warning: {line}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show(found.format())
     return 0
 
 
@@ -144,7 +148,7 @@ def _show(
         write_perfetto(selection.run, target, written, dp_rank=selection.step.dp_rank)
     warnings = selection.warnings() + (selection.figures.notes() if report else [])
     for line in dict.fromkeys(warnings):
-        print(f"warning: {line}", file=sys.stderr)
+        show(f"warning: {line}", file=sys.stderr)
     views = (_write_view(name, selection, stem) for name in chosen)
     if report and arguments.json:
         files = list(views)
@@ -152,11 +156,11 @@ def _show(
         print(json.dumps({**_report(selection), **more}, indent=2))
         return 0
     for line in _report_lines(selection) if report else ():
-        print(line)
+        show(line)
     if events:
-        print(f"events of iterations {describe_numbers(written)}: {target}")
+        show(f"events of iterations {describe_numbers(written)}: {target}")
     for line in views:
-        print(line, flush=True)
+        show(line)
     return 0
 
 
@@ -355,7 +359,7 @@ def _chosen_formats(text: str) -> tuple[str, ...]:
         line = f"cannot write {name}: package {package!r} is missing; run pip install {package}"
         if text != "all":
             raise SetupError(line)
-        print(f"warning: {line}", file=sys.stderr)
+        show(f"warning: {line}", file=sys.stderr)
     return tuple(name for name in names if name not in missing)
 
 

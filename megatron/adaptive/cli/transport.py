@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.arguments import options_of
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.parallel import TransportConfig
@@ -88,15 +89,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--check", action="store_true", help="try every transport between two ranks")
-    add("--seconds", type=float, default=_SECONDS, help="for each transport and pair")
+    add(
+        "--seconds",
+        type=number(float, 0.001, 3600),
+        default=_SECONDS,
+        help="for each transport and pair",
+    )
     add("--json", action="store_true", help="print the outcomes as JSON")
     group = parser.add_argument_group("where the ranks meet, unless torchrun says it")
     add = group.add_argument
-    add("--rank", type=int, help="of this process, from 0")
-    add("--world-size", type=int, help="number of processes")
-    add("--local-rank", type=int, default=0, help="of this process on its node, for its GPU")
+    add("--rank", type=number(int, 0, 1_000_000), help="of this process, from 0")
+    add("--world-size", type=count, help="number of processes")
+    add(
+        "--local-rank",
+        type=number(int, 0, 1_000_000),
+        default=0,
+        help="of this process on its node, for its GPU",
+    )
     add("--master-addr", help="where rank 0 listens")
-    add("--master-port", type=int, help="its port")
+    add("--master-port", type=number(int, 1, 65535, "port"), help="its port")
     group = parser.add_argument_group("as in training")
     for spec in fields_of(TransportConfig):
         group.add_argument(*spec.names, **options_of(spec))
@@ -204,7 +215,7 @@ def _print(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
         cells += [cell.rjust(width) for cell, width in zip(row[2:4], widths[2:], strict=True)]
-        print("  ".join([*cells, row[4]]).rstrip())
+        show("  ".join([*cells, row[4]]).rstrip())
     pairs = {one.ranks: one.hosts for one in outcomes}
     places = ", ".join(f"{low}-{high}: {a} to {b}" for (low, high), (a, b) in pairs.items())
-    print(f"\n* what a run would use. {places}", flush=True)
+    show(f"\n* what a run would use. {places}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.plan_inputs import (
     Inputs,
     add_input_arguments,
@@ -58,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps([_as_json(found)], indent=2))
         return 0
-    print("\n".join(_table(found)))
+    show("\n".join(_table(found)))
     if options.rows:
-        print(f"\n{found.name}")
-        print("\n".join(_rows(found)))
+        show(f"\n{found.name}")
+        show("\n".join(_rows(found)))
     return 0
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.adaptive.config.environment import FROM_CONF, is_secret
 from megatron.adaptive.config.plan import read_plan
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -102,11 +103,6 @@ SETTINGS: Mapping[str, Setting] = {
     "PYTHON": Setting("text", "", "Python of the nodes; this one by default"),
 }
 
-# Variables that other programs read: given to every process as they are.
-PASSED_ON = (
-    *("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "CUDA_", "OMP_", "MKL_", "UCX_", "HF_"),
-    *("PYTORCH_", "NVTE_", "MEGATRON_ADAPTIVE_", "PYTHONUNBUFFERED", "TRITON_", "LD_LIBRARY_"),
-)
 _SWITCH = dict.fromkeys(("true", "1", "yes", "on"), True)
 _SWITCH |= dict.fromkeys(("false", "0", "no", "off"), False)
 
@@ -118,7 +114,7 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
         ConfigError: names the nearest that there is.
     """
     for name in variables:
-        if name in SETTINGS or name.startswith(PASSED_ON) or not name[:1].isupper():
+        if name in SETTINGS or name.startswith(FROM_CONF) or not name[:1].isupper():
             continue
         nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
         hint = f"the nearest is {nearest[0]}" if nearest else "see conf.sh for those there are"
@@ -235,6 +231,7 @@ def _complaint(stderr: bytes, path: Path, status: int) -> str:
     return f"it ended with status {status}; every command in it must succeed"
 
 
+_MAX_NODES = 100_000
 _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d*)x([1-9]\d*)")
 
 
@@ -307,13 +304,19 @@ class LaunchConf:
     def texts(self) -> dict[str, str]:
         """Returns the variables that have a value as texts, those for processes included.
 
-        What a plan says is among them in its own variables, so ``PLAN`` is not.
+        What a plan says is among them in its own variables, so ``PLAN`` is not; nor are secrets.
         """
         texts = {}
         for name, value in self.values.items():
             if value is not None and name != "PLAN":
                 texts[name] = str(value).lower() if isinstance(value, bool) else str(value)
-        return {**texts, **self.environment}
+        shown = {name: text for name, text in self.environment.items() if not is_secret(name)}
+        return {**texts, **shown}
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Returns the variables for processes that are neither written nor sent to other nodes."""
+        return {name: text for name, text in self.environment.items() if is_secret(name)}
 
 
 def load_conf(
@@ -332,7 +335,7 @@ def load_conf(
     variables = {} if path is None else read_variables(path)
     where = "the command line" if path is None else str(path)
     check_names(variables, where)
-    given = _changes(changes)
+    given = read_changes(changes)
     check_names(given, "--set")
     folder = Path.cwd() if path is None else path.resolve().parent
     if plan is not None:
@@ -362,15 +365,23 @@ def make_conf(
         values=values,
         groups=_groups(values),
         environment={
-            name: text for name, text in sorted(texts.items()) if name.startswith(PASSED_ON)
+            name: text for name, text in sorted(texts.items()) if name.startswith(FROM_CONF)
         },
     )
+    for group in conf.groups:
+        if (group.nodes or 0) > _MAX_NODES:
+            raise ConfigError(f"NNODES={group.nodes}: at most {_MAX_NODES:,} nodes are numbered")
     _check_sizes(conf)
     _check_words(conf)
     return conf
 
 
-def _changes(changes: Sequence[str]) -> dict[str, str]:
+def read_changes(changes: Sequence[str]) -> dict[str, str]:
+    """Reads ``NAME=VALUE`` texts of a command line.
+
+    Raises:
+        ConfigError: one is none.
+    """
     given = {}
     for change in changes:
         name, equals, value = change.partition("=")

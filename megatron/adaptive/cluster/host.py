@@ -21,11 +21,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.trace.files import BestEffortFile, Outage
 
 # Reserved for documentation: a socket connected to it finds the default route, nothing is sent.
 _ANYWHERE = "192.0.2.1"
@@ -118,6 +119,14 @@ def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict
     if interface is None:
         return {}
     return {name: interface for name in _READERS if not given.get(name)}
+
+
+def loopback_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Returns what keeps gloo within a job's only machine, unless ``given`` names an interface."""
+    loopback = interface_of("127.0.0.1")
+    if loopback is None or given.get(_READERS[0]):
+        return {}
+    return {_READERS[0]: loopback}
 
 
 def rdma_variables(ports: Sequence[RdmaPort], given: Mapping[str, str]) -> dict[str, str]:
@@ -266,17 +275,20 @@ class ResourceSampler:
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError), self._path.open("a") as file:
-            over = False
-            while not over:
-                self._write(file, {})
-                over = self._done.wait(_PERIOD_S)
-            self._write(file, {ENDED: True})
+        try:
+            file = BestEffortFile(self._path, "samples")
+        except OSError as error:
+            Outage(self._path, "samples").begins(error)
+            return
+        over = False
+        while not over:
+            self._write(file, {})
+            over = self._done.wait(_PERIOD_S)
+        self._write(file, {ENDED: True})
+        file.close()
 
-    def _write(self, file: IO[str], more: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end the signs of life
-            file.write(json.dumps({**self.sample(), **more}) + "\n")
-            file.flush()
+    def _write(self, file: BestEffortFile, more: dict[str, Any]) -> None:
+        file.append((json.dumps({**self.sample(), **more}) + "\n").encode())
 
     def sample(self) -> dict[str, Any]:
         """Returns what one line of the file holds."""

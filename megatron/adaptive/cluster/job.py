@@ -15,18 +15,20 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.engine.progress import mark_over
+from megatron.adaptive.config.outside import parse_json, printable
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
 
 _STATE = "state.json"
 _FORMAT = 1
 _FOLDER = "elastic"
+_LISTS = ("machines", "epochs", "earlier")
+_NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
@@ -37,7 +39,17 @@ _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 def say(text: str) -> None:
     """Prints a line for the user of the job."""
     stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
-    print(f"[elastic] {text}", file=stream, flush=True)
+    print(f"[elastic] {printable(text)}", file=stream, flush=True)
+
+
+_NAMED = 8
+
+
+def some_names(names: Iterable[str]) -> str:
+    """Joins names for a line; of very many the first ones and how many more there are."""
+    found = list(names)
+    more = len(found) - _NAMED
+    return ", ".join(found) if more < _NAMED else f"{', '.join(found[:_NAMED])} and {more} more"
 
 
 def job_folder(checkpoints: Path) -> Path:
@@ -45,21 +57,15 @@ def job_folder(checkpoints: Path) -> Path:
     return checkpoints / _FOLDER
 
 
-def incarnation_folder(job: Path, number: int, secret: str) -> Path:
+def incarnation_folder(job: Path, number: int, manager: str) -> Path:
     """Returns the folder where the ranks of an incarnation write their progress.
 
     Args:
         job: folder of the job.
         number: of the incarnation.
-        secret: of its manager; another one counts from 1 again.
+        manager: name of the one that started it; another one counts from 1 again.
     """
-    return job / f"{_EPOCH}-{number}-{secret[:8]}"
-
-
-def end_incarnations(job: Path) -> None:
-    """Keeps all ranks that were ever started, and may live on unseen, from saving checkpoints."""
-    for folder in job.glob(f"{_EPOCH}-*"):
-        mark_over(folder)
+    return job / f"{_EPOCH}-{number}-{manager}"
 
 
 @dataclass(kw_only=True)
@@ -305,7 +311,10 @@ class StateFile:
         own = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
-            draft.write_text(json.dumps({**own, **self._of_all(state)}, indent=1) + "\n")
+            # Indented, Python itself would write it line by line, while nodes wait for an answer.
+            body = {**own, **self._of_all(state)}.items()
+            lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
+            draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             draft.replace(self._folder / _STATE)
             self._is_failing = False
         except OSError as error:
@@ -325,7 +334,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     """
     path = job_folder(checkpoints) / _STATE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = parse_json(path.read_bytes(), strict=False)
     except OSError as error:
         raise ConfigError(
             f"--status {checkpoints}: {path}: {error.strerror}; name the folder of checkpoints of a"
@@ -335,6 +344,12 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
         raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None
     if not isinstance(state, dict):
         raise ConfigError(f"--status {checkpoints}: {path} is not the state of a job")
+    for names, kind in ((_LISTS, list), (_NUMBERS, int)):
+        for name in names:
+            if not isinstance(state.get(name, kind()), kind):
+                raise ConfigError(f"--status {checkpoints}: {path} is damaged ({name})")
+    if not all(isinstance(one, dict) for name in _LISTS for one in state.get(name, ())):
+        raise ConfigError(f"--status {checkpoints}: {path} is damaged (no objects in a list)")
     written = state.get("format", _FORMAT)  # files of earlier programs have none
     if written != _FORMAT:
         raise ConfigError(
@@ -374,7 +389,7 @@ def render_state(state: Mapping[str, Any]) -> str:
     lines.append("epochs:")
     for one in state["epochs"]:
         lines.append(
-            f"  {one['epoch']:3} {one['shape']} on {', '.join(one['nodes'])}; from iteration"
+            f"  {one['epoch']:3} {one['shape']} on {some_names(one['nodes'])}; from iteration"
             f" {one['resumed_iteration']}; {one['reason']}; lost {one['lost_steps']}"
             + (f", from {one['source']}" if one.get("source", "") not in ("", "start") else "")
         )

@@ -25,6 +25,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
@@ -34,14 +35,13 @@ from megatron.adaptive.cluster.job import (
     IncarnationProgress,
     ProgressReader,
     StateFile,
-    end_incarnations,
     incarnation_folder,
     job_folder,
     phases,
     say,
+    some_names,
 )
 from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
-from megatron.adaptive.cluster.lease import Lease, LeaseTakenError
 from megatron.adaptive.cluster.membership import Event, Machine, Membership, Node
 from megatron.adaptive.cluster.ranks import (
     EXIT_LEFT,
@@ -55,8 +55,10 @@ from megatron.adaptive.cluster.ranks import (
 )
 from megatron.adaptive.cluster.snapshot_placement import JobSnapshots
 from megatron.adaptive.cluster.straggler import Stragglers
+from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
+from megatron.adaptive.handshake import new_secret
 
 _TICK_S = 2.0
 _SETTLE_S = 0.5
@@ -89,13 +91,16 @@ class Manager:
         self._folder = job_folder(spec.checkpoints)
         self._state = StateFile(self._folder)
         self._program = spec.program
-        self._lease = Lease(self._folder)
-        self._secret = secrets.token_hex(16)
-        self._members = Membership(spec.machines, own, spec.address, self._secret)
+        self._lease = self._program.folder.lease = Lease(spec.checkpoints)
+        self._secret = new_secret()
+        self._name = secrets.token_hex(4)  # in names of folders and runs
+        self._members = Membership(
+            spec.machines, own, spec.address, self._secret, asdict(spec.work)
+        )
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
         folder = self._program.folder
-        self._copies = JobSnapshots(spec.copy_settings, self._members, folder, self._secret, had)
+        self._copies = JobSnapshots(spec.copy_settings, self._members, folder, self._name, had)
         self._copies_text = ""
         self._incarnations: list[Incarnation] = []
         self._status = "waiting for machines"
@@ -117,14 +122,18 @@ class Manager:
             failed by itself.
 
         Raises:
-            LeaseTakenError: another manager runs the job.
+            LeaseTakenError: another manager runs the job, or another job saves into its folder.
             SetupError: no layout fits the nodes until the deadline, or a folder is not writable.
             ConfigError: the trainer's arguments break a rule.
         """
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._asked_to_stop, number)
-        await asyncio.to_thread(self._lease.claim)
+        try:
+            await asyncio.to_thread(self._lease.claim, run=self._name)
+            self._folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise self._not_writable(error) from error
         self._before_us = self._stragglers.recall(self._state.take_over(self._spec.checkpoints))
         loop.add_signal_handler(signal.SIGHUP, self._members.reread_file)
         ticking = loop.create_task(self._tick())
@@ -144,10 +153,7 @@ class Manager:
             self._status = f"ended: {error}"
             if not isinstance(error, OSError):
                 raise
-            raise SetupError(
-                f"cannot write {error.filename or self._folder}: {error.strerror}; free space there"
-                " or name another folder with --checkpoint"
-            ) from error
+            raise self._not_writable(error) from error
         finally:
             ticking.cancel()
             await self._members.close(
@@ -155,12 +161,17 @@ class Manager:
             )
             if not self._is_deposed:
                 self._write_state()
-            with contextlib.suppress(OSError):
-                self._lease.end()
+            self._lease.end()
+
+    def _not_writable(self, error: OSError) -> SetupError:
+        return SetupError(
+            f"cannot write {error.filename or self._folder}: {error.strerror}; free space there or"
+            " name another folder with --checkpoint"
+        )
 
     async def _run(self) -> int:
         await self._first_nodes()
-        if self._lease.is_taken_over:
+        if self._is_successor:
             await self._recover()
         reason = "start"
         while True:
@@ -178,7 +189,13 @@ class Manager:
             if status is not None:
                 return status
 
+    @property
+    def _is_successor(self) -> bool:
+        """Whether the job had a manager before."""
+        return "run" in self._lease.former
+
     async def _recover(self) -> None:
+        self._fence()
         await self._copies.recover(self._spec.stop_s)
         while not self._members.events.empty():  # what came meanwhile
             await self._next(None)
@@ -186,7 +203,7 @@ class Manager:
     async def _first_nodes(self) -> None:
         """Waits until the machines of the file have answered, or enough came by themselves."""
         expected, limit_s = self._spec.nodes, self._spec.join_s
-        if self._lease.is_taken_over:
+        if self._is_successor:
             # Those that trained under the manager before, without that one's own node.
             expected, limit_s = max(1, self._before_us - 1), min(limit_s, _RETURN_S)
         until_s = time.monotonic() + limit_s
@@ -194,7 +211,7 @@ class Manager:
             enough = len(self._members.usable()) >= expected
             if not self._members.are_starting and (enough or self._spec.machines is not None):
                 return
-            await self._next(until_s)
+            await self._apply_all(until_s)
 
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
         """Chooses a layout for the nodes that are there; waits for nodes where none fits."""
@@ -218,7 +235,7 @@ class Manager:
                     f"no layout of the model fits {slots} processes{why}, and no machine came"
                     f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
                 )
-            await self._next(until_s)
+            await self._apply_all(until_s)
         return None
 
     async def _fitting(self, *, ready: bool = False) -> tuple[ParallelLayout, list[Node]] | None:
@@ -239,17 +256,15 @@ class Manager:
             port = (await self._members.ask(first.name, "port", _PORT_S))["port"]
         except OSError:
             return None
-        if not self._holds():
+        if not self._fence():
             return None
-        end_incarnations(self._folder)
         incarnation = self._next_incarnation(layout, places, reason)
         incarnation.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
-        folder = incarnation_folder(self._folder, incarnation.number, self._secret)
+        folder = incarnation_folder(self._folder, incarnation.number, self._name)
         arguments, variables = self._program.command(
             layout, incarnation.number, incarnation.resumed, folder
         )
         orders = rank_orders(
-            self._spec.script,
             arguments,
             places,
             incarnation.number,
@@ -257,8 +272,9 @@ class Manager:
                 **variables,
                 "MASTER_ADDR": self._members.address_of(first),
                 "MASTER_PORT": str(port),
-                "TORCHELASTIC_RUN_ID": f"{self._secret[:8]}-{incarnation.number}",
+                "TORCHELASTIC_RUN_ID": f"{self._name}-{incarnation.number}",
                 "TORCHELASTIC_RESTART_COUNT": str(incarnation.number - 1),
+                "MEGATRON_ADAPTIVE_LEASE": str(self._lease.number),
             },
         )
         copies = self._copies.orders(incarnation.number, list(orders))
@@ -272,7 +288,7 @@ class Manager:
         planned = "" if layout.step_s is None else f"; a step of {layout.step_s:.4g} s planned"
         say(
             f"epoch {incarnation.number} ({reason}): {layout},"
-            f" on {', '.join(incarnation.nodes)}{planned}"
+            f" on {some_names(incarnation.nodes)}{planned}"
         )
         self._reconsider_s = time.monotonic()
         return RunningRanks(incarnation=incarnation, layout=layout, folder=folder, where=where)
@@ -301,17 +317,18 @@ class Manager:
 
     async def _watch(self, running: RunningRanks) -> None:
         """Waits until every rank has ended or its node is lost."""
-        while running.alive:
+        while len(running.statuses) < len(running.where):
             event = await self._next(earliest(running.deadline_s, self._reconsider_s))
             kind = "" if event is None else event.kind
             if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            left = event.node if event is not None and kind == "lost" else None
-            for key in running.alive:
-                name = running.where[key]  # may have come back since
-                if name == left or self._members.nodes[name].status in ("lost", "gone"):
-                    running.statuses[key] = -signal.SIGKILL
-                    running.at_fault(lost := f"node {name} was lost", 0.0, gone=lost)
+            if event is None or kind == "lost":  # at a deadline nodes may have been given up
+                for key in running.alive:
+                    name = running.where[key]  # may have come back since
+                    is_it = event is not None and name == event.node
+                    if is_it or self._members.nodes[name].status in ("lost", "gone"):
+                        running.statuses[key] = -signal.SIGKILL
+                        running.at_fault(lost := f"node {name} was lost", 0.0, gone=lost)
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if kind == "tick" and not running.stopping:
@@ -345,6 +362,7 @@ class Manager:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
                 node.status, node.why = "lost", f"did not end its ranks within {_KILL_S:g} s"
+                say(f"warning: node {name} is lost: it {node.why}")
                 if node.link is not None:
                     node.link.send("leave")
             return
@@ -363,8 +381,8 @@ class Manager:
             return
         found = await self._fitting(ready=True)
         if found is not None and self._chooser.is_better(found[0], running.layout):
-            wanted = [node.name for node in self._stragglers.wanted(found[1])]
-            came = ", ".join(name for name in wanted if name not in running.incarnation.nodes)
+            wanted, had = self._stragglers.wanted(found[1]), set(running.incarnation.nodes)
+            came = some_names(node.name for node in wanted if node.name not in had)
             self._ask_to_save(running, f"{came} came" if came else "another plan")
         elif not running.stopping:
             self._notice_ns = None  # nothing follows from it
@@ -416,6 +434,15 @@ class Manager:
             )
             return code, ""
         return None, lost or running.fault
+
+    async def _apply_all(self, until_s: float | None) -> None:
+        """Waits for the next event, and applies all that have come by then.
+
+        A layout is chosen once for all nodes that come while another one is chosen.
+        """
+        await self._next(until_s)
+        while not self._members.events.empty():
+            await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
         """Waits for the next event and applies it to the nodes; ``None`` at the deadline."""
@@ -472,6 +499,17 @@ class Manager:
             self._asked_to_stop(signal.SIGTERM)
         return not self._is_deposed
 
+    def _fence(self) -> bool:
+        """Keeps ranks that were started before, and may live on unseen, from saving checkpoints.
+
+        Returns:
+            Whether the right to manage the job is still held.
+        """
+        with contextlib.suppress(OSError):  # of a full disk; it is said when ranks cannot save
+            if not self._lease.advance():
+                return self._holds()
+        return self._holds()
+
     def _latest(self) -> int:
         return self._program.folder.latest() or 0
 
@@ -479,9 +517,7 @@ class Manager:
         if not self._incarnations:
             return
         incarnation = self._incarnations[-1]
-        now = self._progress.read(
-            incarnation_folder(self._folder, incarnation.number, self._secret)
-        )
+        now = self._progress.read(incarnation_folder(self._folder, incarnation.number, self._name))
         self._iteration = max(now.iteration or 0, incarnation.resumed)
         self._total = now.total or self._total
         self._copies_text = now.copies
@@ -553,6 +589,8 @@ class Participant:
                 return await manager.run()
             except LeaseTakenError as error:
                 owner = error.owner
+                if "run" not in owner:  # no manager: nobody to join
+                    raise
             await self._over(manager.notice)
             status = None if self._notice is not None else await self._join(owner)
             if status is not None:
@@ -567,6 +605,7 @@ class Participant:
             address=owner.get("address", ""),
             port=owner.get("port", 0),
             secret=owner.get("secret", ""),
+            work=self._spec.work,
             slots=self._slots,
             keeper=self._keeper,
         )

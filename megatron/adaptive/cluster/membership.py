@@ -17,23 +17,30 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.connection import Connection, listen
+from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import interface_of, own_address
 from megatron.adaptive.cluster.job import say
+from megatron.adaptive.config.environment import OVER_SSH
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _KEYS = ("slots", "name")
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and 0 < len(name) < 256 and name.isprintable()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +121,39 @@ def _machine(words: list[str], where: str) -> Machine:
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# Variables that other machines get too, as their names begin.
-_EXPORTED = (
-    *("PYTHON", "OMP_", "MKL_", "TORCH", "NCCL_", "GLOO_", "UCX_", "MEGATRON_ADAPTIVE_"),
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "HF_", "TIKTOKEN_"),
+# Reads the environment that comes first on standard input and becomes the program.
+_BEGIN = (
+    'import json,os,sys; os.environ.update(json.loads(open(0, closefd=False, mode="rb",'
+    " buffering=0).readline())); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 _END_S = 20.0
 _AGAIN_S = 1.0
+PURPOSE = "manager"
+"""Of connections between agents and their manager."""
+_FROM_AGENTS = ("ready", "started", "ended", "notice")
+_NODES_AT_MOST = 1 << 16
+
+
+def over_ssh(
+    host: str, words: Sequence[str], variables: Mapping[str, str]
+) -> tuple[list[str], bytes]:
+    """Makes the command that runs Python on another machine, in this folder.
+
+    Variables may be secrets: they go by standard input, where no other user sees them.
+
+    Args:
+        host: as ssh takes it.
+        words: arguments of this Python, which is at the same place there.
+        variables: environment besides that machine's own.
+
+    Returns:
+        The command, and the bytes that its standard input begins with.
+    """
+    # Isolated, for modules of this folder are not yet meant.
+    begin = shlex.join([sys.executable, "-I", "-c", _BEGIN, *words])
+    command = [*_SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {begin}"]
+    return command, json.dumps(dict(variables)).encode() + b"\n"
+
 
 Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"]
 
@@ -184,7 +217,8 @@ class Membership:
         machines: file of machines, ``None`` where nodes come by themselves.
         own: the node of the manager itself where it is not of the file.
         address: at which other machines reach this one, ``None`` to find out.
-        secret: that agents show.
+        secret: of the job.
+        work: what ranks of every node run, for the agents that are started here.
     """
 
     def __init__(
@@ -193,16 +227,18 @@ class Membership:
         own: Machine | None,
         address: str | None,
         secret: str,
+        work: Mapping[str, Any] | None = None,
     ) -> None:
         self._path = machines
         self._address = address
         self._secret = secret
+        self._work = work
         self._read = () if machines is None else read_machines(machines)
         self._own = own
         self._stamp = self._file_stamp()
         # Decided once: ranks and agents know the address.
         self._is_alone = machines is not None and all(one.has_loopback for one in self._read)
-        self._server: asyncio.Server | None = None
+        self._server: Listener | None = None
         self._is_closing = False
         self._asked = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -228,8 +264,13 @@ class Membership:
         Raises:
             OSError: no port can be had.
         """
-        self._server = await listen(self._attend, is_local=self.address == "127.0.0.1")
-        self.port = self._server.sockets[0].getsockname()[1]
+        allow_files(_NODES_AT_MOST)
+        if sys.version_info < (3, 12):  # where a thread would wait for each process
+            watcher = asyncio.PidfdChildWatcher()
+            watcher.attach_loop(asyncio.get_running_loop())
+            asyncio.set_child_watcher(watcher)
+        self._server = Listener(self._attend, self._secret, PURPOSE, say, host=self.address)
+        self.port = self._server.port
         for machine in self._read if self._own is None else (self._own,):
             self._start_agent(machine)
 
@@ -374,17 +415,16 @@ class Membership:
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
         """Starts the agent of a machine and sees it end."""
-        command = [sys.executable, "-m", "megatron.adaptive", "run", "--agent"]
+        words = ["-m", "megatron.adaptive", "run", "--agent"]
+        command, begin = [sys.executable, *words], b""
         environment = dict(os.environ)
         path = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{_ROOT}:{path}" if path else str(_ROOT)
         if not machine.is_local:
-            exported = [f"{n}={v}" for n, v in environment.items() if n.startswith(_EXPORTED)]
-            words = ["env", *exported, *command]
-            command = [*_SSH, machine.host, f"cd {shlex.quote(os.getcwd())} && exec "]
-            command[-1] += shlex.join(words)
+            exported = {n: v for n, v in environment.items() if n.startswith(OVER_SSH)}
+            command, begin = over_ssh(machine.host, words, exported)
         place = {"name": machine.name, "address": self.address, "port": self.port}
-        spec = {**place, "secret": self._secret, "slots": machine.slots}
+        spec = {**place, "secret": self._secret, "slots": machine.slots, "work": self._work}
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -398,12 +438,12 @@ class Membership:
             return
         node.process = process
         assert process.stdin is not None
-        process.stdin.write(json.dumps(spec).encode() + b"\n")
+        process.stdin.write(begin + json.dumps(spec).encode() + b"\n")
         process.stdin.close()
         said = ""
         if process.stderr is not None:
             async for line in process.stderr:
-                said = line.decode(errors="replace").strip() or said
+                said = printable(line.decode(errors="replace").strip()) or said
                 if node.status != "starting":
                     print(said, file=sys.stderr, flush=True)
         status = await process.wait()
@@ -422,8 +462,8 @@ class Membership:
 
     async def _attend(self, link: Connection) -> None:
         hello = await link.receive()
-        if hello is None or hello["what"] != "join" or hello.get("secret") != self._secret:
-            link.send("refused", why="does not know it: it belongs to another job")
+        if hello is None or hello["what"] != "join" or not _is_name(hello.get("name")):
+            link.send("refused", why="does not take such a node: is it of the same version?")
             await link.close()
             return
         node = self.nodes.setdefault(hello["name"], Node(name=hello["name"]))
@@ -443,6 +483,8 @@ class Membership:
                 if (answer := node.asked.get(message["number"])) is not None and not answer.done():
                     answer.set_result(message)
                 continue
+            if message["what"] not in _FROM_AGENTS:
+                continue
             node.is_ready = node.is_ready or message["what"] == "ready"
             self.events.put_nowait(Event(message["what"], node.name, message))
         for answer in node.asked.values():
@@ -452,3 +494,12 @@ class Membership:
         if node.link is link and node.status in ("present", "leaving"):
             node.status, node.why = "lost", "its connection ended without a notice"
             self.events.put_nowait(Event("lost", node.name, {}))
+
+
+def allow_files(count: int) -> None:
+    """Lets this process have so many files and connections open, as far as the system does."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY:
+        count = min(count, most)
+    if 0 <= now < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, most))

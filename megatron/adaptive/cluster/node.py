@@ -35,9 +35,11 @@ import psutil
 from megatron.adaptive.cluster.conf import LaunchConf
 from megatron.adaptive.cluster.host import ResourceSampler
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.environment import MASK, is_secret, masked, masked_text
 from megatron.adaptive.config.model import model_flags
 from megatron.adaptive.config.plan import run_flags
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.trace.files import BestEffortFile
 
 ROOT = Path(__file__).resolve().parents[3]
 _MOCK_VOCABULARY = "50303"
@@ -180,11 +182,11 @@ def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
     """Returns what ``run.json`` says: the job's latest start, its settings, every node's part."""
     record = {
         "started_unix_s": round(time.time(), 1),
-        "conf": conf.texts(),
+        "conf": {name: masked_text(text) for name, text in conf.texts().items()},
         "processes": place.processes,
         "world_size": sum(place.processes),
         "master": f"{place.master_addr}:{place.master_port}",
-        "flags": trainer_flags(conf, run_dir),
+        "flags": masked(trainer_flags(conf, run_dir)),
     }
     return json.dumps(record, indent=2) + "\n"
 
@@ -198,6 +200,9 @@ _GRACE_S = 1.0
 _ASK_S = 3.0
 _KILL_S = 5.0
 _EXIT_UNREACHED = 2
+_OUTPUTS = ("out", "err")
+_SHORTEST_SECRET = 8
+"""A shorter value, such as the 1 of a switch, is found in every other line."""
 
 
 def run_node(
@@ -235,12 +240,17 @@ def run_node(
         (run_dir / "run.json").write_text(run_record(conf, place, run_dir))
     command = in_container(conf, node_command(conf, place, run_dir), run_dir)
     environment = _environment(conf, variables)
+    hidden = tuple(
+        value.encode()
+        for name, value in environment.items()
+        if is_secret(name) and len(value) >= _SHORTEST_SECRET
+    )
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the processes too, until they handle it
-    with (run_dir / f"{name}.out").open("ab") as out, (run_dir / f"{name}.err").open("ab") as err:
-        begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
+    begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {place.node_rank} starts\n".encode()
+    files = [BestEffortFile(run_dir / f"{name}.{end}", "lines", lambda: begin) for end in _OUTPUTS]
+    with contextlib.closing(files[0]) as out, contextlib.closing(files[1]) as err:
         for file in (out, err):
-            file.write(begin)
-            file.flush()
+            file.begin()
         # A session of its own: signals reach it once, from here.
         job = subprocess.Popen(
             command,
@@ -255,8 +265,8 @@ def run_node(
         over, is_cut, stopped = threading.Event(), threading.Event(), threading.Event()
         with _signals_to(job), contextlib.closing(sampler):
             threads = [
-                _in_thread(_copy, job.stdout, out, sys.stdout if echo else None, stopped),
-                _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped),
+                _in_thread(_copy, job.stdout, out, sys.stdout if echo else None, stopped, hidden),
+                _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped, hidden),
             ]
             if reach_s is not None:
                 reach = job, place, name, reach_s, err, over, is_cut
@@ -323,7 +333,7 @@ def _end_unreached(
     place: NodePlace,
     name: str,
     limit_s: float,
-    err: IO[bytes],
+    err: BestEffortFile,
     over: threading.Event,
     is_cut: threading.Event,
 ) -> None:
@@ -350,9 +360,7 @@ def _end_unreached(
         "both nodes checks the way\n"
     )
     print(line, end="", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError):
-        err.write(line.encode())
-        err.flush()
+    err.append(line.encode())
     job.terminate()
     if not over.wait(_KILL_S):
         with contextlib.suppress(ProcessLookupError):
@@ -360,15 +368,22 @@ def _end_unreached(
 
 
 def _copy(
-    source: IO[bytes], target: IO[bytes], terminal: IO[str] | None, stopped: threading.Event
+    source: IO[bytes],
+    target: BestEffortFile,
+    terminal: IO[str] | None,
+    stopped: threading.Event,
+    hidden: Sequence[bytes],
 ) -> None:
-    """Copies lines into a file, and to the terminal if there is one; sees how the run ended."""
+    """Copies lines into a file, and to the terminal if there is one; sees how the run ended.
+
+    Secrets that a library prints, as in an address that it could not open, are hidden.
+    """
     for line in source:
+        for secret in hidden:
+            line = line.replace(secret, MASK.encode())
         if _STOPPED.match(line):
             stopped.set()
-        with contextlib.suppress(OSError):  # a full disk must not stop the run
-            target.write(line)
-            target.flush()
+        target.append(line)
         if terminal is not None:
             with contextlib.suppress(OSError):
                 terminal.write(line.decode(errors="replace"))

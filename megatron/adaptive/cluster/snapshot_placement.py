@@ -12,10 +12,8 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.checkpoint import restore_snapshots
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.job import IncarnationProgress, say
@@ -24,7 +22,7 @@ from megatron.adaptive.cluster.membership import Membership, Node
 _ANSWER_S = 20.0
 _SETTLE_S = 5.0
 _HERE = ("present", "leaving")
-_NONE: Mapping[str, Any] = {"run": "", "secret": "", "buddy": None, "settings": {}}
+_NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +73,9 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
     for at, node in enumerate(nodes):
-        others = [*nodes[at + 1 :], *nodes[:at]]
-        far = [one.name for one in others if alone or one.host != node.host]
-        found[node.name] = far[0] if far else None
+        others = (nodes[(at + step) % len(nodes)] for step in range(1, len(nodes)))
+        far = (one.name for one in others if alone or one.host != node.host)
+        found[node.name] = next(far, None)
     return found
 
 
@@ -149,7 +147,7 @@ class JobSnapshots:
             (``limit_bytes``); ``None`` for no snapshots.
         members: the nodes.
         folder: of checkpoints.
-        secret: of the job.
+        manager: name of the one that starts the ranks.
         kept: this node's name and the keeper of what it kept for the manager before.
     """
 
@@ -158,13 +156,13 @@ class JobSnapshots:
         settings: Mapping[str, Any] | None,
         members: Membership,
         folder: CheckpointFolder | PipelineFolder,
-        secret: str,
+        manager: str,
         kept: tuple[str, SnapshotKeeper] | None = None,
     ) -> None:
         self._settings = settings
         self._members = members
         self._folder = folder
-        self._secret = secret
+        self._manager = manager
         self._kept = kept
         self._last = SnapshotSource()
         self._restored = 0
@@ -180,8 +178,9 @@ class JobSnapshots:
         settings, members = self._settings, self._members
         if settings is None:
             return {}
+        taking_part = set(names)
         for name, node in members.nodes.items():
-            if node.link is not None and node.status in _HERE and name not in names:
+            if node.link is not None and node.status in _HERE and name not in taking_part:
                 # What it kept is of steps that the others do not go on from.
                 node.link.send("start", ranks=[], copies=_NONE)
         nodes = [members.nodes[name] for name in names]
@@ -195,8 +194,7 @@ class JobSnapshots:
                 address = members.address_of(one)
                 other = {"name": buddy, "address": address, "port": one.copies_port}
             found[name] = {
-                "run": f"{self._secret[:8]}-{epoch}",
-                "secret": self._secret,
+                "run": f"{self._manager}-{epoch}",
                 "buddy": other,
                 "settings": {
                     "node": name,
@@ -296,6 +294,7 @@ class JobSnapshots:
             "checkpoints": str(self._folder.path),
             "is_pipeline": isinstance(self._folder, PipelineFolder),
             "step": source.step,
+            "lease": 0 if self._folder.lease is None else self._folder.lease.number,
         }
         orders = {
             name: {
@@ -321,12 +320,10 @@ class JobSnapshots:
             rank = {
                 "key": f"restore-{self._written}/{name}",
                 "variables": {},
-                "script": str(Path(restore_snapshots.__file__).resolve()),
                 "arguments": [json.dumps(order)],
-                "folder": str(Path.cwd()),
             }
             within_s = max(0.0, until_s - time.monotonic())
-            answer = await self._members.ask(name, "start", within_s, ranks=[rank])
+            answer = await self._members.ask(name, "start", within_s, ranks=[rank], is_restore=True)
             return int(answer["status"])
 
         statuses = await asyncio.gather(*(run(*order) for order in orders.items()))

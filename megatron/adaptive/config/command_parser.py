@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["CommandParser", "count", "last_value"]
+__all__ = ["CommandParser", "count", "last_value", "number"]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -55,11 +56,34 @@ class CommandParser(argparse.ArgumentParser):
         return options
 
 
-def count(word: str) -> int:
-    """Reads a whole number from 1 on; the ``type`` of an option."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
-    return int(word)
+def number(
+    kind: type[int] | type[float], least: float, most: float, what: str = ""
+) -> Callable[[str], Any]:
+    """Returns the ``type`` of an option that takes a number within limits.
+
+    Args:
+        kind: of number.
+        least: smallest value.
+        most: largest value.
+        what: what it is, for the message; by default a number of this kind.
+    """
+    form = ",d" if kind is int else "g"
+    what = what or ("whole number" if kind is int else "number")
+    what += f" from {kind(least):{form}} to {kind(most):{form}}"
+
+    def read(word: str) -> float:
+        with contextlib.suppress(ValueError):
+            if len(word) <= _LONGEST and least <= (value := kind(word)) <= most:
+                return value
+        shown = word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."
+        raise argparse.ArgumentTypeError(f"{shown!r} is not a {what}")
+
+    return read
+
+
+_LONGEST = 40
+count = number(int, 1, 1_000_000)
+"""The ``type`` of an option that takes a whole number from 1 on."""
 
 
 def last_value(words: Sequence[str], flag: str) -> str | None:

@@ -1,7 +1,11 @@
-"""Reads environment variables and finds installed packages.
+"""Reads environment variables, lists those that other nodes get, and finds installed packages.
 
 The one place that reads environment variables. Everybody else is given an :class:`Environment`. A
 script of the user's, which has flags of its own, is given a :class:`JobOrder` in one of them.
+
+Values of secrets (:func:`is_secret`) reach processes through their environment alone: over ssh by
+standard input, on Slurm by the environment that ``sbatch`` takes along. Files, pages, logs and
+command lines hold a mark in their place.
 """
 
 from __future__ import annotations
@@ -9,13 +13,85 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["EXIT_MEASURED", "Environment", "Installed", "JOB_VARIABLE", "JobOrder"]
+__all__ = [
+    "EXIT_MEASURED",
+    "Environment",
+    "FROM_CONF",
+    "Installed",
+    "JOB_VARIABLE",
+    "JobOrder",
+    "MASK",
+    "OVER_SSH",
+    "is_secret",
+    "job_secret",
+    "masked",
+    "masked_text",
+]
+
+_EVERYWHERE = (
+    *("NCCL_", "GLOO_", "UCX_", "OMP_", "MKL_", "HF_", "TIKTOKEN_", "TORCH_", "TORCHELASTIC_"),
+    *("PYTORCH_", "NVTE_", "TRITON_", "MEGATRON_ADAPTIVE_", "PYTHONUNBUFFERED"),
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+)
+FROM_CONF = (*_EVERYWHERE, "CUDA_", "LD_LIBRARY_")
+"""Beginnings of variables of ``conf.sh`` that all processes get: by the master's answer to workers,
+by Slurm's settings file; secrets not so, see :mod:`megatron.adaptive.config.environment`."""
+OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
+"""Beginnings of variables of the manager of ``run`` that its agents on other machines get."""
+
+MASK = "***"
+_SECRET = {
+    *("TOKEN", "SECRET", "SECRETS", "KEY", "APIKEY", "PASSWORD", "PASSWD", "PASSPHRASE"),
+    *("CREDENTIAL", "CREDENTIALS"),
+}
+_WORDS = re.compile(r"[^A-Z0-9]+")
+_USER_INFO = re.compile(r"(?<=://)[^/\s@]*(?=@)")
+_SETTING = re.compile(r"(?<![\w-])(--?)?([A-Za-z_][\w-]*)=([^\s,;]+)")
+
+
+def is_secret(name: str) -> bool:
+    """Returns whether a variable's value is hidden: a word of its name is of a secret's."""
+    return not _SECRET.isdisjoint(_WORDS.split(name.upper()))
+
+
+def _is_secret_flag(name: str) -> bool:
+    # By its last word: --linear-key-head-dim is none.
+    return name.startswith("-") and is_secret(name.rpartition("-")[2])
+
+
+def masked(words: Sequence[str]) -> list[str]:
+    """Hides secrets in a command line: values of flags and variables, users in addresses."""
+    found = []
+    for before, word in zip(("", *words), words, strict=False):
+        hides = _is_secret_flag(before) and "=" not in before and not word.startswith("--")
+        found.append(MASK if hides else _SETTING.sub(_mask, _USER_INFO.sub(MASK, word)))
+    return found
+
+
+def _mask(match: re.Match[str]) -> str:
+    dashes, name = match[1] or "", match[2]
+    hides = _is_secret_flag(f"-{name}") if dashes else is_secret(name)
+    return f"{dashes}{name}={MASK}" if hides else match[0]
+
+
+def masked_text(text: str) -> str:
+    """Returns a command line in one text with its secrets hidden, the same where there are none."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = text.split()
+    hidden = masked(words)
+    return text if hidden == words else shlex.join(hidden)
+
 
 _LAUNCHER = "start the program with torchrun or unset the variable"
 
@@ -44,6 +120,8 @@ class Environment:
         copies: how copies of the state are to be kept in memory, as ``run`` orders its ranks
             (``MEGATRON_ADAPTIVE_COPIES``), ``None`` for not at all.
         node: name of this node in a job of ``run`` (``MEGATRON_ADAPTIVE_NODE``), ``None`` outside.
+        lease: number of the claim of ``run`` to the folder of checkpoints
+            (``MEGATRON_ADAPTIVE_LEASE``), ``None`` outside.
         job: order of ``run`` to a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), see :class:`JobOrder`; ``None`` without it.
     """
@@ -64,6 +142,7 @@ class Environment:
     has_agent_store: bool = False
     copies: str | None = None
     node: str | None = None
+    lease: int | None = None
     job: str | None = None
 
     @classmethod
@@ -127,6 +206,7 @@ class Environment:
             has_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=text("MEGATRON_ADAPTIVE_COPIES"),
             node=text("MEGATRON_ADAPTIVE_NODE"),
+            lease=number("MEGATRON_ADAPTIVE_LEASE", None, 1),
             job=text("MEGATRON_ADAPTIVE_JOB"),
         )
 
@@ -161,6 +241,39 @@ def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
             f"environment variable {name} is {value}: it must be {limit}; {_LAUNCHER}"
         )
     return value
+
+
+SECRET_VARIABLE = "MEGATRON_ADAPTIVE_SECRET"
+SECRET_FILE_VARIABLE = "MEGATRON_ADAPTIVE_SECRET_FILE"
+_LEAST_SECRET = 16
+
+
+def job_secret() -> str | None:
+    """Returns the job's secret where the user gave one, and keeps it from processes started later.
+
+    Raises:
+        ConfigError: it is too short, or its file cannot be read, or others can read it.
+    """
+    secret = os.environ.pop(SECRET_VARIABLE, "").strip()
+    path, where = os.environ.get(SECRET_FILE_VARIABLE, "").strip(), SECRET_VARIABLE
+    if path and not secret:
+        where = f"{SECRET_FILE_VARIABLE}={path}"
+        try:
+            with open(path, encoding="utf-8") as file:
+                if os.fstat(file.fileno()).st_mode & 0o007:
+                    raise ConfigError(f"{where}: every user can read it; chmod 600 it")
+                secret = file.read(1 << 16).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise ConfigError(f"{where}: {reason}; name a file with the job's secret") from None
+    elif not secret:
+        return None
+    if len(secret) < _LEAST_SECRET:
+        raise ConfigError(
+            f"{where}: the secret is too short; make one with openssl rand -hex 32, for all nodes"
+            " the same"
+        )
+    return secret
 
 
 JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"
@@ -207,7 +320,7 @@ class JobOrder:
             ConfigError: it was not written by this program.
         """
         try:
-            values = json.loads(text)
+            values = parse_json(text)
         except ValueError:
             values = None
         names = {one.name for one in fields(cls)}

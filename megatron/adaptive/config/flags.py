@@ -65,7 +65,7 @@ Count = Annotated[int, Limits(minimum=1)]
 Natural = Annotated[int, Limits(minimum=0)]
 Iterations = Annotated[int, Limits(minimum=1, unit="ITERATIONS")]
 Samples = Annotated[int, Limits(minimum=1, unit="SAMPLES")]
-Layers = Annotated[int, Limits(minimum=1, unit="LAYERS")]
+Layers = Annotated[int, Limits(minimum=1, maximum=100_000, unit="LAYERS")]
 Ranks = Annotated[int, Limits(minimum=1, unit="RANKS")]
 Positive = Annotated[float, Limits(above=0)]
 NonNegative = Annotated[float, Limits(minimum=0)]
@@ -310,4 +310,6 @@ def _convert_base(base: type, word: str) -> Any:
         raise ValueError(f"{word!r} is not a {kind}") from None
     if not math.isfinite(number):
         raise ValueError(f"{word!r} is not a finite number")
+    if base is int and abs(number) >= 1 << 63:
+        raise ValueError(f"{word[:24]!r} has more than 64 bits")
     return number

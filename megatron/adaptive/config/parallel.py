@@ -185,6 +185,12 @@ class TransportConfig:
     transport_crc: bool = switch(
         "Check every message of shm, rdma and tcp against a checksum; costs time."
     )
+    transport_silence_s: Annotated[float, Limits(minimum=1, maximum=24 * 3600)] = flag(
+        "A rank from which nothing, not even a heartbeat, came for so long is lost; one that was "
+        "stopped for less goes on.",
+        60.0,
+        unit="SECONDS",
+    )
     transport_gpu: str = flag(
         "How shm carries tensors of GPUs: from memory to memory where both ends reach each other's "
         "(CUDA IPC), else through pinned memory of the host (auto), or always through that.",

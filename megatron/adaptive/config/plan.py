@@ -7,12 +7,12 @@ its own flags; both mean the same run.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.flags import FieldSpec
+from megatron.adaptive.config.outside import read_json
 from megatron.adaptive.errors import ConfigError
 
 __all__ = [
@@ -107,11 +107,9 @@ def load_plan(path: Path, setting: str = _SETTING) -> Any:
         ConfigError: the file is missing or no JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{setting}{path}: {error.strerror}; name a plan file") from error
-    except ValueError as error:
-        raise ConfigError(f"{setting}{path}: no JSON ({error}); see docs/plan.md") from error
+        return read_json(path, "name a plan file, see docs/plan.md")
+    except ConfigError as error:
+        raise ConfigError(f"{setting}{error}") from None
 
 
 def read_plan(path: Path) -> dict[str, str]:

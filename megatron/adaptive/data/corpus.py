@@ -27,6 +27,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.data.indexed import INDEX_CACHE
 from megatron.adaptive.data.preprocess import PreprocessSpec, Progress, preprocess
 from megatron.adaptive.data.tokenizer import END_OF_DOCUMENT
@@ -235,7 +236,7 @@ def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
         DataError: it holds one of a newer format.
     """
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((folder / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] > _FORMAT:
             raise DataError(
                 f"{folder / _MANIFEST} has format {manifest['format']}, but this program reads"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import glob
 import itertools
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -37,6 +36,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
@@ -250,8 +250,8 @@ class _Encoder:
 
     def _parse(self, line: bytes, where: str) -> list[str]:
         try:
-            document = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            document = parse_json(line, strict=False)
+        except ValueError as error:
             raise DataError(
                 f"{where}: is not JSON ({error}); each line must be one JSON object"
             ) from None

@@ -12,7 +12,6 @@ download; its ``NullTokenizer`` would do, but its identity leaves out the vocabu
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -196,7 +196,7 @@ def _read_text(path: Path, flag: str) -> str:
 
 def _parse_vocab(text: str, path: str | Path) -> dict[str, int]:
     try:
-        vocab = json.loads(text)
+        vocab = parse_json(text)
     except ValueError as error:
         raise DataError(
             f"{path}: is not JSON ({error}); --vocab-file must be a GPT-2 vocab.json"

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.engine.lease import Lease
 from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.handshake import bind
 
 T = TypeVar("T")
+
+
+def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
+    """Returns the store in which the ranks of a launcher meet. Collective over all ranks.
+
+    Where rank 0 serves it, it listens at ``MASTER_ADDR`` alone, if that is an address of its own
+    machine: torch itself would listen at all of them, and asks nobody who they are.
+
+    Args:
+        environment: of this rank.
+        timeout: limit of waits for other ranks.
+    """
+    address, port = environment.master_addr, environment.master_port
+    if environment.rank == 0 and not environment.has_agent_store and port is not None:
+        with contextlib.suppress(OSError):  # the usual way says what is wrong with the port
+            return dist.TCPStore(
+                address,
+                port,
+                environment.world_size,
+                is_master=True,
+                timeout=timeout,
+                multi_tenant=True,
+                master_listen_fd=bind(address, port).detach(),
+            )
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +60,7 @@ class Job:
         owns_process_group: torch's default process group was made for this job and ends with it.
         groups_before: process groups that were there before the job.
         groups: those that end with :meth:`close`; all that came since while it is empty.
+        leases: rights to write folders of checkpoints, by path; they end with the job.
     """
 
     environment: Environment
@@ -40,6 +71,7 @@ class Job:
     owns_process_group: bool = True
     groups_before: tuple[Any, ...] = ()
     groups: list[Any] = field(default_factory=list)
+    leases: dict[Path, Lease] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -85,8 +117,14 @@ class Job:
         """Takes the process groups that are there as the job's: later ones are the user's."""
         self.groups[:] = [group for group in process_groups() if group not in self.groups_before]
 
+    def end_leases(self) -> None:
+        """Lets other jobs write where this one has saved; idempotent."""
+        for lease in self.leases.values():
+            lease.end()
+
     def close(self) -> None:
         """Ends the job, or its process groups where it was joined. Collective over all ranks."""
+        self.end_leases()
         if self.owns_process_group:
             dist.destroy_process_group()
             return

@@ -10,53 +10,26 @@ log reports::
     {"slow_rank": 2, "times": 1, "factor": 1.5, "cost_fraction": 0.2, "pace_ns": [...], ...}
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
-A number that is not finite is ``null``. While the disk is full lines are missing, and one may be
-cut short; the next whole one begins a line of its own. A manager that goes on with other processes
-puts ``over`` beside it: those that wrote here save no checkpoint any more.
+A number that is not finite is ``null``. While the disk is full lines are missing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.progress import PROGRESS_NAME
 
 COMPLETE = "all iterations are done"
 """Reason of a training's end that did all that it was to do."""
 
 PERIOD_S = 0.5
-_OVER = "over"
 
 Value = float | int | str | list[float] | None
-
-
-def mark_over(folder: Path) -> None:
-    """Let the processes that write here save nothing more, as far as the file system lets us."""
-    with contextlib.suppress(OSError):
-        (folder / _OVER).touch()
-
-
-def is_over(folder: str | None) -> bool:
-    """Whether the job goes on without the processes that write to a folder of progress."""
-    return folder is not None and (Path(folder) / _OVER).exists()
-
-
-def require_current(folder: str | None) -> None:
-    """Keep ranks that stood still from writing over what the job did without them.
-
-    Raises:
-        CheckpointError: the job has gone on.
-    """
-    if is_over(folder):
-        raise CheckpointError("the job has gone on without these ranks, which end now")
 
 
 def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = False) -> str:
@@ -80,19 +53,17 @@ class ProgressFile:
     """
 
     def __init__(self, folder: str | None) -> None:
-        self._path = Path(folder or "") / PROGRESS_NAME
         self._due_s = 0.0
         self._pending: Mapping[str, Value] | None = None
-        self._file: int | None = None
-        self._is_failing = self._is_torn = False
+        self._start = b""
+        self._file: BestEffortFile | None = None
         if folder is None:
             return
+        path = Path(folder) / PROGRESS_NAME
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._file = os.open(self._path, flags, 0o644)
+            self._file = BestEffortFile(path, "lines", lambda: self._start)
         except OSError as error:
-            self._warn(error)
+            Outage(path, "lines").begins(error)
 
     def begins(self, start_iteration: int, total_iterations: int, **more: Value) -> None:
         """Write how many iterations were done before, and how many the whole training has.
@@ -102,9 +73,10 @@ class ProgressFile:
             total_iterations: of the whole training.
             more: parallel sizes; ``moved`` where ranks that train already write here from now on.
         """
-        self._write(
-            {"total_iterations": total_iterations, "start_iteration": start_iteration, **more}
-        )
+        sizes = {"total_iterations": total_iterations, "start_iteration": start_iteration}
+        self._start = _line({**sizes, **more})
+        if self._file is not None:
+            self._file.begin()
 
     def iteration(self, iteration: int, values: Mapping[str, Value], *, is_logged: bool) -> None:
         """Report an iteration, unless another was reported just now.
@@ -135,7 +107,7 @@ class ProgressFile:
         self._flush()
         file, self._file = self._file, None
         if file is not None:
-            os.close(file)
+            file.close()
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, None
@@ -143,27 +115,13 @@ class ProgressFile:
             self._write(pending)
 
     def _write(self, values: Mapping[str, Value]) -> None:
-        if self._file is None:
-            return
-        sound = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
-        try:
-            line = json.dumps({**sound, "unix_ns": time.time_ns()}) + "\n"
-            data = ("\n" if self._is_torn else "").encode() + line.encode()
-            written = os.write(self._file, data)
-            self._is_torn = 0 < written < len(data) or (self._is_torn and not written)
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                self._warn(error)
-            self._is_failing = True
+        if self._file is not None:
+            self._file.append(_line(values))
 
-    def _warn(self, error: OSError) -> None:
-        print(
-            f"warning: cannot write {self._path}: {error.strerror or error}; training goes on, "
-            "who looks on does not see how far it is",
-            file=sys.stderr,
-            flush=True,
-        )
+
+def _line(values: Mapping[str, Value]) -> bytes:
+    sound = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    return (json.dumps({**sound, "unix_ns": time.time_ns()}) + "\n").encode()

@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, actions_of
-from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.files import Outage, replaced
 from megatron.adaptive.trace.read import describe_numbers
 
 _FORMAT = "megatron-adaptive schedule"
@@ -129,7 +130,7 @@ class ScheduleRecord:
             ConfigError: there is none, it is damaged or of a newer version.
         """
         try:
-            content = json.loads(Path(path).read_bytes())
+            content = parse_json(Path(path).read_bytes())
         except OSError as error:
             raise ConfigError(
                 f"cannot read the schedule {path}: {error.strerror}; name a file that "
@@ -232,6 +233,7 @@ class Recording:
         self._shape = shape
         self._pp_rank = pp_rank
         self._pending: dict[int, Codes] = {}
+        self._outage = Outage(path, "writes, all of which is in this one")
         self._record = ScheduleRecord(shape)
         if is_writer and after_step and self._path.exists():
             self._record = ScheduleRecord.load(path)
@@ -244,13 +246,10 @@ class Recording:
             self._pending[step] = tuple(codes)
 
     def write(self, group: Any) -> None:
-        """Gather what is new and write the file. Collective over ``group``.
+        """Gather what is new and write the file, if it can be. Collective over ``group``.
 
         Args:
             group: a gloo group that holds the recording ranks and maybe others, such as all ranks.
-
-        Raises:
-            TraceError: the first rank cannot write the file.
         """
         import torch.distributed as dist  # reading a record needs no torch
 
@@ -265,7 +264,11 @@ class Recording:
             assert sorted(by_rank) == list(range(self._shape.ranks)), sorted(by_rank)
             for step in by_rank[0]:
                 self._record.add(step, [by_rank[rank][step] for rank in range(self._shape.ranks)])
-            self._record.save(self._path)
+            try:
+                self._record.save(self._path)
+                self._outage.ends()
+            except TraceError as error:
+                self._outage.begins(error)
 
 
 class Replay:

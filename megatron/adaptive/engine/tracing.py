@@ -82,11 +82,7 @@ class Tracing:
             self.recorder.watch(now)
 
     def begin_iteration(self, iteration: int, num_microbatches: int, *, is_traced: bool) -> None:
-        """Begin an iteration.
-
-        Raises:
-            TraceError: the trace could not be written.
-        """
+        """Begin an iteration."""
         self._present = None
         self._place = (iteration, num_microbatches)
         if self.recorder is None or not is_traced:
@@ -97,11 +93,7 @@ class Tracing:
             self._present = (iteration, num_microbatches)
 
     def end_iteration(self) -> None:
-        """End the iteration; what comes before the next one still counts to it.
-
-        Raises:
-            TraceError: the trace could not be written.
-        """
+        """End the iteration; what comes before the next one still counts to it."""
         if self.recorder is None:
             return
         if self.recorder.is_recording:
@@ -158,11 +150,7 @@ class Tracing:
             self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
 
     def close(self) -> None:
-        """Write everything that is left; idempotent.
-
-        Raises:
-            TraceError: the trace could not be written.
-        """
+        """Write everything that is left; idempotent."""
         if self.recorder is None:
             return
         for *_, end in self._unresolved[-1:]:

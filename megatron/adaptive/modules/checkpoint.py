@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import PipelineFolder, make_pipeline_manifest
-from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, require_seen
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece, TakenState
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
@@ -73,7 +73,6 @@ class Checkpointer:
         is_behind: bool = False,
         keep: int | None = None,
         state: Mapping[str, Any],
-        progress_dir: str | None = None,
     ) -> Path | None:
         """Write a checkpoint; returns its folder, ``None`` while it is written behind training.
 
@@ -83,7 +82,6 @@ class Checkpointer:
             is_behind: let training go on meanwhile.
             keep: complete ones that stay, all where ``None``.
             state: the user's objects, by name.
-            progress_dir: folder of the run's progress file.
 
         Raises:
             CheckpointError: it could not be written.
@@ -94,28 +92,36 @@ class Checkpointer:
             step=int(head["step"]),
             take=lambda: self._take(head, state),
             keep=keep,
-            progress_dir=progress_dir,
             remedy=_REMEDY,
         )
         return (self.saver.save_behind if is_behind else self.saver.save)(request)
 
-    def use_local_disks(
-        self, base: str | Path, folder: str | Path, keep: int | None, progress_dir: str | None
-    ) -> LocalDisk:
+    def hold(self, folder: str | Path, *, has_local: bool) -> None:
+        """Let this job alone write to a folder of checkpoints.
+
+        Args:
+            folder: that is seen by all nodes.
+            has_local: checkpoints go to the nodes' own disks first: it may be there later.
+
+        Raises:
+            CheckpointError: another job writes there, or it cannot be written.
+        """
+        shared = PipelineFolder(folder)
+        hold(shared, self._mesh, self._ranks, _REMEDY, has_local=has_local)
+
+    def use_local_disks(self, base: str | Path, folder: str | Path, keep: int | None) -> LocalDisk:
         """Write checkpoints to the nodes' own disks first; finish what was on its way from there.
 
         Args:
             base: the folder on each of them.
             folder: of checkpoints, in shared storage; only those for it go to the disks first.
             keep: complete ones that stay in either, all in shared storage where ``None``.
-            progress_dir: folder of the run's progress file.
         """
         settings = LocalSettings(
             base=Path(base),
             option=f"local_folder {base}",
             patience="timeout_s of Pipeline",
             keep=keep,
-            progress_dir=progress_dir,
         )
         shared = PipelineFolder(folder)
         local = self.saver.local = LocalDisk(self._mesh, shared, settings)

@@ -54,7 +54,8 @@ class Loop:
             diagnose_interval: the user's, see :meth:`Pipeline.loop`.
 
     Raises:
-        CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
+        CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size;
+            another job saves into the folder.
         ConfigError: a setting is not a valid whole number.
     """
 
@@ -230,10 +231,11 @@ class Loop:
                     " nodes share"
                 )
             return None
+        self._pipeline._checkpointer.hold(self._folder, has_local=local_folder is not None)
         local = None
         if local_folder is not None:
             local = self._pipeline._checkpointer.use_local_disks(
-                local_folder, self._folder, self._keep, self._progress_folder
+                local_folder, self._folder, self._keep
             )
         newest = PipelineFolder(self._folder).latest() if self._is_first else None
         newest = self._mesh.from_first(newest)
@@ -304,7 +306,6 @@ class Loop:
             self._pipeline._head(self._extra()),
             keep=self._keep,
             state=self._state,
-            progress_dir=self._progress_folder,
             is_behind=is_behind,
         )
         self._saved_at, self._waited_s = self._pipeline.steps, time.perf_counter() - begin_s

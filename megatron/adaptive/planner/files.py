@@ -5,18 +5,18 @@ A key given twice is an error in all three forms. Quantities carry their unit in
 
 Files are checked by the forms in ``data/forms.yaml``, which use a part of JSON Schema (2020-12):
 ``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties``, ``items``,
-``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``exclusiveMinimum``, ``pattern`` and
-``oneOf`` over the keys of an object. An error names the rule that is broken in one line, with the
-nearest key where one is misspelt.
+``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``,
+``pattern`` and ``oneOf`` over the keys of an object. An error names the rule that is broken in one
+line, with the nearest key where one is misspelt.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import json
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Mapping
 from importlib import resources
@@ -30,6 +30,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from megatron.adaptive.config.outside import MAX_LEVELS, read_json, read_text
 from megatron.adaptive.errors import ConfigError
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -95,14 +96,11 @@ def read_file(path: Path, what: str) -> Any:
     Raises:
         ConfigError: the file cannot be read or breaks its form.
     """
+    hint = f"name a {what} file"
+    if path.suffix.lower() == ".json":
+        return read_json(path, hint)
+    text = read_text(path, hint)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigError(f"{path}: {why}; name a {what} file") from error
-    try:
-        if path.suffix.lower() == ".json":
-            return json.loads(text, object_pairs_hook=_once)
         if path.suffix.lower() == ".toml":
             return tomllib.loads(text)
         return yaml.load(text, Loader=_OnceLoader)
@@ -111,22 +109,20 @@ def read_file(path: Path, what: str) -> Any:
     except yaml.MarkedYAMLError as error:
         place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ConfigError(f"{path}: {place}no YAML: {error.problem}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deeply; {hint}") from None
     except (ValueError, yaml.YAMLError) as error:
-        form = {".json": "JSON", ".toml": "TOML"}.get(path.suffix.lower(), "YAML")
+        form = "TOML" if path.suffix.lower() == ".toml" else "YAML"
         raise ConfigError(f"{path}: no {form}: {str(error).splitlines()[0]}") from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a JSON object whose keys differ."""
-    found = dict(pairs)
-    for key in found:
-        if sum(key == other for other, _ in pairs) > 1:
-            raise ConfigError(f"{key!r} is given twice in one object; keep one")
-    return found
-
-
 class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses equal keys, of which YAML itself lets the later win."""
+    """Refuses equal keys, of which YAML itself lets the later win, and nesting without end."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MAX_LEVELS:
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -180,7 +176,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+        shown = reprlib.repr(value)  # of YAML, which may hold one list a million times
         raise ConfigError(f"{where}: {path or 'the file'} is {shown}: it must be {rule}{about}")
     if isinstance(value, list):
         return _check_list(value, schema, where, path)
@@ -208,6 +204,8 @@ def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
         return "a finite number"
     if "minimum" in schema and value < schema["minimum"]:
         return f"at least {schema['minimum']}"
+    if "maximum" in schema and value > schema["maximum"]:
+        return f"at most {schema['maximum']:,}"
     if "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
         return f"above {schema['exclusiveMinimum']}"
     return ""

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.model import Model, Precision
 from megatron.adaptive.planner.model_file import listed_model
@@ -138,7 +139,7 @@ class MeasuredModule:
             ConfigError: it is damaged, or of a later version.
         """
         try:
-            read = json.loads(path.read_text(encoding="utf-8"))
+            read = parse_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

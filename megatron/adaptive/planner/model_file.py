@@ -8,7 +8,6 @@ is ``model`` in ``data/forms.yaml``; ``docs/planner.md`` describes it.
 from __future__ import annotations
 
 import difflib
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from megatron.adaptive.config.arguments import only_groups, parse
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import PrecisionConfig
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import check_form, read_file
@@ -158,7 +158,7 @@ def arguments_model(
 def _vocabulary(words: Sequence[str]) -> int:
     """Returns the entries of the vocabulary file that arguments name, else GPT-2's number."""
     try:
-        return len(json.loads(Path(words[-1].partition("=")[2] or words[-1]).read_text()))
+        return len(parse_json(Path(words[-1].partition("=")[2] or words[-1]).read_text()))
     except (IndexError, OSError, ValueError, TypeError):
         return _VOCABULARY["gpt"]
 

@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.outside import read_json, read_text
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
 from megatron.adaptive.planner.files import check_form, read_file
@@ -297,17 +298,10 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 
 def _rows(path: Path) -> list[Mapping[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigError(f"{path}: {why}; name a file of measurements per cut point") from error
+    hint = "name a file of measurements per cut point"
     if path.suffix.lower() != ".json":
-        return list(csv.DictReader(io.StringIO(text)))
-    try:
-        rows = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: no JSON: {error}") from error
+        return list(csv.DictReader(io.StringIO(read_text(path, hint))))
+    rows = read_json(path, hint)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path}: it must be a list of objects, one for each measurement")
     return rows

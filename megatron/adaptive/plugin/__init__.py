@@ -39,6 +39,7 @@ def install(
     weight_pieces: int = 4,
     trace_dir: str | os.PathLike[str] | None = None,
     transport: str = "auto",
+    transport_silence_s: float = 60.0,
     timeout_s: float = 600.0,
 ) -> None:
     """Let Megatron-LM run its pipeline steps on the engine of this package.
@@ -61,6 +62,8 @@ def install(
         trace_dir: folder for a trace of every rank; none is written where ``None``.
         transport: what connects neighbouring ranks of the pipeline: ``shm``, ``rdma``, ``tcp``,
             ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
+        transport_silence_s: a rank from which nothing, not even a heartbeat, came for so long is
+            lost.
         timeout_s: limit of every wait for a message of the pipeline.
 
     Raises:
@@ -75,6 +78,7 @@ def install(
         weight_pieces=weight_pieces,
         trace_dir=None if trace_dir is None else os.fspath(trace_dir),
         transport=transport,
+        transport_silence_s=transport_silence_s,
         timeout_s=timeout_s,
     )
     # Each import needs what is done before it: megatron-core must find its device, and the engine

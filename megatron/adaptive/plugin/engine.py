@@ -184,7 +184,10 @@ class Engine:
             payload_dtype=torch.float32 if dtype is None else dtype,
             timeout_s=self._settings.timeout_s,
             recorder=None if self._trace is None else self._trace.tracing.recorder,
-            transport=TransportConfig(transport=self._settings.transport),
+            transport=TransportConfig(
+                transport=self._settings.transport,
+                transport_silence_s=self._settings.transport_silence_s,
+            ),
             in_flight=self._orders(config).inputs_in_flight(num_microbatches),
         )
         if self._trace is not None:

@@ -57,6 +57,7 @@ class Settings:
     weight_pieces: int = 4
     trace_dir: str | None = None
     transport: str = AUTO
+    transport_silence_s: float = TransportConfig.transport_silence_s
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -88,6 +89,10 @@ class Settings:
                 f"transport {self.transport} is unknown: choose one of {AUTO}, "
                 f"{', '.join(TRANSPORTS)}"
             )
+        try:
+            _flags()["transport_silence_s"].limits.check(self.transport_silence_s)
+        except ValueError as error:
+            raise ConfigError(f"transport silence: {error}") from None
         if self.weight_pieces < 1:
             raise ConfigError(f"weight pieces {self.weight_pieces}: give 1 or more")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):

@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
@@ -106,8 +107,8 @@ def save(schedule: Schedule, path: Path) -> None:
 
 def _from_json(text: str, name: str) -> Schedule:
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text, once=True)
+    except ValueError as error:
         raise ScheduleError(f"it is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ScheduleError("it must hold one object, {...}")

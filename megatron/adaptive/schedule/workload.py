@@ -19,7 +19,6 @@ Times are seconds of one microbatch, one entry per stage in pipeline order; ever
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.outside import read_json
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.placement import Placement
 
@@ -272,10 +272,7 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
     Raises:
         ScheduleError: the file cannot be read, or a value is missing, unknown or not a time.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ScheduleError(f"profile {path} cannot be read: {error}") from error
+    data = read_json(path, "name a profile, see docs/schedules.md", ScheduleError)
     try:
         return _parse(data, num_stages)
     except ScheduleError as error:

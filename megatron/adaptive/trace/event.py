@@ -197,6 +197,21 @@ class ClockSamples:
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """Iterations that are missing in a file, because its disk took nothing.
+
+    Attributes:
+        first: the first of them.
+        last: the last of them.
+        count: how many were recorded and are lost.
+    """
+
+    first: int
+    last: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """One thing a rank did, from start to end; the columns of a row with names for numbers.
 

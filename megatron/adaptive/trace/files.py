@@ -1,14 +1,247 @@
-"""Writing a result whole or not at all."""
+"""Writes results whole or not at all, and what a run can do without as far as the disk lets it.
+
+A run has files that it does not depend on: traces, curves, progress, logs. Where one of them cannot
+be written an :class:`Outage` says so, what comes is dropped, and the run goes on.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
+import stat
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron.adaptive.errors import TraceError
+
+PASSING = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
+)
+"""Errors of a disk that worked before and may work again: nobody chose a wrong folder."""
+
+
+_ROOM_BYTES = 1 << 16
+
+
+def _has_room(file: int) -> bool:
+    """Returns whether the disk of a file has more room than what other files just gave back."""
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        return True
+    disk = os.fstatvfs(file)
+    return disk.f_blocks == 0 or disk.f_bavail * disk.f_frsize >= _ROOM_BYTES
+
+
+class Outage:
+    """Says once that something cannot be written, and once what was lost when it can be again.
+
+    Args:
+        what: what is written, such as a path.
+        unit: what is counted, in the plural.
+
+    Attributes:
+        lost: how much was lost since it could be written last.
+    """
+
+    def __init__(self, what: str | os.PathLike[str], unit: str) -> None:
+        self._what = os.fspath(what)
+        self._unit = unit
+        self._is_out = False
+        self.lost = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it cannot be written now."""
+        return self._is_out
+
+    def begins(self, error: Exception | str, count: int = 1) -> None:
+        """Counts what is lost, and says why where it is the first."""
+        self.lost += count
+        if not self._is_out:
+            self._is_out = True
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            self._say(f"warning: cannot write {self._what}: {reason}; the run goes on without it")
+
+    def ends(self) -> None:
+        """Says how much was lost, if something was."""
+        if self._is_out:
+            self._is_out = False
+            self._say(f"note: {self._what} can be written again; lost: {self.lost} {self._unit}")
+        self.lost = 0
+
+    @staticmethod
+    def _say(line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+
+
+class BestEffortFile:
+    """Appends to a file that nothing depends on; what cannot be written is dropped.
+
+    A file that was removed, with or without its folder, is begun anew. Its size never ends within a
+    piece: one that was written in part is taken back. One process writes; any thread may.
+
+    Args:
+        path: the file; folders are made if they are missing.
+        unit: what is counted, in the plural.
+        head: returns what stands before the first piece of each opening.
+
+    Raises:
+        OSError: it cannot be opened, and that is no passing state of the disk.
+    """
+
+    def __init__(self, path: Path, unit: str, head: Callable[[], bytes] = lambda: b"") -> None:
+        self._path = path
+        self._head = head
+        self._outage = Outage(path, unit)
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._end = 0
+        self._has_head = self._is_torn = False
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            self._outage.begins(error, 0)
+
+    @property
+    def lost(self) -> int:
+        """Returns what was lost since something was written last."""
+        return self._outage.lost
+
+    def append(self, data: bytes, count: int = 1) -> bool:
+        """Writes a piece, or nothing of it.
+
+        Args:
+            data: the piece.
+            count: of what is lost with it.
+
+        Returns:
+            Whether it was written.
+        """
+        with self._lock:
+            try:
+                if self._file is None or os.fstat(self._file).st_nlink == 0:
+                    self.close()
+                    self._open()
+                if not self._has_head:
+                    data = self._head() + data
+                file = self._file
+                assert file is not None
+                if self._outage.is_on and not _has_room(file):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._write(file, data)
+            except OSError as error:
+                self._outage.begins(error, count)
+                return False
+            self._has_head = True
+            self._outage.ends()
+            return True
+
+    def begin(self) -> None:
+        """Writes a new head, now or before the next piece."""
+        self._has_head = False
+        self.append(b"", 0)
+
+    def close(self) -> None:
+        """Closes the file; idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # NFS says here what it could not write
+                os.close(file)
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(self._path, flags, 0o644)
+        self._has_head = self._is_torn = False
+
+    def _write(self, file: int, data: bytes) -> None:
+        if self._is_torn:
+            os.ftruncate(file, self._end)
+            self._is_torn = False
+        self._end = os.fstat(file).st_size
+        try:
+            while data:
+                data = data[os.write(file, data) :]
+        except OSError:
+            self._is_torn = True
+            with contextlib.suppress(OSError):  # else before the next piece
+                os.ftruncate(file, self._end)
+                self._is_torn = False
+            raise
+
+
+class _LossyOutput(io.RawIOBase):
+    """Standard output or standard error that takes everything, and loses what it cannot write.
+
+    Args:
+        stream: the one it stands for.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._fd: int = stream.fileno()
+        self._name = stream.name.strip("<>")
+        self._lost = 0
+
+    def fileno(self) -> int:
+        """Implements :class:`io.RawIOBase`."""
+        return self._fd
+
+    def isatty(self) -> bool:
+        """Implements :class:`io.RawIOBase`."""
+        return os.isatty(self._fd)
+
+    def writable(self) -> bool:
+        """Implements :class:`io.RawIOBase`."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Implements :class:`io.RawIOBase`; what was lost is said where it is missing."""
+        size = memoryview(data).nbytes
+        try:
+            if self._lost and not _has_room(self._fd):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._lost:
+                gap = f"\n[{self._lost} bytes of {self._name} were lost here]\n"
+                os.write(self._fd, gap.encode())
+                self._lost = 0
+            return int(os.write(self._fd, data))
+        except OSError as error:
+            if self._name == "stdout" and not self._lost:
+                Outage(self._name, "bytes").begins(error)
+            self._lost += size
+            return size
+
+
+def keep_printing() -> None:
+    """Lets ``print`` and all else that writes to this process's output survive a full disk there.
+
+    Streams that somebody else has put in place stay.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+        raw = io.BufferedWriter(_LossyOutput(stream))
+        made = io.TextIOWrapper(
+            raw,
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, made)
+        setattr(sys, f"__{name}__", made)
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:

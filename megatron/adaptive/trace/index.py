@@ -8,7 +8,6 @@ somebody edited), the lines are read one by one.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +16,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
     COLUMNS,
     DRAWN_ACTIONS,
     ClockSamples,
+    Gap,
     IterationStart,
     SpanFormat,
     TraceHeader,
@@ -60,6 +61,7 @@ class FileIndex:
         headers: one per start of the process; none if nothing was written yet.
         blocks: in the order of the file.
         samples: clock samples, each with the number of its header.
+        gaps: iterations that could not be written.
         truncated_lines: lines lost at the end, 0 or 1.
         offset: where :meth:`read_on` goes on.
     """
@@ -68,6 +70,7 @@ class FileIndex:
     headers: list[TraceHeader] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     samples: list[tuple[int, ClockSamples]] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
     truncated_lines: int = 0
     offset: int = 0
 
@@ -99,6 +102,8 @@ class FileIndex:
                     self.blocks.append(_block(self, file, record, size))
                 elif isinstance(record, ClockSamples):
                     self.samples.append((len(self.headers) - 1, record))
+                elif isinstance(record, Gap):
+                    self.gaps.append(record)
                 self.offset = file.tell()
 
     def __str__(self) -> str:
@@ -255,11 +260,11 @@ def _careful(data: bytes, form: SpanFormat, where: Callable[[int], str]) -> Ints
     rows = []
     for number, line in enumerate(data.splitlines()):
         try:
-            row: Any = json.loads(line)
-        except ValueError:
+            row: Any = parse_json(line)
+        except ValueError as error:
             raise TraceError(
-                f"{where(number)} is not a line of JSON; the file is damaged, remove it or that "
-                "line"
+                f"{where(number)} is not a line of JSON ({error}); the file is damaged, remove it"
+                " or that line"
             ) from None
         sound = isinstance(row, list) and all(
             type(value) is int and -(2**63) <= value < 2**63 for value in row

@@ -9,6 +9,7 @@
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                                     marker of more of its spans
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
+    {"missing": [8, 93, 80]}               first and last of iterations that are lost, their number
 
 The header comes first; it comes again where a resumed run went on in the same file. A span's line
 holds whole numbers only, one per column of the header, without spaces; its start counts from the
@@ -23,22 +24,33 @@ This module opens no file and imports nothing heavy: the recorder writes with it
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json, printable
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
     FORMAT_NAME,
     FORMAT_VERSION,
     KINDS,
     ClockSamples,
+    Gap,
     IterationStart,
     Row,
     SpanFormat,
     TraceHeader,
 )
 
+_MAX_SIZES = {
+    "world_size": 1 << 17,
+    "num_ranks": 1 << 14,
+    "num_chunks": 1 << 10,
+    "num_microbatches": 1 << 20,
+}
+"""Of a run that a header describes: readers go over all of its ranks, present or not."""
+_MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
@@ -52,6 +64,11 @@ def header_line(header: TraceHeader) -> str:
 def samples_line(samples: ClockSamples) -> str:
     """Returns clock samples as one line of JSON with its line end."""
     return f'{{"clock_samples": {json.dumps(samples.samples)}, "reference": {samples.reference}}}\n'
+
+
+def gap_line(gap: Gap) -> str:
+    """Returns what is said of missing iterations as one line of JSON with its line end."""
+    return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
 def block_text(
@@ -91,7 +108,7 @@ def block_text(
 
 def parse_line(
     line: str | bytes, origin: object
-) -> TraceHeader | IterationStart | ClockSamples | None:
+) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
     """Reads a line that is an object: anything but a span.
 
     Args:
@@ -106,10 +123,10 @@ def parse_line(
             belongs to another version of the format.
     """
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = parse_json(line)
+    except ValueError as error:
         raise TraceError(
-            f"{origin} is not a line of JSON; the file is damaged, remove it or that line"
+            f"{origin} is not a line of JSON ({error}); the file is damaged, remove it or that line"
         ) from None
     if not isinstance(record, dict):
         raise TraceError(f"{origin} is not a JSON object; this is no trace file")
@@ -129,6 +146,11 @@ def parse_line(
         samples = _value(record, "clock_samples", "samples", origin)
         reference = _value(record, "reference", "int", origin)
         return ClockSamples(reference, tuple(map(tuple, samples)))
+    if "missing" in record:
+        numbers = _value(record, "missing", "counts", origin)
+        if len(numbers) != 3:
+            raise TraceError(f"{origin}: field 'missing' is {numbers}, expected three numbers")
+        return Gap(*numbers)
     return None
 
 
@@ -153,9 +175,11 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
     words = (tuple(_value(record, n, "words", origin)) for n in SpanFormat.__slots__)
     header = TraceHeader(**values, span_format=SpanFormat(*words))
-    for size in ("world_size", "num_ranks", "num_chunks"):
-        if getattr(header, size) < 1:
-            raise TraceError(f"{origin}: {size} is {getattr(header, size)}, expected at least 1")
+    for size, most in _MAX_SIZES.items():
+        if not 1 <= getattr(header, size) <= most:
+            raise TraceError(f"{origin}: {size} is {getattr(header, size)}, expected 1 to {most:,}")
+    if header.num_ranks * header.num_chunks > _MAX_STAGES:
+        raise TraceError(f"{origin}: num_ranks times num_chunks is more than {_MAX_STAGES:,}")
     for position, limit in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
         if not 0 <= getattr(header, position) < limit:
             raise TraceError(
@@ -196,5 +220,7 @@ def _value(
     value = record.get(name, default)
     is_sound, expected = _EXPECTED[kind]
     if not is_sound(value):
-        raise TraceError(f"{origin}: field {name!r} is {value!r}, expected {expected}")
-    return value
+        shown = reprlib.repr(value)
+        raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
+    # All views show them, among them sheets, which cannot hold control characters.
+    return printable(value) if isinstance(value, str) else value

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
+
 PERIOD_S = 0.5
 """Interval at which a rank reports what it does."""
 
@@ -28,6 +30,8 @@ ENDED = "ended"
 """Action reported by a rank that closed its trace."""
 
 _LINE_BYTES = 512
+
+_KINDS: Mapping[str, Any] = {"doing": str, "cause": str, "since_s": int | float, "done": list}
 
 ReadState = Callable[[], Mapping[str, Any]]
 
@@ -101,8 +105,10 @@ class NowFile:
             self._due_s = now_s + PERIOD_S
             try:
                 self.write(read_state())
+            except OSError:
+                self._close()  # a full disk, say: what the spans meet there is reported
             except Exception:
-                self._failed = True  # a full disk, say: what the spans meet there is reported
+                self._failed = True
         return self._due_s - now_s
 
     def write(self, fields: Mapping[str, Any]) -> None:
@@ -114,6 +120,8 @@ class NowFile:
         Raises:
             OSError: it cannot be written.
         """
+        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+            self._close()  # it was removed
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         now_s = time.monotonic()
@@ -128,13 +136,20 @@ class NowFile:
         if read_state is not None:
             with contextlib.suppress(Exception):  # as above
                 self.write({**({} if self._failed else read_state()), "doing": ENDED})
-        if self._file is not None:
-            os.close(self._file)
+        self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
 
 
 def read_now(folder: Path, rank: int) -> Now | None:
     """Returns a rank's last report; ``None`` where none can be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        said = json.loads((folder / now_file_name(rank)).read_bytes())
-        return Now(**{name: said[name] for name in Now.__slots__ if name in said})
+        said = parse_json((folder / now_file_name(rank)).read_bytes(), strict=False)
+        values = {name: said[name] for name in Now.__slots__ if name in said}
+        if all(isinstance(value, _KINDS.get(name, int)) for name, value in values.items()):
+            return Now(**{**values, "done": tuple(map(int, values.get("done", (0, 0, 0))))})
     return None

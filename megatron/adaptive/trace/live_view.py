@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.trace.event import DRAWN_ACTIONS
 from megatron.adaptive.trace.live import LiveRank, Snapshot
 
@@ -65,13 +66,13 @@ def draw(snapshot: Snapshot, width: int, height: int | None = None) -> Renderabl
                 parts.append(Text(f" and {shown - max(room, 1)} more ranks", style="dim"))
         else:
             parts.append(_stage_table(snapshot, width, max(room, 1)))
-    parts += [Text(f" {note}", style="yellow") for note in _notes(snapshot)]
+    parts += [Text(f" {printable(note)}", style="yellow") for note in _notes(snapshot)]
     return Group(*parts)
 
 
 def _title(snapshot: Snapshot, width: int) -> RenderableType:
     header = snapshot.header
-    name = str(snapshot.folder)
+    name = printable(str(snapshot.folder))
     if header is not None:
         replicas = header.world_size // header.num_ranks
         what = [
@@ -90,7 +91,9 @@ def _title(snapshot: Snapshot, width: int) -> RenderableType:
     line.add_row(Text(f" {name}", style="bold"), state)
     if not snapshot.detail:
         return line
-    return Group(line, Text(f" {snapshot.detail}", style="dim", no_wrap=True, overflow="ellipsis"))
+    return Group(
+        line, Text(f" {printable(snapshot.detail)}", style="dim", no_wrap=True, overflow="ellipsis")
+    )
 
 
 def _progress(snapshot: Snapshot, width: int) -> RenderableType:

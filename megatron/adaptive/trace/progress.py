@@ -6,16 +6,19 @@ that is just being written is left for later, one that a full disk cut short is 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from megatron.adaptive.config.outside import parse_json
 
 PROGRESS_NAME = "progress.jsonl"
 TAIL_BYTES = 1 << 20
 """Part of a large file's end that is read at first."""
 
 KEPT = 512
+_COUNTS = ("unix_ns", "iteration", "total_iterations", "start_iteration")
+_MEASURED = ("step_ms", "tokens_per_s", "loss", "seconds", "loaded_s", "learning_rate")
 
 
 def progress_file(folder: Path) -> Path:
@@ -97,9 +100,15 @@ class ProgressTail:
 
 
 def _parsed(line: bytes) -> list[dict[str, Any]]:
-    """A whole line, nothing where it was cut short."""
+    """A whole line; nothing where it was cut short, or numbers are something else."""
     try:
-        found = json.loads(line)
+        found = parse_json(line, strict=False)
     except ValueError:
         return []
-    return [found] if isinstance(found, dict) else []
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(name, least), kind)
+        for names, kind, least in ((_COUNTS, int, 0), (_MEASURED, int | float | None, None))
+        for name in names
+    ):
+        return []
+    return [{"unix_ns": 0, **found}]

@@ -29,7 +29,7 @@ from megatron.adaptive.trace.table import TraceTable
 REFINED_ITERATIONS = 5
 """Iterations whose messages are held against the clocks, spread over the run."""
 
-_FILE_NAME = re.compile(r"trace_rank_(\d{5,})\.jsonl")
+_FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
 
 
@@ -240,6 +240,11 @@ class RunTrace:
                 f"{self.truncated_lines} truncated lines at file ends dropped; run killed?"
             )
         for rank, trace in self.ranks.items():
+            lines += [
+                f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are missing:"
+                " its disk took nothing then"
+                for gap in trace.index.gaps
+            ]
             if jumps := trace.clock_jumps():
                 lines.append(
                     f"the clock of rank {rank} was set back before iterations "

@@ -2,7 +2,8 @@
 
 The step only appends tuples to a list. At the end of an iteration the list goes, whole, through a
 bounded queue to a writer thread, which formats it and appends it to the rank's file with one
-write::
+write. What the disk does not take is dropped, with a line that says so, until it does again; a
+record in the file says which iterations are missing::
 
     extend() extend() | end_iteration() --queue--> writer: format, write
       a list, no lock |   (64 iterations at most)
@@ -26,12 +27,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import ClockSamples, Row, TraceHeader, trace_file_name
-from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
+from megatron.adaptive.trace.event import ClockSamples, Gap, Row, TraceHeader, trace_file_name
+from megatron.adaptive.trace.files import BestEffortFile, Outage
+from megatron.adaptive.trace.lines import (
+    block_text,
+    gap_line,
+    header_line,
+    parse_line,
+    samples_line,
+)
 from megatron.adaptive.trace.live_state import NowFile, ReadState
 
 QUEUE_ITERATIONS = 64
-WRITER_PATIENCE_S = 30.0
+WRITER_PATIENCE_S = 10.0
 
 
 class _Batch(NamedTuple):
@@ -50,10 +58,6 @@ class Recorder(AbstractContextManager["Recorder"]):
     Use :meth:`begin_iteration`, any number of :meth:`extend`, :meth:`end_iteration`, and
     :meth:`close` at the end (also a context manager; the interpreter's exit closes it too).
 
-    An error of the writer, such as a full disk, is raised at the next :meth:`begin_iteration`,
-    :meth:`end_iteration` or :meth:`close`, so never in the middle of a step. It is raised once;
-    from then on the recorder does nothing, so that a trainer may report it and go on.
-
     Thread safety: :meth:`extend`, :meth:`add_late` and :meth:`add_clock_samples` may be called from
     any thread. The other methods belong to one thread.
     """
@@ -67,31 +71,27 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Raises:
             TraceError: the file belongs to another run or to another shape of this run, is no
-                trace file, or cannot be written.
+                trace file, or cannot be written, for another reason than a full or failing disk.
         """
         self._path = Path(folder) / trace_file_name(header.rank)
+        line = header_line(header).encode()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            size = _continue_at(self._path, header)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.ftruncate(self._file, size)
+            if (end := _continue_at(self._path, header)) is not None:
+                os.truncate(self._path, end)
+            self._file = BestEffortFile(self._path, "iterations", lambda: line)
         except OSError as error:
             raise TraceError(
                 f"cannot write the trace file {self._path}: {error.strerror or error}"
             ) from error
-        self._size = size
+        self._file.begin()
         self._rank = header.rank
         self._read_state: ReadState | None = None
         self._begun: tuple[int, int, int] | None = None
         self._rows: list[Row] | None = None
-        self._error: Exception | None = None
         self._open = True
+        self._gap: Gap | None = None  # of the writer's thread
+        self._delay = Outage(self._path, "iterations")  # of the thread that records
         self._queue: queue.Queue[_Batch | ClockSamples | None] = queue.Queue(QUEUE_ITERATIONS)
-        try:
-            self._append(header_line(header).encode())
-        except OSError as error:
-            os.close(self._file)
-            raise self._as_trace_error(error) from error
         self._thread = threading.Thread(
             target=self._write_batches, name="trace-writer", daemon=True
         )
@@ -117,9 +117,6 @@ class Recorder(AbstractContextManager["Recorder"]):
             iteration: number of the iteration, as in the training log.
             num_microbatches: microbatches of this iteration.
             start_ns: when it starts, on the clock of the spans; now where ``None``.
-
-        Raises:
-            TraceError: the writer failed earlier.
         """
         self.end_iteration()
         if self._open:
@@ -133,16 +130,13 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows.extend(rows)
 
     def end_iteration(self) -> None:
-        """Hand the iteration's spans to the writer; without an open iteration only checks it.
+        """Hand the iteration's spans to the writer.
 
-        Blocks only while the queue is full, for 30 s at most.
-
-        Raises:
-            TraceError: the writer failed earlier, or writes nothing any more.
+        Blocks only while the queue is full, for 10 s at most and once: from then on iterations are
+        dropped until there is room.
         """
         begun, rows = self._begun, self._rows
         self._begun = self._rows = None
-        self._raise_pending()
         if begun is not None and rows is not None:
             self._hand_over(_Batch(*begun, rows, False))
 
@@ -175,23 +169,15 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer(ClockSamples(0, ()))  # wakes the thread
 
     def close(self) -> None:
-        """Write everything that is left and close the file; later calls do nothing.
-
-        Raises:
-            TraceError: something could not be written.
-        """
+        """Write everything that is left and close the file; later calls do nothing."""
         if not self._open:
             return
-        try:
-            self.end_iteration()
-            if self._open:
-                self._hand_over(None)
-                self._thread.join(WRITER_PATIENCE_S)
-                self._raise_pending()
-                if self._thread.is_alive():
-                    raise self._too_slow()
-        finally:
-            self._stop()
+        self.end_iteration()
+        self._open = False
+        atexit.unregister(self.close)
+        # One that hangs in a write is a daemon and dies with the process.
+        if self._hand_over(None):
+            self._thread.join(WRITER_PATIENCE_S)
 
     def __exit__(self, *_: object) -> None:
         """Close the recorder."""
@@ -203,43 +189,18 @@ class Recorder(AbstractContextManager["Recorder"]):
         except queue.Full:
             return  # what is worth waiting for is an iteration; end_iteration() waits
 
-    def _hand_over(self, batch: _Batch | None) -> None:
+    def _hand_over(self, batch: _Batch | None) -> bool:
+        """Put into the queue, or drop; returns whether it was put."""
         try:
-            self._queue.put(batch, timeout=WRITER_PATIENCE_S)
+            self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:
-            self._stop()
-            raise self._too_slow() from None
-
-    def _too_slow(self) -> TraceError:
-        return TraceError(
-            f"the trace file {self._path} took no data for {WRITER_PATIENCE_S:.0f} s; "
-            "tracing ends here, choose a folder on a faster disk"
-        )
-
-    def _raise_pending(self) -> None:
-        if self._error is not None and self._open:
-            self._stop()
-            raise self._error
-
-    def _as_trace_error(self, error: OSError) -> TraceError:
-        return TraceError(
-            f"cannot write the trace file {self._path}: {error.strerror or error}; "
-            "what it holds so far is readable"
-        )
-
-    def _stop(self) -> None:
-        """Refuse further work; the writer closes the file once its queue is empty."""
-        self._open = False
-        self._begun = self._rows = None
-        atexit.unregister(self.close)
-        if self._thread.is_alive():
-            try:
-                self._queue.put_nowait(None)
-            except queue.Full:
-                return  # The writer hangs in a write; it is a daemon and dies with the process.
+            self._delay.begins(f"the disk took nothing for {WRITER_PATIENCE_S:.0f} s")
+            return False
+        self._delay.ends()
+        return True
 
     def _write_batches(self) -> None:
-        """The writer thread: until the sentinel comes, or drained after a failure."""
+        """The writer thread: until the sentinel comes."""
         state = NowFile(self._path.parent, self._rank)
         while True:
             try:
@@ -248,27 +209,23 @@ class Recorder(AbstractContextManager["Recorder"]):
                 continue
             if batch is None:
                 break
-            if self._error is None:
-                try:
-                    self._append(_text(batch).encode())
-                except OSError as error:
-                    self._error = self._as_trace_error(error)
-                    self._error.__cause__ = error
-                except Exception as error:
-                    self._error = error
+            self._append(batch)
         state.end(self._read_state)
-        os.close(self._file)
+        self._file.close()
 
-    def _append(self, data: bytes) -> None:
-        """Append all of ``data``, or nothing of it and raise."""
-        written = 0
-        try:
-            while written < len(data):
-                written += os.write(self._file, data[written:])
-        except OSError:
-            os.ftruncate(self._file, self._size)
-            raise
-        self._size += written
+    def _append(self, batch: _Batch | ClockSamples) -> None:
+        """Append a batch below what is said of those that are missing, or note it as missing."""
+        text = _text(batch)
+        is_iteration = isinstance(batch, _Batch) and not batch.is_late
+        if not text:
+            return
+        if self._gap is not None:
+            text = gap_line(self._gap) + text
+        if self._file.append(text.encode(), int(is_iteration)):
+            self._gap = None
+        elif isinstance(batch, _Batch) and is_iteration:
+            first = batch.iteration if self._gap is None else self._gap.first
+            self._gap = Gap(first, batch.iteration, self._file.lost)
 
 
 def _text(batch: _Batch | ClockSamples) -> str:
@@ -277,10 +234,10 @@ def _text(batch: _Batch | ClockSamples) -> str:
     return block_text(*batch)
 
 
-def _continue_at(path: Path, header: TraceHeader) -> int:
-    """The size at which to go on in a file: behind its last whole line, or 0 for a new one."""
+def _continue_at(path: Path, header: TraceHeader) -> int | None:
+    """The size at which to go on in a file: behind its last whole line; ``None`` for a new one."""
     if not path.exists() or path.stat().st_size == 0:
-        return 0
+        return None
     with path.open("rb") as file:
         line = file.readline()
         if not line.endswith(b"\n"):

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
@@ -26,9 +30,7 @@ from megatron.adaptive.engine.progress import ProgressFile
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.model import flops_per_token
 from megatron.adaptive.gpt.step import StepResult
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from megatron.adaptive.trace.files import BestEffortFile
 
 _MAIN_LOSS = "lm loss"
 _SIZES = (  # of the run, see ``startup_line``
@@ -50,6 +52,7 @@ _OVER_ITERATIONS_ALONE = {
 """Curves without a second one over samples."""
 _MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
 _DEFAULT_COLUMNS = 100
+_CURVES_S = 5.0  # that points wait for others, at most as many as --tensorboard-queue-size
 
 
 def startup_line(cfg: TrainerConfig) -> str:
@@ -193,8 +196,8 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """The ``SummaryWriter`` of the writer rank, ``None`` elsewhere and without TensorBoard."""
-        return None if self._curves is None else self._curves.writer
+        """Takes scalars on the writer rank; ``None`` elsewhere and without TensorBoard."""
+        return self._curves
 
     def iteration(self, report: IterationReport) -> None:
         """Adds an iteration; each ``--log-interval`` prints a line about those since the last.
@@ -271,7 +274,7 @@ class TrainingLog:
             self._bar.close()
             self._bar = None
         if self._curves is not None:
-            self._curves.writer.close()
+            self._curves.close()
             self._curves = None
         self._progress.close()
 
@@ -397,14 +400,21 @@ def _perplexity(loss: float) -> float:
 class _Curves:
     """Writes scalars to TensorBoard, under Megatron-LM's names where it has one.
 
+    Events go to a file that may be lost: TensorBoard's own writer ends for good with a full disk.
+
     Speed, bubble and peak memory are ours and always there; ``--log-timers-to-tensorboard``,
     ``--log-memory-to-tensorboard`` and their like add Megatron-LM's.
     """
 
     def __init__(self, cfg: TrainerConfig) -> None:
         # Slow to import, and only one rank needs it.
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
+        self._make_event, self._make_summary = Event, Summary
+        self._events: list[bytes] = []
+        self._records = RecordWriter(SimpleNamespace(write=self._events.append))
         settings = cfg.logging
         shown = {
             "learning-rate": settings.log_learning_rate_to_tensorboard,
@@ -416,16 +426,21 @@ class _Curves:
             "mem-max-allocated-bytes": settings.log_memory_to_tensorboard,
         }
         self._left_out = {tag for tag, is_shown in shown.items() if not is_shown}
+        self._most_waiting = settings.tensorboard_queue_size
+        self._due_s = 0.0
         folder = settings.tensorboard_dir
+        assert folder is not None
+        begin_s = time.time()
+        # TensorBoard reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{begin_s:017.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
-            self.writer: SummaryWriter = SummaryWriter(
-                log_dir=folder, max_queue=settings.tensorboard_queue_size
-            )
+            self._file = BestEffortFile(Path(folder, name), "points", self._head)
         except OSError as error:
             raise ConfigError(
                 f"--tensorboard-dir {folder} cannot be written ({error.strerror}): name a folder "
                 "that this user may write"
             ) from None
+        self._file.begin()
 
     def add(self, figure: _Figure, iteration: int, samples: int | None) -> None:
         """Adds a point to the curves of a figure, if flags let it have one and its value is known.
@@ -437,9 +452,46 @@ class _Curves:
         """
         if not figure.curve or figure.value is None or figure.curve in self._left_out:
             return
-        self.writer.add_scalar(figure.curve, figure.value, iteration)
+        self.add_scalar(figure.curve, figure.value, iteration)
         if samples is not None and figure.curve not in _OVER_ITERATIONS_ALONE:
-            self.writer.add_scalar(f"{figure.curve} vs samples", figure.value, samples)
+            self.add_scalar(f"{figure.curve} vs samples", figure.value, samples)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Adds a point, as ``SummaryWriter`` of PyTorch does; megatron-core's timers call it.
+
+        Args:
+            tag: of the curve.
+            value: of the point.
+            step: where it lies.
+        """
+        summary = self._make_summary(
+            value=[self._make_summary.Value(tag=tag, simple_value=float(value))]
+        )
+        self._record(step=step, summary=summary)
+        if len(self._events) >= self._most_waiting or time.monotonic() >= self._due_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the points that wait, or drops them where they cannot be written."""
+        self._due_s = time.monotonic() + _CURVES_S
+        if self._events:
+            self._file.append(b"".join(self._events), len(self._events))
+            self._events.clear()
+
+    def close(self) -> None:
+        """Writes what waits and closes the file."""
+        self.flush()
+        self._file.close()
+
+    def _head(self) -> bytes:
+        waiting, self._events[:] = self._events[:], []
+        self._record(file_version="brain.Event:2")
+        head = b"".join(self._events)
+        self._events[:] = waiting
+        return head
+
+    def _record(self, **content: Any) -> None:
+        self._records.write(self._make_event(wall_time=time.time(), **content).SerializeToString())
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:

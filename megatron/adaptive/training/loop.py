@@ -32,6 +32,7 @@ from megatron.adaptive.gpt.step import Step, StepResult, gather_parameters, para
 from megatron.adaptive.rebalance.auto import Decision, Tuner, use
 from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
+from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.training.logging import IterationReport, TrainingLog
 
 
@@ -648,7 +649,10 @@ class ProfiledWindow(Hook):
         recording, self._recording = self._recording, None
         if recording is not None and self._is_running:
             self._is_running = False
-            recording.stop()
+            try:
+                recording.stop()
+            except (OSError, RuntimeError) as error:  # torch raises either where it cannot write
+                Outage("the profile", "profiles").begins(error)
 
 
 class _NsysRange:

@@ -21,6 +21,7 @@ from megatron.adaptive import accelerator as device
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import AdaptiveError, PeerLostError, SetupError, TransportError
+from megatron.adaptive.trace.files import keep_printing
 from megatron.adaptive.transport.liveness import Watcher
 
 EXIT_EXPECTED_ERROR = 2
@@ -29,6 +30,9 @@ _GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTIL
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # How long a rank whose connection broke waits for the name of the rank behind it.
 _VERDICT_S = 2.0
+# For a rank that waits, to end in its own way: what was to be said is said by then.
+_GRACE_S = 2.0
+_SILENCE = "--transport-silence-s"
 # Two polls of the store by the watchers.
 _PART_S = 4.0
 _POLL_S = 0.05
@@ -47,6 +51,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
     device.install()
     device.quiet_libraries()
+    keep_printing()
     # megatron-core may only be imported from here on.
     from megatron.adaptive.gpt.initialize import end_job, start_job
 
@@ -62,7 +67,14 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     threading.excepthook = _thread_failed
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     lost: list[PeerLostError] = []
-    watcher = Watcher(job.places, environment.rank, store, lost.append)
+    watcher = Watcher(
+        job.places,
+        environment.rank,
+        store,
+        lost.append,
+        _GRACE_S,
+        silent_s=config.transport.transport_silence_s,
+    )
     try:
         _train(job, watcher, lost)
         dist.barrier(group=job.control_group)
@@ -76,11 +88,17 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
             raise expected from error
         raise
     finally:
+        job.end_leases()
         watcher.close()
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
-    from megatron.adaptive.checkpoint.training import Checkpoints, finish_former, make_local_disk
+    from megatron.adaptive.checkpoint.training import (
+        Checkpoints,
+        finish_former,
+        hold_folder,
+        make_local_disk,
+    )
     from megatron.adaptive.engine.progress import COMPLETE
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
@@ -92,6 +110,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
+        hold_folder(job, config)
         local = make_local_disk(job, config)
         if local is not None:
             finish_former(local, config)
@@ -163,8 +182,8 @@ def _expected(error: BaseException, rank: int) -> BaseException:
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f" {error.filename}" if error.filename else ""
         return SetupError(
-            f"rank {rank} cannot write{where}: {error.strerror}; free space there, or name other "
-            "folders with --save, --tensorboard-dir and --trace-dir"
+            f"rank {rank} cannot write{where}: {error.strerror}; free space there, or name another "
+            "folder with --save"
         )
     cause: BaseException | None = error
     while cause is not None:  # libraries wrap it
@@ -199,7 +218,9 @@ def _fail(
 ) -> NoReturn:
     """Reports ``error`` once for the whole job and ends this process."""
     expected, follows = isinstance(error, AdaptiveError), False
-    if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(_VERDICT_S) is not None:
+    # Of a peer that is silent the channel knows more than anybody will.
+    verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
+    if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
         # A connection broke because another rank ended; the watcher has named it.
         expected = follows = True
     elif expected:

@@ -185,7 +185,7 @@ def connect_ranks(
         TransportError: it should have been possible, and failed.
     """
     gathered = gather(
-        {"endpoint": own.encode(), "peers": list(peers), "seed": secrets.token_hex(24)}
+        {"endpoint": own.encode(), "peers": list(peers), "seed": secrets.token_hex(40)}
     )
     ends = [Endpoint.decode(one["endpoint"]) for one in gathered]
     pairs = sorted({(min(r, p), max(r, p)) for r, one in enumerate(gathered) for p in one["peers"]})
@@ -255,7 +255,8 @@ class _Opener:
     Attributes:
         own: this rank.
         ends: all ranks.
-        seed: 24 bytes that the job's ranks share: the token of links, and the job's number.
+        seed: 40 bytes that the job's ranks share: the token of links, the job's number, and the
+            name of the socket that those of a machine take in turn while they make memory.
         options: the user's settings.
         size: of each channel.
         device: where received tensors go.
@@ -331,7 +332,7 @@ class _Opener:
         module = extension.require("this transport")
         # Ranks that are bound to processors of their own do not stand in each other's way.
         here = sum(end.shares_cpus(self.own) for end in self.ends)
-        job = int.from_bytes(self.seed[16:], "little")
+        job = int.from_bytes(self.seed[16:24], "little")
         return module.Node(self.own.rank, self.seed[:16], job, here, self.describe)
 
     def _listen(self, node: Any, kinds: set[str]) -> dict[str, str]:
@@ -348,9 +349,12 @@ class _Opener:
             "slots": self.size.slots,
             "crc": self.options.transport_crc,
             "reservable": self.size.reservable,
+            "silent_limit_s": self.options.transport_silence_s,
         }
         if kind == "rdma":
             options |= self._rdma_options()
+        if kind == "shm":
+            options["turn_name"] = f"megatron-adaptive-{self.seed[24:].hex()}"
         if kind == "shm" and self.device.type == "cuda":
             index = self.device.index
             options["cuda_device"] = torch.cuda.current_device() if index is None else index

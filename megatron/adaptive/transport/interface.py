@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import TransportError
 from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label
 
@@ -93,7 +94,7 @@ class Endpoint:
             TransportError: the text is something else.
         """
         try:
-            given = json.loads(text)
+            given = parse_json(text)
             given["ports"] = tuple(given["ports"])
             given["cpus"] = tuple(given["cpus"])
             return cls(**given)

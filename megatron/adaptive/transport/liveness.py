@@ -4,7 +4,7 @@ The main thread may be inside a collective that never returns, so two threads of
 
 ::
 
-    ranks on this machine    pidfd of each ──> poll() ────────────────┐
+    ranks on this machine    pidfd of each ──> poll(); stopped? ──────┐
                                                                       ├──> line on stderr,
     ranks elsewhere          the store, every 2 s: a notice that ─────┘    on_lost(), and after
                              somebody left, and a beat per machine         the grace _exit(1)
@@ -21,6 +21,7 @@ import math
 import os
 import queue
 import select
+import signal
 import socket
 import sys
 import threading
@@ -36,7 +37,10 @@ import torch.distributed as dist
 from megatron.adaptive.errors import PeerLostError
 
 _PERIOD_S = 2.0
+_LOOK_S = 1.0  # at what /proc says of the ranks of this machine
 _PROC_PERIOD_S = 0.5
+# A channel that notices the silence first says more about it.
+_MARGIN_S = 1.0
 # Long enough for a store under load, else a rank that left well counts as lost; short enough for
 # a survivor's line to be out before its launcher ends it, even if the store never answers.
 _ASK_S = 2.0
@@ -66,6 +70,9 @@ class Watcher:
 
     All methods may be called from any thread.
 
+    A rank of this machine that is stopped for ``silent_s`` counts as lost too. When this process
+    ends by itself those that are stopped are killed: no signal of a launcher would end them.
+
     When one ends before it left, the line ``error: rank ...`` goes to stderr at once, ``on_lost``
     is called once with the same text, and the process ends with status 1 if it still lives
     ``grace_s`` later. A loss cannot be taken back: neither :meth:`close` nor a handler of SIGTERM
@@ -80,7 +87,8 @@ class Watcher:
         on_lost: called from a thread of the watcher, so that a main thread that can still act does
             so; it must not block.
         grace_s: time from ``on_lost`` to the end of the process.
-        silent_s: a machine whose ranks all stay silent for this long counts as lost.
+        silent_s: a machine whose ranks all stay silent for this long counts as lost, as does a
+            process that is stopped.
 
     Attributes:
         on_lost: the callback; may be replaced at any time.
@@ -95,7 +103,7 @@ class Watcher:
         on_lost: Callable[[PeerLostError], None],
         grace_s: float = 5.0,
         *,
-        silent_s: float = 20.0,
+        silent_s: float = 60.0,
     ) -> None:
         self.position = ""
         self._places = places
@@ -114,12 +122,9 @@ class Watcher:
         if store is not None and others:
             self._board = _Board(store, machines, rank, silent_s, self._hear)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(
-            target=self._watch,
-            args=(_Local({peer: int(places[peer]["pid"]) for peer in local}, self._wake),),
-            name="liveness",
-            daemon=True,
-        )
+        pids = {peer: int(places[peer]["pid"]) for peer in local}
+        self._local = _Local(pids, self._wake, silent_s + _MARGIN_S)
+        self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
@@ -145,6 +150,7 @@ class Watcher:
             line = (reason.splitlines() or [""])[0]
             mark = _KNOWN if known else ""
             self._board.publish(f"{mark}{self._describe(self._rank)} failed: {line}")
+        self._local.kill_stopped()
 
     def leave(self) -> None:
         """Say that this rank is done; call it on every rank after the last barrier.
@@ -173,16 +179,20 @@ class Watcher:
             self._quiet = True
             return self._lost is None
 
-    def _watch(self, local: _Local) -> None:
+    def _watch(self) -> None:
         """Body of the thread for this machine."""
+        local = self._local
         try:
-            period_s = local.period_s
-            if self._board is not None:
-                period_s = min(period_s, _PERIOD_S)
-            while not local.wait(period_s):
+            while not local.wait():
                 gone = local.take_gone()
                 if gone:
                     self._judge(gone)
+                if stopped := local.take_stopped():
+                    what = (
+                        f"is stopped: nothing came from it for {local.stopped_s:g} s"
+                        f" (limit {self._silent_s:g} s, --transport-silence-s)"
+                    )
+                    self._lose(self._fact(stopped, what), publish=True)
                 if self._board is not None and self._board.busy_for_s() > self._silent_s:
                     self._hear({0}, f"the job's store gave no answer for {self._silent_s:g} s")
         finally:
@@ -226,6 +236,7 @@ class Watcher:
         except Exception:
             traceback.print_exc()
         time.sleep(self._grace_s)
+        self._local.kill_stopped()
         _flush_output()
         os._exit(1)
 
@@ -241,10 +252,24 @@ class Watcher:
 
 
 class _Local:
-    """The processes of this machine, by global rank; used by one thread."""
+    """The processes of this machine, by global rank; used by one thread but for `kill_stopped`.
 
-    def __init__(self, pids: Mapping[int, int], wake: int) -> None:
+    Args:
+        pids: of the processes.
+        wake: a descriptor that ends a wait.
+        stopped_s: a process that is stopped for this long counts as gone.
+
+    Attributes:
+        stopped_s: the same, in whole looks.
+    """
+
+    def __init__(self, pids: Mapping[int, int], wake: int, stopped_s: float) -> None:
         self._wake = wake
+        self._pids = {rank: (pid, _started(pid)) for rank, pid in pids.items()}
+        # Looks, not time: if this process was stopped, others need not have been.
+        self.stopped_s = math.ceil(stopped_s / _LOOK_S) * _LOOK_S
+        self._looks = dict.fromkeys(pids, 0)
+        self._look_s = time.monotonic()
         self._poll = select.poll()
         self._poll.register(wake, select.POLLIN)
         self._watched: dict[int, int] = {}
@@ -262,16 +287,11 @@ class _Local:
             self._watched[fd] = rank
             self._poll.register(fd, select.POLLIN)
 
-    @property
-    def period_s(self) -> float:
-        """Returns the interval of checks where nothing wakes the watcher."""
-        return _PROC_PERIOD_S if self._in_proc else math.inf
-
-    def wait(self, period_s: float) -> bool:
-        """Wait for an end or the period; true if the watcher is closed."""
+    def wait(self) -> bool:
+        """Wait for an end or some time; true if the watcher is closed."""
         if self._gone:
             return False
-        ready = self._poll.poll(None if period_s == math.inf else period_s * 1000)
+        ready = self._poll.poll(1000 * (_PROC_PERIOD_S if self._in_proc else _LOOK_S))
         for fd, _ in ready:
             if fd == self._wake:
                 return True
@@ -288,6 +308,28 @@ class _Local:
         """Return the ranks that ended since the last call."""
         gone, self._gone = self._gone, set()
         return gone
+
+    def take_stopped(self) -> set[int]:
+        """Return the ranks that have been stopped for too long."""
+        if time.monotonic() >= self._look_s:
+            self._look_s = time.monotonic() + _LOOK_S
+            for rank, looks in self._looks.items():
+                self._looks[rank] = looks + 1 if self._is_stopped(rank) else 0
+        return {
+            rank for rank, looks in self._looks.items() if (looks - 1) * _LOOK_S >= self.stopped_s
+        }
+
+    def kill_stopped(self) -> None:
+        """Kill the processes that are stopped: a request to end would not reach them."""
+        for rank, (pid, _) in self._pids.items():
+            if self._is_stopped(rank):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _is_stopped(self, rank: int) -> bool:
+        pid, started = self._pids[rank]
+        fields = _status(pid)
+        return fields[0] == "T" and fields[19] == started
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -454,12 +496,17 @@ def _pidfd_open(pid: int) -> int | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process that runs, ``None`` if it does not; see proc(5)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
+    """Return the start time of a process that runs, ``None`` if it does not."""
+    fields = _status(pid)
     return None if fields[0] in "ZX" else fields[19]
+
+
+def _status(pid: int) -> list[str]:
+    """Return what proc(5) says of a process from its state on; of one that is gone, ``X``."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X"]
 
 
 def _write_line(line: str) -> None:

@@ -13,6 +13,7 @@ import base64
 import gzip
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import ScheduleError, SetupError, TraceError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
@@ -105,6 +107,12 @@ def write_page(
     return notes
 
 
+# Escapes in JSON of what printable() writes out.
+_UNPRINTABLE = re.compile(
+    r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
+)
+
+
 def write_html(
     target: str | os.PathLike[str],
     title: str,
@@ -133,11 +141,13 @@ def write_html(
         return (resources.files(package) / "assets" / file_name).read_text(encoding="utf-8")
 
     before, after = asset(f"{name}.html").split("{{blocks}}")
-    before = before.replace("{{title}}", escape(title)).replace("{{style}}", asset(f"{name}.css"))
+    before = before.replace("{{title}}", escape(printable(title))).replace(
+        "{{style}}", asset(f"{name}.css")
+    )
     with replaced(target) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(before)
         for block, content in blocks:
-            text = json.dumps(content).replace("<", "\\u003c")
+            text = _UNPRINTABLE.sub(r"\1\\\\\2", json.dumps(content)).replace("<", "\\u003c")
             file.write(f'<script type="application/json" id="{block}">{text}</script>\n')
         for part in (plotly, "\n".join(map(asset, scripts))):
             file.write("<script>" + part.replace("</script", "<\\/script") + "</script>\n")

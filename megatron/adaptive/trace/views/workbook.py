@@ -30,6 +30,7 @@ from openpyxl.utils import get_column_letter
 from openpyxl.worksheet.cell_range import CellRange
 from openpyxl.worksheet.worksheet import Worksheet
 
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
 from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.files import replaced
@@ -149,7 +150,7 @@ def write_workbook(
     sheet.cell(row, 1, "about this trace").font = BOLD
     notes = [f"run {run.run}, {run.origin}", f"clocks: {run.alignment.describe()}"]
     for number, line in enumerate([*notes, *run.notes(), *figures.notes()], start=1):
-        sheet.cell(row + number, 1, line)
+        sheet.cell(row + number, 1, printable(line))
     with replaced(target) as temporary:
         workbook.save(temporary)
 

@@ -1,0 +1,361 @@
+"""Scans real jobs for planted secrets as another user of the machine would.
+
+Secrets are planted in the environment of a job over ssh, in ``conf.sh`` of a job of pods and of one
+of Slurm. While the jobs run, a process of another user reads every command line and every file that
+it may, again and again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.cluster.jobs import FLAGS, JobFolder, command, environment  # noqa: E402
+
+LIMIT_S = 120.0
+NOBODY = 65534
+NAMES = ("HF_TOKEN", "NCCL_LAB_PASSWORD", "TORCH_LAB_SECRET", "GLOO_API_KEY")
+PLAIN = {"HF_HOME": '/nowhere/it\'s "$HOME" & `x`'}
+"""A variable that is no secret and must arrive as it is."""
+_PERIOD_S = 0.05
+_LARGEST = 1 << 26
+_SSHD = "/usr/sbin/sshd"
+_SERVER = """
+ListenAddress 127.0.0.1
+Port {port}
+HostKey {0}/host_key
+AuthorizedKeysFile {0}/key.pub
+PermitRootLogin prohibit-password
+StrictModes no
+UsePAM no
+PidFile {0}/sshd.pid
+"""
+_CLIENT = """
+Host *
+  HostName 127.0.0.1
+  Port {port}
+  IdentityFile {0}/key
+  StrictHostKeyChecking no
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+"""
+_CONF = """
+MODEL=tiny
+DEVICE=cpu
+TRAIN_ITERS=3
+GLOBAL_BATCH_SIZE=2
+NNODES=1
+NPROC_PER_NODE=1
+TRAINER_FLAGS='--vocab-size 255'
+"""
+
+
+class Scanner:
+    """Looks for secrets as another user, from its start to :meth:`close`.
+
+    The process that looks gives up all rights where this one is root's; elsewhere it leaves out
+    files that others may not read. It begins at once: make it before there are threads.
+
+    Args:
+        secrets: what must not be found.
+        folders: that are searched, with all below.
+    """
+
+    def __init__(self, secrets: Sequence[str], folders: Sequence[Path]) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._link, theirs = fork.Pipe()
+        wanted = [secret.encode() for secret in secrets]
+        self._process = fork.Process(target=_serve, args=(theirs, wanted, folders), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def files(self) -> tuple[int, list[str]]:
+        """Searches the folders now; returns how many files could be read, and those with finds."""
+        self._link.send("files")
+        assert self._link.poll(LIMIT_S), "the scanner does not answer"
+        found: tuple[int, list[str]] = self._link.recv()
+        return found
+
+    def close(self) -> tuple[int, list[str]]:
+        """Ends it; returns how many different command lines were read, and those with finds."""
+        self._link.send("end")
+        assert self._link.poll(LIMIT_S), "the scanner does not answer"
+        found: tuple[int, list[str]] = self._link.recv()
+        self._process.join(LIMIT_S)
+        return found
+
+
+def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> None:
+    is_other = os.geteuid() == 0
+    if is_other:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    begun_s = time.time() - 1.0
+    lines: set[bytes] = set()
+    while True:
+        asked = link.recv() if link.poll(_PERIOD_S) else ""
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                lines.add(path.read_bytes())
+        if asked == "files":
+            read, found = 0, []
+            for path in _readable(folders, begun_s, is_other):
+                with contextlib.suppress(OSError):
+                    content = path.read_bytes()
+                    read += 1
+                    if any(secret in content for secret in secrets):
+                        found.append(str(path))
+            link.send((read, found))
+        elif asked == "end":
+            bad = [line for line in lines if any(secret in line for secret in secrets)]
+            link.send((len(lines), [line.replace(b"\0", b" ").decode() for line in bad]))
+            return
+
+
+def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterator[Path]:
+    """Yields files that were written since then and that others may read."""
+    for folder in folders:
+        for place, below, names in os.walk(folder):
+            if not is_other:
+                below[:] = [b for b in below if os.lstat(Path(place, b)).st_mode & stat.S_IXOTH]
+            for name in names:
+                path = Path(place, name)
+                with contextlib.suppress(OSError):
+                    status = path.lstat()
+                    may = is_other or status.st_mode & stat.S_IROTH
+                    small = stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST
+                    if may and small and status.st_mtime >= since_s:
+                        yield path
+
+
+def measure(seed: int = 1) -> dict[str, Any]:
+    """Runs the jobs and scans them.
+
+    Args:
+        seed: of the secrets.
+
+    Returns:
+        ``found``: places where a secret was found; ``commands``, ``files``: how many were read;
+        ``seen``: of two secrets planted in sight, how many the scanner saw; ``arrived``: jobs whose
+        processes had all the variables, of ``jobs``; ``skipped``: why a job was not run.
+    """
+    draw = random.Random(seed)
+    # Marks that a shell, JSON and a regular expression would each mistake for their own.
+    secrets = {name: f"{draw.getrandbits(128):032x}" for name in NAMES}
+    planted = {name: f'it\'s "{key}" $(id) `x` \\ é' for name, key in secrets.items()}
+    with tempfile.TemporaryDirectory(prefix="faults-secrets-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        seen = _seen_in_sight(folder)
+        scanner = Scanner([*secrets.values()], [Path(tempfile.gettempdir()), Path("/dev/shm")])
+        arrived, skipped, files, found = 0, [], 0, list[str]()
+
+        def scan() -> None:
+            nonlocal files
+            read, places = scanner.files()
+            files += read
+            found.extend(places)
+
+        jobs = (_over_ssh, _on_pods, _on_slurm)
+        for job in jobs:
+            own = folder / job.__name__.strip("_")
+            own.mkdir()
+            try:
+                arrived += job(own, planted, scan)
+            except _CannotRunError as error:
+                skipped.append(str(error))
+            scan()
+        commands, lines = scanner.close()
+    return {
+        "found": [*dict.fromkeys(found), *lines],
+        "commands": commands,
+        "files": files,
+        "seen": seen,
+        "arrived": arrived,
+        "jobs": len(jobs) - len(skipped),
+        "skipped": skipped,
+    }
+
+
+class _CannotRunError(Exception):
+    """A job needs a program that this machine lacks."""
+
+
+def _seen_in_sight(folder: Path) -> int:
+    """Counts which of a command line and a file with a secret in it the scanner sees."""
+    (folder / "in-sight").write_text("the secret is in-plain-sight")
+    scanner = Scanner(["in-plain-sight"], [folder])
+    with subprocess.Popen(["sleep", "60", "in-plain-sight"], stderr=subprocess.DEVNULL) as sleeper:
+        sleeper.kill()
+    with subprocess.Popen([sys.executable, "-c", "input()", "in-plain-sight"], stdin=-1) as shown:
+        _until(lambda: "in-plain-sight" in psutil.Process(shown.pid).cmdline(), "a command line")
+        time.sleep(4 * _PERIOD_S)
+        shown.kill()
+    _, files = scanner.files()
+    _, commands = scanner.close()
+    (folder / "in-sight").unlink()
+    return bool(files) + bool(commands)
+
+
+def _until(condition: Callable[[], object], what: str) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s, f"no {what} in {LIMIT_S:g} s"
+        time.sleep(0.05)
+
+
+def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
+    """Runs a job of one node that is reached by ssh; its manager has the secrets."""
+    if not Path(_SSHD).exists() or shutil.which("ssh") is None:
+        raise _CannotRunError("no ssh or sshd")
+    programs = _ssh_programs(folder)
+    wanted = {**planted, **PLAIN}
+    (folder / "machines.txt").write_text("far name=far slots=1\n")
+    words = command(
+        folder / "machines.txt",
+        folder / "checkpoints",
+        ["--train-iters", "99999", "--save-interval", "99999"],
+        flags=[*FLAGS, "--pipeline-model-parallel-size", "1"],
+    )
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    with (folder / "log.txt").open("w") as log:
+        manager = subprocess.Popen(
+            words,
+            env={**environment(), **wanted, "PATH": path},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = int((folder / "sshd.pid").read_text())
+    job = JobFolder(folder / "checkpoints")
+    try:
+        job.until(lambda: job.state().get("iteration", 0) >= 2, "two steps")
+        scan()
+        (node,) = job.state()["machines"]
+        agent = psutil.Process(node["pid"])
+        far = [agent, *agent.children(recursive=True)]
+        assert manager.pid not in {one.pid for one in agent.parents()}, "ssh was not in between"
+        # Ranks are forked from the last of them, with its variables.
+        arrived = len(far) > 1 and all(wanted.items() <= one.environ().items() for one in far[:2])
+        manager.send_signal(signal.SIGTERM)
+        assert manager.wait(LIMIT_S) == 128 + signal.SIGTERM, (folder / "log.txt").read_text()
+        return arrived
+    finally:
+        manager.kill()
+        manager.wait()
+        os.kill(server, signal.SIGTERM)
+
+
+def _ssh_programs(folder: Path) -> Path:
+    """Starts an sshd of this user; returns the folder of an ssh that reaches it by any name."""
+    for name in ("key", "host_key"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for name, text in (("sshd_config", _SERVER), ("ssh_config", _CLIENT)):
+        (folder / name).write_text(text.format(folder, port=port))
+    programs = folder / "bin"
+    programs.mkdir()
+    real = shutil.which("ssh")
+    (programs / "ssh").write_text(f'#!/bin/sh\nexec {real} -F {folder}/ssh_config "$@"\n')
+    (programs / "ssh").chmod(0o755)
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for it
+    subprocess.run([_SSHD, "-f", str(folder / "sshd_config")], check=True)
+    _until((folder / "sshd.pid").exists, "sshd")
+    return programs
+
+
+def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
+    """Writes a ``conf.sh`` with the secrets, which is its user's alone to read."""
+    quoted = {name: value.replace("'", "'\\''") for name, value in {**planted, **PLAIN}.items()}
+    path = folder / "conf.sh"
+    path.touch(0o600)
+    path.write_text(_CONF + "".join(f"{name}='{value}'\n" for name, value in quoted.items()))
+    return path
+
+
+def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
+    """Runs a job of one pod, and makes its page and its status."""
+    conf = _conf(folder, planted)
+    wanted = {**planted, **PLAIN}
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(port)]
+    arrived = False
+    with (folder / "log.txt").open("wb") as log:
+        job = subprocess.Popen(
+            words,
+            env={**environment(), "PYTHON": sys.executable},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    while job.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            for one in psutil.Process(job.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    arrived |= wanted.items() <= one.environ().items() and "RANK" in one.environ()
+        time.sleep(_PERIOD_S)
+    assert job.returncode == 0, (folder / "log.txt").read_text()
+    scan()
+    (run,) = (path.parent for path in folder.glob("logs/*/run.json"))
+    module = [sys.executable, "-m", "megatron.adaptive"]
+    for own in (["report", str(run)], ["status", run.name, "--log-dir", str(run.parent), "--json"]):
+        done = subprocess.run([*module, *own], env=environment(), capture_output=True, check=True)
+        (folder / f"{own[0]}.txt").write_bytes(done.stdout + done.stderr)
+    return arrived
+
+
+def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
+    """Submits a job to programs that take Slurm's place and write down what they were given."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "sinfo").write_text("#!/bin/sh\necho 'pc|(null)|4'\n")
+    kept = folder / "environment.json"
+    (programs / "sbatch").write_text(
+        f'#!/bin/sh\nsleep 0.3\ncp "$2" {folder}/script\numask 077\n'
+        f'{sys.executable} -c "import json, os; print(json.dumps(dict(os.environ)))" > {kept}\n'
+        "echo 7\n"
+    )
+    for path in programs.iterdir():
+        path.chmod(0o755)
+    words = [sys.executable, "-m", "megatron.adaptive", "submit", str(_conf(folder, planted))]
+    path_text = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    variables = {**environment(), "PATH": path_text}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (settings,) = folder.glob("logs/submitted/*.json")
+    given = json.loads(settings.read_text())
+    assert {*given["secrets"]} == {*planted}
+    assert PLAIN.items() <= given["conf"].items()
+    return planted.items() <= json.loads(kept.read_text()).items()
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=2))

@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks/faults.py``: damaged checkpoints, strangers, lost nodes, full disks."""

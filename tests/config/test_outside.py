@@ -1,0 +1,69 @@
+"""JSON and text from outside: limits, and characters that a terminal must not get."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.config.outside import MAX_LEVELS, parse_json, printable, read_json
+from megatron.adaptive.errors import ConfigError, ScheduleError
+
+DEEP = "[" * (MAX_LEVELS + 1) + "]" * (MAX_LEVELS + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("[" * 200_000, "levels deep"),
+        (DEEP, "levels deep"),
+        ('{"a":' * 70 + "1" + "}" * 70, "levels deep"),
+        ("[NaN]", "NaN is not a finite"),
+        ("[-Infinity]", "-Infinity is not a finite"),
+        ("[1e999]", "1e999 is not a finite"),
+        ("9" * 30, "more than 64 bits"),
+        ("9" * 100_000, "more than 64 bits"),
+        ('{"a": 1, "a": 2}', "'a' is given twice"),
+        (b"\xff\xfe{}", "byte 0 is not of a text"),
+        ("", "line 1 column 1"),
+        ('{"a": 1,\n 2}', "line 2"),
+    ],
+)
+def test_json_beyond_a_limit_is_refused_in_one_line(text: str | bytes, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule) as caught:
+        parse_json(text, once=True)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 120
+
+
+def test_json_within_the_limits_is_as_the_library_reads_it() -> None:
+    values = [1, -1.5, "é\u202e[[[[{{{{" * 40, None, True, {"a": [[1e30, 2**63]]}, time_ns := 2**60]
+    assert parse_json(json.dumps(values)) == values
+    assert parse_json(DEEP[1:-1]) is not None
+    assert parse_json(f"[{time_ns}]".encode()) == [time_ns]
+    assert str(parse_json('{"loss": NaN}', strict=False)) == "{'loss': nan}"
+
+
+def test_a_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "twice.json").write_text('{"a": 1, "a": 2}')
+    (tmp_path / "binary.json").write_bytes(b"\0\xff")
+    for name, rule in {
+        "none": "No such file",
+        "": "Is a directory",
+        "empty.json": r"no JSON \(Expecting value",
+        "twice.json": "given twice",
+        "binary.json": "byte 1 is not of a text",
+    }.items():
+        with pytest.raises(ScheduleError, match=f"{name}: .*{rule}.*; name a profile$"):
+            read_json(tmp_path / name, "name a profile", ScheduleError)
+    with pytest.raises(ConfigError, match="more than 268,435,456 bytes"):
+        read_json(Path("/dev/zero"), "name a plan")
+
+
+def test_characters_that_change_a_terminal_are_written_out() -> None:
+    text = "a\x1b[2J\x07\x7f\x9b1m\u202eb\u2066\ud800\r\té\U0001f600 \u200d\n"
+    shown = "a\\x1b[2J\\x07\\x7f\\x9b1m\\u202eb\\u2066\\ud800\\r{}é\U0001f600 \u200d{}"
+    assert printable(text) == shown.format("\\t", "\\n")
+    assert printable(text, lines=True) == shown.format("\t", "\n")
