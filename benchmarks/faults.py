@@ -3,10 +3,12 @@
     python benchmarks/faults.py [--quick] [--part PART ...] [--json FILE]
 
 Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
-and loaded; ``control``, the manager of a job of a thousand nodes that join at once and are lost bit
-by bit; ``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up,
-with full disks of traces and flipped bits in checkpoints among it. A part that fails is a goal
-missed, and the others are measured all the same. Exits with status 1 where a goal is missed.
+and loaded; ``leases``, jobs that begin on one folder, and holders of it that are killed;
+``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
+``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
+``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
+disks of traces and flipped bits in checkpoints among it. A part that fails is a goal missed, and
+the others are measured all the same. Exits with status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks import faults_commands, faults_secrets  # noqa: E402
 from benchmarks.elasticity.soak import soaked  # noqa: E402
-from benchmarks.report import describe_machine, finish, parser_of, run  # noqa: E402
-from benchmarks.trust import control_plane, damages  # noqa: E402
+from benchmarks.report import Result, Row, describe_machine, finish, parser_of, run  # noqa: E402
+from benchmarks.trust import control_plane, damages, leases  # noqa: E402
 
-PARTS = ("damages", "control", "soak")
+PARTS = ("damages", "leases", "secrets", "commands", "control", "soak")
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
@@ -44,10 +47,14 @@ def main(words: list[str] | None = None) -> int:
             return made
 
         counts = (1500, 150, 30) if quick else (10_000, 1000, 60)
+        jobs, real = ((16, 8), 1) if quick else ((200, 100), 3)
         minutes, every_s = (1.0, 5.0) if quick else (10.0, 60.0)
         events, limit_min = (12, 3.0) if quick else (100, 55.0)
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
+            "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
+            "secrets": lambda: secrets(seed),
+            "commands": commands,
             "control": lambda: control_plane.measure(
                 1000, minutes, every_s, folder("control"), seed
             ),
@@ -55,6 +62,28 @@ def main(words: list[str] | None = None) -> int:
         }
         total = run({part: parts[part] for part in PARTS if part in options.part})
     return finish(total, options.json, machine=machine, seed=seed)
+
+
+def secrets(seed: int) -> Result:
+    """Plants secrets in jobs and looks for them."""
+    found = faults_secrets.measure(seed)
+    if found["seen"] < 2 or found["arrived"] < found["jobs"]:
+        raise RuntimeError(f"the jobs or the scanner did not work: {found}")
+    note = f"{found['commands']} command lines, {found['files']} files, {found['jobs']} jobs"
+    note = "; ".join([note, *found["skipped"], *found["found"]])[:300]
+    what = "secrets found in command lines, files, logs, pages"
+    rows = [Row(what=what, value=len(found["found"]), goal=0, note=note)]
+    return Result(rows=rows, facts={"secrets": found})
+
+
+def commands() -> Result:
+    """Gives wrong command lines and files."""
+    found = faults_commands.measure()
+    note = f"the slowest took {found['longest_s']:.1f} s"
+    note = "; ".join([note, *(f"{words}: {why}" for words, why in found["wrong"].items())])[:300]
+    what = f"{found['cases']} wrong command lines and files: other ends than one line, status 2"
+    rows = [Row(what=what, value=len(found["wrong"]), goal=0, note=note.replace("|", "/"))]
+    return Result(rows=rows, facts={"commands": found})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.cluster.host import loopback_variables
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError, SetupError
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     _check_script(options)
     _check_trainer(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.nnodes in ("1", "1:1"):
+        os.environ |= loopback_variables(os.environ)
     _quiet_torchrun()
     try:
         run(options)  # type: ignore[no-untyped-call]

@@ -334,7 +334,7 @@ def load_conf(
     variables = {} if path is None else read_variables(path)
     where = "the command line" if path is None else str(path)
     check_names(variables, where)
-    given = _changes(changes)
+    given = read_changes(changes)
     check_names(given, "--set")
     folder = Path.cwd() if path is None else path.resolve().parent
     if plan is not None:
@@ -372,7 +372,12 @@ def make_conf(
     return conf
 
 
-def _changes(changes: Sequence[str]) -> dict[str, str]:
+def read_changes(changes: Sequence[str]) -> dict[str, str]:
+    """Reads ``NAME=VALUE`` texts of a command line.
+
+    Raises:
+        ConfigError: one is none.
+    """
     given = {}
     for change in changes:
         name, equals, value = change.partition("=")

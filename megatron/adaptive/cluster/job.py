@@ -55,15 +55,15 @@ def job_folder(checkpoints: Path) -> Path:
     return checkpoints / _FOLDER
 
 
-def incarnation_folder(job: Path, number: int, secret: str) -> Path:
+def incarnation_folder(job: Path, number: int, manager: str) -> Path:
     """Returns the folder where the ranks of an incarnation write their progress.
 
     Args:
         job: folder of the job.
         number: of the incarnation.
-        secret: of its manager; another one counts from 1 again.
+        manager: name of the one that started it; another one counts from 1 again.
     """
-    return job / f"{_EPOCH}-{number}-{secret[:8]}"
+    return job / f"{_EPOCH}-{number}-{manager}"
 
 
 @dataclass(kw_only=True)
