@@ -13,6 +13,7 @@ the others are measured all the same. Exits with status 1 where a goal is missed
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +23,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import faults_commands, faults_secrets  # noqa: E402
-from benchmarks.elasticity.soak import soaked  # noqa: E402
+from benchmarks.elasticity.soak import end_in_order, soaked  # noqa: E402
 from benchmarks.report import Result, Row, describe_machine, finish, parser_of, run  # noqa: E402
 from benchmarks.trust import control_plane, damages, leases  # noqa: E402
 
@@ -37,6 +38,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for what is written")
     options = parser.parse_args(words)
     quick, seed = options.quick, options.seed
+    signal.signal(signal.SIGTERM, end_in_order)
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         base = Path(name) if options.keep is None else options.keep

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import queue
 import random
 import re
@@ -39,13 +40,14 @@ if __name__ == "__main__":
 
 from benchmarks.report import Result, Row  # noqa: E402
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper  # noqa: E402
+from megatron.adaptive.cluster import ranks  # noqa: E402
 from megatron.adaptive.cluster.agent import Agent  # noqa: E402
 from megatron.adaptive.cluster.connection import SILENCE_S  # noqa: E402
 from megatron.adaptive.cluster.layouts import Chooser  # noqa: E402
 from megatron.adaptive.cluster.manager import Manager  # noqa: E402
 from megatron.adaptive.cluster.membership import allow_files  # noqa: E402
 from megatron.adaptive.cluster.ranks import JobSpec  # noqa: E402
-from tests.cluster.jobs import environment  # noqa: E402
+from tests.cluster.jobs import TRAINER, environment  # noqa: E402
 
 LAYERS = 8
 FLAGS = (
@@ -250,7 +252,7 @@ class _Program:
 def manage(checkpoints: Path, nodes: int) -> None:
     """Is the manager."""
     spec = JobSpec(
-        script=ROOT / "pretrain_gpt.py",
+        script=TRAINER,
         arguments=(*FLAGS, "--save", str(checkpoints)),
         checkpoints=checkpoints,
         nodes=nodes,
@@ -263,9 +265,8 @@ def manage(checkpoints: Path, nodes: int) -> None:
 class LightAgent(Agent):
     """Agent whose ranks are only counted."""
 
-    def __init__(self, *, name: str, owner: dict[str, Any], keeper: SnapshotKeeper) -> None:
-        place = {key: owner[key] for key in ("address", "port", "secret")}
-        super().__init__(name=name, slots=1, keeper=keeper, **place)
+    def __init__(self, *, name: str, keeper: SnapshotKeeper, **manager: Any) -> None:
+        super().__init__(name=name, slots=1, keeper=keeper, **manager)
         self._ranks: set[str] = set()
         self.is_silent = False
         self.joined = asyncio.Event()
@@ -316,19 +317,27 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
     """Is some hundred agents; does what lines of JSON on its standard input say."""
     allow_files(1 << 16)
     owner: dict[str, Any] = {}
+    parent = os.getppid()
     while "port" not in owner:
         await asyncio.sleep(0.1)
+        if os.getppid() != parent:
+            return
         for path in (checkpoints / ".lease").glob("private-*.json"):
             owner = json.loads(path.read_text())
     keeper = SnapshotKeeper("127.0.0.1")
+    manager = {key: owner[key] for key in ("address", "port", "secret")}
+    if (kind := getattr(ranks, "NodeWork", None)) is not None:
+        arguments, folder = (*FLAGS, "--save", str(checkpoints)), str(checkpoints)
+        manager["work"] = kind(script=str(TRAINER), arguments=arguments, checkpoints=folder)
     agents = {
-        f"n{at}": LightAgent(name=f"n{at}", owner=owner, keeper=keeper) for at in range(first, end)
+        f"n{at}": LightAgent(name=f"n{at}", keeper=keeper, **manager) for at in range(first, end)
     }
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
     _print(ready=True)
-    await reader.readline()
+    if not await reader.readline():
+        return
     serving = [asyncio.create_task(agent.run()) for agent in agents.values()]
     try:
         joined = asyncio.gather(*(agent.joined.wait() for agent in agents.values()))
