@@ -40,14 +40,13 @@ if __name__ == "__main__":
 
 from benchmarks.report import Result, Row  # noqa: E402
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper  # noqa: E402
-from megatron.adaptive.cluster import ranks  # noqa: E402
 from megatron.adaptive.cluster.agent import Agent  # noqa: E402
 from megatron.adaptive.cluster.connection import SILENCE_S  # noqa: E402
 from megatron.adaptive.cluster.layouts import Chooser  # noqa: E402
 from megatron.adaptive.cluster.manager import Manager  # noqa: E402
 from megatron.adaptive.cluster.membership import allow_files  # noqa: E402
 from megatron.adaptive.cluster.ranks import JobSpec  # noqa: E402
-from tests.cluster.jobs import TRAINER, environment  # noqa: E402
+from tests.cluster.jobs import environment  # noqa: E402
 
 LAYERS = 8
 FLAGS = (
@@ -252,7 +251,7 @@ class _Program:
 def manage(checkpoints: Path, nodes: int) -> None:
     """Is the manager."""
     spec = JobSpec(
-        script=TRAINER,
+        script=ROOT / "pretrain_gpt.py",
         arguments=(*FLAGS, "--save", str(checkpoints)),
         checkpoints=checkpoints,
         nodes=nodes,
@@ -265,8 +264,9 @@ def manage(checkpoints: Path, nodes: int) -> None:
 class LightAgent(Agent):
     """Agent whose ranks are only counted."""
 
-    def __init__(self, *, name: str, keeper: SnapshotKeeper, **manager: Any) -> None:
-        super().__init__(name=name, slots=1, keeper=keeper, **manager)
+    def __init__(self, *, name: str, owner: dict[str, Any], keeper: SnapshotKeeper) -> None:
+        place = {key: owner[key] for key in ("address", "port", "secret")}
+        super().__init__(name=name, slots=1, keeper=keeper, **place)
         self._ranks: set[str] = set()
         self.is_silent = False
         self.joined = asyncio.Event()
@@ -325,12 +325,8 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
         for path in (checkpoints / ".lease").glob("private-*.json"):
             owner = json.loads(path.read_text())
     keeper = SnapshotKeeper("127.0.0.1")
-    manager = {key: owner[key] for key in ("address", "port", "secret")}
-    if (kind := getattr(ranks, "NodeWork", None)) is not None:
-        arguments, folder = (*FLAGS, "--save", str(checkpoints)), str(checkpoints)
-        manager["work"] = kind(script=str(TRAINER), arguments=arguments, checkpoints=folder)
     agents = {
-        f"n{at}": LightAgent(name=f"n{at}", keeper=keeper, **manager) for at in range(first, end)
+        f"n{at}": LightAgent(name=f"n{at}", owner=owner, keeper=keeper) for at in range(first, end)
     }
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
