@@ -29,7 +29,7 @@ from .events import WEIGHTS, Events, role
 from .nodes import Node, Nodes, why_not
 from .record import Record, faults, steps_of_logs
 
-_FLAGS = ("--lr", "1e-4", "--distributed-timeout-minutes", "1")
+_FLAGS = ("--lr", "1e-4", "--distributed-timeout-minutes", "1", "--transport-silence-s", "10")
 TRAINER = str(Path(__file__).with_name("trainer.py"))
 SLOTS = (2, 1, 1)
 SHARED_BYTES = 96 << 20
