@@ -63,7 +63,7 @@ def sample(
     Raises:
         RuntimeError: the process failed.
     """
-    numbers = (server.port, server.token.hex(), offset_s, drift_ppm, seconds)
+    numbers = (server.port, server.secret, offset_s, drift_ppm, seconds)
     return dict(run_module("benchmarks.tracing.clocks", *numbers, limit_s=seconds + 60))
 
 
@@ -74,7 +74,7 @@ def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
 
 def main() -> int:
     """Be a process with a wrong clock."""
-    port, token, offset_s, drift_ppm, seconds = sys.argv[1:]
+    port, secret, offset_s, drift_ppm, seconds = sys.argv[1:]
     start_ns = time.monotonic_ns()
 
     def now() -> int:
@@ -83,7 +83,7 @@ def main() -> int:
 
     bursts: list[ClockSamples] = []
     sampler = ClockSampler(
-        *("localhost", int(port), bytes.fromhex(token)),
+        *("localhost", int(port), secret),
         deliver=bursts.append,
         now=now,
         periods_s=PERIODS_S,

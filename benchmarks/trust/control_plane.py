@@ -45,7 +45,7 @@ from megatron.adaptive.cluster.connection import SILENCE_S  # noqa: E402
 from megatron.adaptive.cluster.layouts import Chooser  # noqa: E402
 from megatron.adaptive.cluster.manager import Manager  # noqa: E402
 from megatron.adaptive.cluster.membership import allow_files  # noqa: E402
-from megatron.adaptive.cluster.ranks import JobSpec  # noqa: E402
+from megatron.adaptive.cluster.ranks import JobSpec, NodeWork  # noqa: E402
 from tests.cluster.jobs import environment  # noqa: E402
 
 LAYERS = 8
@@ -264,9 +264,11 @@ def manage(checkpoints: Path, nodes: int) -> None:
 class LightAgent(Agent):
     """Agent whose ranks are only counted."""
 
-    def __init__(self, *, name: str, owner: dict[str, Any], keeper: SnapshotKeeper) -> None:
+    def __init__(
+        self, *, name: str, owner: dict[str, Any], work: NodeWork, keeper: SnapshotKeeper
+    ) -> None:
         place = {key: owner[key] for key in ("address", "port", "secret")}
-        super().__init__(name=name, slots=1, keeper=keeper, **place)
+        super().__init__(name=name, slots=1, work=work, keeper=keeper, **place)
         self._ranks: set[str] = set()
         self.is_silent = False
         self.joined = asyncio.Event()
@@ -325,8 +327,10 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
         for path in (checkpoints / ".lease").glob("private-*.json"):
             owner = json.loads(path.read_text())
     keeper = SnapshotKeeper("127.0.0.1")
+    work = NodeWork(script="", arguments=(), checkpoints=str(checkpoints))
     agents = {
-        f"n{at}": LightAgent(name=f"n{at}", owner=owner, keeper=keeper) for at in range(first, end)
+        f"n{at}": LightAgent(name=f"n{at}", owner=owner, work=work, keeper=keeper)
+        for at in range(first, end)
     }
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)

@@ -11,7 +11,8 @@ import torchx.specs as specs
 # $$ stays a variable of the shell: TorchX replaces single ones by its own.
 START = """
 if ((%replica% == 0)); then exec bash run_master.sh "$$CONF" --nnodes "$$NNODES"; fi
-exec bash run_worker.sh --master-addr "$${%host%:=localhost}" --node-rank %replica%
+exec bash run_worker.sh --master-addr "$${%host%:=localhost}" \\
+  --node-rank %replica% --log-dir "$$LOGS"
 """
 
 
@@ -24,6 +25,7 @@ def pods(
     cpu: int = 8,
     memory_mib: int = 65536,
     port: int = 29500,
+    logs: str = "/shared/logs",
     retries: int = 0,
 ) -> specs.AppDef:
     """Train as a configuration says.
@@ -37,6 +39,7 @@ def pods(
         cpu: processors of each node
         memory_mib: memory of each node
         port: port of the first node on which all meet
+        logs: LOG_DIR of the configuration, on a volume that all share: the run's secret is there
         retries: how often a run that failed begins again, from its last checkpoint
     """
     start = START.replace("%replica%", specs.macros.replica_id)
@@ -54,6 +57,7 @@ def pods(
                     "NNODES": str(nnodes),
                     "WORKSPACE": workspace,
                     "MASTER_PORT": str(port),
+                    "LOGS": logs,
                 },
                 num_replicas=nnodes,
                 max_retries=retries,

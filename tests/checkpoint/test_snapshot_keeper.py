@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from megatron.adaptive.checkpoint import snapshot_keeper
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
+from megatron.adaptive.handshake import StrangerError, dial
 
 SECRET = "known to the job"
 HEAD = {"extra_bytes": 64, "sent_bytes": 128, "tensor_bytes": 256, "needs": [], "has_common": True}
@@ -28,13 +30,13 @@ def keeper() -> Iterator[SnapshotKeeper]:
 class Sender:
     """Sends copies as another node's keeper does, or not quite."""
 
-    def __init__(self, keeper: SnapshotKeeper, **changes: object) -> None:
+    def __init__(self, keeper: SnapshotKeeper, secret: str = SECRET, run: str = "run") -> None:
         head = json.dumps(HEAD).encode()
-        about = {"secret": SECRET, "run": "run", "rank": 0, "generation": 1}
-        self.socket = socket.create_connection(("127.0.0.1", keeper.port), 10)
-        self.socket.sendall(
-            json.dumps({**about, "head_bytes": len(head), **changes}).encode() + b"\n" + head
-        )
+        about = {"run": run, "rank": 0, "generation": 1, "head_bytes": len(head)}
+        self.sealed = dial(("127.0.0.1", keeper.port), secret, "snapshots", 1.0)
+        self.sealed.socket.settimeout(10.0)
+        self.sealed.send(json.dumps(about).encode())
+        self.sealed.send_pieces([memoryview(head)])
 
     def send(
         self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
@@ -42,13 +44,16 @@ class Sender:
         """Send a step; whether it is said to be kept."""
         body = bytes(range(extra)) + b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
         try:
-            self.socket.sendall(struct.pack("<QQQ", step, slot, extra))
-            self.socket.sendall(body if whole else body[:-1])
+            self.sealed.send(struct.pack("<QQQ", step, slot, extra))
+            mac = self.sealed.session.sending()
+            mac.update(body)
+            self.sealed.socket.sendall(body if whole else body[:-1])
             if whole:
-                self.socket.sendall(struct.pack("<Q", zlib.crc32(body) + wrong))
+                shown = mac.digest()
+                self.sealed.socket.sendall(bytes([shown[0] ^ wrong]) + shown[1:])
             else:
-                self.socket.shutdown(socket.SHUT_WR)
-            return self.socket.recv(8) == struct.pack("<Q", step)
+                self.sealed.socket.shutdown(socket.SHUT_WR)
+            return self.sealed.receive() == struct.pack("<Q", step)
         except ConnectionError:  # it may be refused at any point
             return False
 
@@ -73,14 +78,23 @@ def test_damage_is_not_kept(keeper: SnapshotKeeper, fault: dict[str, Any]) -> No
     assert steps_of(keeper) == [[1]]
 
 
-def test_strangers_and_others_runs_are_refused(keeper: SnapshotKeeper) -> None:
-    assert not Sender(keeper, secret="guessed").send(1, 0)
+def test_strangers_and_others_runs_are_refused(
+    keeper: SnapshotKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_keeper, "_RUN_S", 0.2)
+    with pytest.raises(StrangerError):
+        Sender(keeper, "guessed")
     with socket.create_connection(("127.0.0.1", keeper.port), 10) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\n")
-        assert stranger.recv(1) == b""
+        stranger.sendall(b"GET / HTTP/1.1\n" * 9)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    with pytest.raises(ConnectionError):  # of this job, and of another manager's start
+        Sender(keeper, run="other").sealed.receive()
     assert steps_of(keeper) == []
     keeper.prepare("", "", None)  # as before a job begins
-    assert not Sender(keeper, run="", secret="").send(1, 0)
+    for secret in ("", SECRET):
+        with pytest.raises(StrangerError):
+            Sender(keeper, secret, run="")
     keeper.prepare("run", SECRET, None)
     assert Sender(keeper).send(1, 0)
     keeper.prepare("the next run", SECRET, None)  # what was kept for the last one is forgotten

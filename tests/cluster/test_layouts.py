@@ -74,7 +74,7 @@ def test_tensor_parallel_groups_stay_on_their_nodes() -> None:
     nodes = [Node(name=name, slots=slots) for name, slots in (("a", 3), ("b", 1), ("c", 2))]
     places = assign(nodes, layout)
     assert [node.name for node in places] == ["a", "a", "c", "c"]
-    orders = rank_orders(Path("x.py"), [], places, 3, {})
+    orders = rank_orders([], places, 3, {})
     last = orders["c"][1]
     assert last["key"] == "3/3"
     assert last["variables"] == {

@@ -168,7 +168,7 @@ def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
 
 def test_ranks_of_every_incarnation_may_save_no_more_before_the_next(tmp_path: Path) -> None:
     manager, rank, later = managed(tmp_path), Lease(tmp_path), Lease(tmp_path)
-    run = manager._secret[:8]
+    run = manager._name
     manager._lease.claim(run=run)
     assert rank.join_manager(manager._lease.number, f"{run}-1")
     rank.require()

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.cluster.connection import Connection
-from megatron.adaptive.cluster.membership import Machine, Membership, over_ssh, read_machines
+from megatron.adaptive.cluster.membership import (
+    PURPOSE,
+    Machine,
+    Membership,
+    over_ssh,
+    read_machines,
+)
 from megatron.adaptive.errors import ConfigError
 
 
@@ -102,8 +108,8 @@ def test_another_machine_gets_its_environment_by_standard_input(shell: str, tmp_
 async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
     """Starts listening, and joins as a node ``a``."""
     await members.start()
-    link = await Connection.connect(address, members.port, 5.0)
-    link.send("join", secret="secret", name="a", host="h", pid=1, slots=1)
+    link = await Connection.connect(address, members.port, 5.0, "secret", PURPOSE)
+    link.send("join", name="a", host="h", pid=1, slots=1)
     answer = await link.receive()
     assert answer is not None
     assert answer["what"] == "welcome"
@@ -186,7 +192,8 @@ def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[s
 
     async def run() -> list[int]:
         own = Machine(name="a", host="localhost", slots=1)
-        members = Membership(None, own, "127.0.0.1", "secret")
+        work = {"script": "x.py", "arguments": (), "checkpoints": "/nowhere"}
+        members = Membership(None, own, "127.0.0.1", "secret", work)
         await members.start()
         try:
             return await pids(members, 3)

@@ -17,6 +17,7 @@ from benchmarks.elasticity.nodes import Node, Nodes, why_not
 from .jobs import ROOT, environment
 
 WATCHDOG_S = 120.0
+SECRET = "of both pods, from their entry point"
 CONF = """
 MODEL=tiny
 DEVICE=cpu
@@ -39,10 +40,12 @@ def pods(tmp_path: Path) -> Iterator[list[Node]]:
     found.close()
 
 
-def start(pod: Node, script: str, *words: str | Path) -> None:
-    pod.boot(
-        ["bash", str(ROOT / script), *map(str, words)], {**environment(), "PYTHON": sys.executable}
-    )
+def start(pod: Node, script: str, *words: str | Path, secret: str | None = SECRET) -> None:
+    """Starts a pod; without a secret it has to find the run's own."""
+    variables = {**environment(), "PYTHON": sys.executable}
+    if secret is not None:
+        variables["MEGATRON_ADAPTIVE_SECRET"] = secret
+    pod.boot(["bash", str(ROOT / script), *map(str, words)], variables)
 
 
 def until(condition: Callable[[], object], *pods: Node) -> None:
@@ -92,8 +95,8 @@ def test_three_pods_find_each_other_by_the_shared_folder_and_stop_together(
     conf.write_text(CONF.replace("ITERS=3", "ITERS=100000") + "NNODES=3\nNPROC_PER_NODE=1\n")
     master, *workers = pods
     for worker in workers:
-        start(worker, "run_worker.sh", "--log-dir", logs)
-    start(master, "run_master.sh", conf)
+        start(worker, "run_worker.sh", "--log-dir", logs, secret=None)
+    start(master, "run_master.sh", conf, secret=None)
     until(lambda: any("iteration" in path.read_text() for path in logs.glob("*/*.out")), *pods)
     assert not (logs / "master.json").exists()
     (node,) = [

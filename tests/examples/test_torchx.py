@@ -69,6 +69,7 @@ def test_the_first_replica_is_the_master(replica: str, expected: str, tree: ast.
             "PYTHON": sys.executable,
             "CONF": "/no/conf.sh",
             "NNODES": "2",
+            "LOGS": "/no/logs",
             "MASTER_PORT": "29642",
         },
         capture_output=True,

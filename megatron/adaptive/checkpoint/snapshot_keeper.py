@@ -16,10 +16,10 @@ ends. A rank writes its steps into the two slots by turns, and what it writes in
 once both marks bear the same step: whatever moment it is killed at, the older step is whole. A node
 that keeps snapshots for another one holds the same file without the last part.
 
-What a rank has copied is sent behind training, by a thread for each rank, in frames that end with a
-checksum; the rank gets an answer once the buddy has a step whole. Ranks and whoever restores come
-over a local socket of this machine, which gives way to the same user alone; buddies over TCP, with
-the job's secret. Snapshots live as long as the process that keeps them.
+What a rank has copied is sent behind training, by a thread for each rank, in frames that end with
+their MAC; the rank gets an answer once the buddy has a step whole. Ranks and whoever restores come
+over a local socket of this machine, which gives way to the same user alone; buddies over TCP, once
+they have proved the job's secret. Snapshots live as long as the process that keeps them.
 
 Imports no torch: those who keep and send snapshots have none.
 """
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import secrets
@@ -35,11 +36,15 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.handshake import Gate, SealedSocket, StrangerError, bind, dial, to_log
+
+_LOG = logging.getLogger(__name__)
+_PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
@@ -50,10 +55,10 @@ _STEP_S = 30.0  # for a buddy to take in a piece
 _CONNECT_S = 10.0
 _RUN_S = 30.0  # for the buddy to hear of the same start
 _PIECE = 4 << 20
-_LONGEST = 1 << 20
+_AGAIN_S = 0.5
 _MESSAGE = 1 << 16
+_MOST_HEAD = 1 << 28
 _FRAME = struct.Struct("<QQQ")  # step, slot, bytes of extra
-_SUM = struct.Struct("<Q")  # checksum of a frame
 _KEPT = struct.Struct("<Q")  # step
 _CREDENTIALS = struct.Struct("3i")
 
@@ -211,14 +216,14 @@ class SnapshotKeeper:
         self._run = self._secret = ""
         self._buddy: Buddy | None = None
         self._open: set[socket.socket] = set()
+        self._is_closed = False
         self.address = f"megatron-adaptive-{secrets.token_hex(16)}"
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._local.bind(f"\0{self.address}")
         self._local.listen(128)
-        self._wide = _listen(host)
-        self.port = int(self._wide.getsockname()[1])
-        self._start(self._accept, self._local, self._serve_local)
-        self._start(self._accept, self._wide, self._serve_buddy)
+        self._gate = Gate(bind(host, 0), lambda: self._secret, _PURPOSE, self._admit, to_log(_LOG))
+        self.port = self._gate.port
+        self._start(self._accept)
 
     def prepare(self, run: str, secret: str, buddy: Buddy | None) -> None:
         """Forget all snapshots and get ready for those of new ranks.
@@ -262,10 +267,11 @@ class SnapshotKeeper:
 
     def close(self) -> None:
         """Stop listening and forget all snapshots. Idempotent."""
-        for one in (self._local, self._wide):
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-            one.close()
+        self._is_closed = True
+        self._gate.close()
+        with contextlib.suppress(OSError):
+            self._local.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._local.close()
         with self._changed:
             for connection in self._open:
                 with contextlib.suppress(OSError):
@@ -276,22 +282,36 @@ class SnapshotKeeper:
     def _start(action: Callable[..., None], *given: Any) -> None:
         threading.Thread(target=action, args=given, name="snapshots", daemon=True).start()
 
-    def _accept(self, listening: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    def _accept(self) -> None:
+        """Accept who comes over the local socket; other users are no reason to wait or to end."""
         while True:
             try:
-                connection, _ = listening.accept()
+                connection, _ = self._local.accept()
             except OSError:
-                return
-            self._start(self._guarded, connection, serve)
+                if self._local.fileno() < 0 or self._is_closed:
+                    return
+                time.sleep(_AGAIN_S)  # no descriptor is left
+                continue
+            credentials = connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+            )
+            if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+                connection.close()
+                continue
+            self._start(self._guarded, connection, lambda one=connection: self._serve_local(one))
 
-    def _guarded(self, connection: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    def _admit(self, sealed: SealedSocket) -> None:
+        self._start(self._guarded, sealed.socket, lambda: self._serve_buddy(sealed))
+
+    def _guarded(self, connection: socket.socket, serve: Callable[[], None]) -> None:
         """Serve one connection; what goes wrong ends it, which the other side sees."""
         with self._changed:
             self._open.add(connection)
             self._serving += 1
         try:
-            with connection, contextlib.suppress(OSError, ValueError, KeyError):
-                serve(connection)
+            wrong = (OSError, ValueError, LookupError, TypeError, RecursionError)
+            with connection, contextlib.suppress(*wrong):
+                serve()
         finally:
             with self._changed:
                 self._open.discard(connection)
@@ -299,11 +319,6 @@ class SnapshotKeeper:
                 self._changed.notify_all()
 
     def _serve_local(self, connection: socket.socket) -> None:
-        credentials = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
-        if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
-            return
         data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 1)
         message = json.loads(data)
         if message["what"] == "store":
@@ -340,44 +355,35 @@ class SnapshotKeeper:
             if stream is not None:
                 stream.close()
 
-    def _serve_buddy(self, connection: socket.socket) -> None:
+    def _serve_buddy(self, sealed: SealedSocket) -> None:
         """Take in the snapshots of a rank of another node."""
-        connection.settimeout(_RUN_S)
-        with connection.makefile("rb") as reader:
-            about = json.loads(reader.readline(_LONGEST))
-            if not isinstance(about, dict):
-                raise ValueError("it is no object")
-            with self._changed:
-                ready = self._changed.wait_for(lambda: self._run == about["run"], _RUN_S)
-                shown, expected = str(about["secret"]).encode(), self._secret.encode()
-                if not (ready and expected and secrets.compare_digest(shown, expected)):
-                    return
-            file = SnapshotFile.create(reader.read(about["head_bytes"]), whole=False)
-            store = _Store.of(about, "sent", file)
-            if not self._add(store):
+        sealed.socket.settimeout(_RUN_S)
+        about = parse_json(sealed.receive(_MESSAGE))
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._run == about["run"], _RUN_S):
                 return
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            while True:
-                connection.settimeout(None)  # the next step comes when it comes
-                step, slot, extra_bytes = _read(reader, _FRAME)
-                connection.settimeout(_STEP_S)
-                self._take_in(reader, file, step, slot, extra_bytes)
-                connection.sendall(_KEPT.pack(step))
-                self._count(store)
-
-    @staticmethod
-    def _take_in(
-        reader: BinaryIO, file: SnapshotFile, step: int, slot: int, extra_bytes: int
-    ) -> None:
-        if extra_bytes > file.head["extra_bytes"]:
-            raise ValueError("more than there is room for")
-        file.begin(slot, step)
-        start = file.extra_offset(slot)
-        found = _read_summed(reader, memoryview(file.memory)[start : start + extra_bytes], 0)
-        found = _read_summed(reader, file.sent(slot), found)
-        if _read(reader, _SUM) != (found,):
-            raise OSError(f"the copy of step {step} came damaged")
-        file.finish(slot, step, extra_bytes)
+        if not 0 < about["head_bytes"] <= _MOST_HEAD:
+            raise ValueError("a head of no such size")
+        head = bytearray(about["head_bytes"])
+        sealed.receive_pieces(_pieces(memoryview(head)))
+        file = SnapshotFile.create(bytes(head), whole=False)
+        store = _Store.of(about, "sent", file)
+        if not self._add(store):
+            return
+        sealed.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        while True:
+            sealed.socket.settimeout(None)  # the next step comes when it comes
+            step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
+            if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
+                raise ValueError("more than there is room for")
+            sealed.socket.settimeout(_STEP_S)
+            file.begin(slot, step)
+            start = file.extra_offset(slot)
+            extra = memoryview(file.memory)[start : start + extra_bytes]
+            sealed.receive_pieces(_pieces(extra, file.sent(slot)))
+            file.finish(slot, step, extra_bytes)
+            sealed.send(_KEPT.pack(step))
+            self._count(store)
 
     def _add(self, store: _Store) -> bool:
         with self._changed:
@@ -418,54 +424,31 @@ class _Stream:
 
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
-        self._socket = socket.create_connection((buddy.address, buddy.port), _CONNECT_S)
-        self._socket.settimeout(_STEP_S)
-        self._reader = self._socket.makefile("rb")
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        until_s = time.monotonic() + _RUN_S
+        while True:
+            try:
+                self._sealed = dial((buddy.address, buddy.port), secret, _PURPOSE, _CONNECT_S)
+                break
+            except StrangerError:  # it has not heard of this start yet
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(_AGAIN_S)
+        self._sealed.socket.settimeout(_STEP_S)
+        self._sealed.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         head = store.file.raw_head
-        about = {**store.key, "secret": secret, "head_bytes": len(head)}
-        self._socket.sendall(json.dumps(about).encode() + b"\n" + head)
+        self._sealed.send(json.dumps({**store.key, "head_bytes": len(head)}).encode())
+        self._sealed.send_pieces(_pieces(memoryview(head)))
 
     def send(self, step: int, slot: int) -> None:
         """Send a step and wait until the buddy has it whole."""
-        file = self._file
-        extra = file.extra(slot)
-        self._socket.sendall(_FRAME.pack(step, slot, len(extra)))
-        checksum = 0
-        for part in (extra, file.sent(slot)):
-            for start in range(0, len(part), _PIECE):
-                piece = part[start : start + _PIECE]
-                checksum = zlib.crc32(piece, checksum)
-                self._socket.sendall(piece)
-        self._socket.sendall(_SUM.pack(checksum))
-        _read(self._reader, _KEPT)
+        extra = self._file.extra(slot)
+        self._sealed.send(_FRAME.pack(step, slot, len(extra)))
+        self._sealed.send_pieces(_pieces(extra, self._file.sent(slot)))
+        self._sealed.receive(_KEPT.size)
 
     def close(self) -> None:
-        self._reader.close()
-        self._socket.close()
+        self._sealed.socket.close()
 
 
-def _listen(host: str) -> socket.socket:
-    if not host and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(
-                ("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True
-            )
-    return socket.create_server((host, 0), backlog=128)
-
-
-def _read(reader: BinaryIO, form: struct.Struct) -> tuple[Any, ...]:
-    data = reader.read(form.size)
-    if len(data) < form.size:
-        raise OSError("the connection ended")
-    return form.unpack(data)
-
-
-def _read_summed(reader: BinaryIO, into: memoryview, checksum: int) -> int:
-    """Fill a buffer and go on with the checksum over it."""
-    for start in range(0, len(into), _PIECE):
-        piece = into[start : start + _PIECE]
-        if reader.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-            raise OSError("the connection ended")
-        checksum = zlib.crc32(piece, checksum)
-    return checksum
+def _pieces(*parts: memoryview) -> list[memoryview]:
+    return [part[at : at + _PIECE] for part in parts for at in range(0, len(part), _PIECE)]

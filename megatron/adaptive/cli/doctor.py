@@ -16,7 +16,7 @@ from typing import Literal
 
 from megatron.adaptive import extension
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.cluster.connection import Connection, listen
+from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import (
     interface_of,
     is_loopback,
@@ -27,6 +27,7 @@ from megatron.adaptive.cluster.host import (
 )
 from megatron.adaptive.cluster.node import check_port
 from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.environment import job_secret
 from megatron.adaptive.errors import AdaptiveError
 
 
@@ -58,11 +59,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     checks = check_node(options.master_port)
     if options.master_addr is not None:
-        address = resolve(options.master_addr)
+        address, secret = resolve(options.master_addr), job_secret() or _KNOWN_TO_ALL
         if interface_of(address) is not None:
-            checks += answer_peers(options.master_port, options.timeout)
+            checks += answer_peers(options.master_port, options.timeout, secret)
         else:
-            checks += check_way(address, options.master_port, options.timeout)
+            checks += check_way(address, options.master_port, options.timeout, secret)
     _print(checks, as_json=options.json)
     return int(any(check.state == "error" for check in checks))
 
@@ -84,6 +85,9 @@ _LEAST_SHM = 1 * _GIB
 _LEAST_PYTHON = (3, 10)
 _MOST_SKEW_S = 0.1
 _CONNECT_S = 5.0
+_PURPOSE = "doctor"
+# It starts and changes nothing: the user need not carry a secret from node to node to be helped.
+_KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL take any above 1023"
 _TORCH = (
     "import json, torch; print(json.dumps([torch.__version__, torch.cuda.is_available(), "
@@ -231,27 +235,33 @@ def _port(port: int) -> Check:
     return _check("port", f"{port} is free")
 
 
-def answer_peers(port: int, limit_s: float) -> list[Check]:
+def _ignore(text: str) -> None:
+    """Reports no visitor: what matters here is who is let in."""
+
+
+def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
     """Lets other nodes check their way to this one, until the first has, or the time is over.
 
     Args:
         port: where to listen.
         limit_s: how long to wait.
+        secret: that others prove.
     """
-    return asyncio.run(_answer_peers(port, limit_s))
+    return asyncio.run(_answer_peers(port, limit_s, secret))
 
 
-async def _answer_peers(port: int, limit_s: float) -> list[Check]:
+async def _answer_peers(port: int, limit_s: float, secret: str) -> list[Check]:
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
         """Answers with the time and tries the way back to the peer."""
         message = await link.receive(_CONNECT_S)
-        if message is None or not isinstance(message.get("back"), int):
+        if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
             return await link.close()  # something else that knocked
-        back, why = message["back"], ""
+        why = ""
         try:
-            await (await Connection.connect(link.peer, back, _CONNECT_S)).close()
+            found = await Connection.connect(link.peer, back, _CONNECT_S, secret, _PURPOSE)
+            await found.close()
         except OSError as error:
             why = str(error)
         link.send("checked", unix_s=time.time(), back=why)
@@ -261,7 +271,7 @@ async def _answer_peers(port: int, limit_s: float) -> list[Check]:
         return heard.put_nowait(_check("other nodes", text, _OPEN if why else "", is_error=True))
 
     try:
-        server = await listen(attend, port)
+        server = Listener(attend, secret, _PURPOSE, _ignore, port=port)
     except OSError as error:
         why = f"port {port}: {error.strerror}"
         return [_check("other nodes", why, "take another", is_error=True)]
@@ -275,12 +285,12 @@ async def _answer_peers(port: int, limit_s: float) -> list[Check]:
     return [_check("other nodes", text, mend, is_error=True)]
 
 
-def check_way(address: str, port: int, limit_s: float) -> list[Check]:
+def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
     """Checks the way between this node and the one at ``address``, on which doctor runs as well."""
     end_s = time.monotonic() + limit_s
     while True:
         try:
-            return asyncio.run(_try_way(address, port))
+            return asyncio.run(_try_way(address, port, secret))
         except OSError as error:
             if time.monotonic() > end_s:
                 mend = "start doctor there with the same --master-addr; open the port in firewalls"
@@ -288,15 +298,15 @@ def check_way(address: str, port: int, limit_s: float) -> list[Check]:
         time.sleep(0.5)
 
 
-async def _try_way(address: str, port: int) -> list[Check]:
-    back = await listen(Connection.close)
-    link = await Connection.connect(address, port, _CONNECT_S)
+async def _try_way(address: str, port: int, secret: str) -> list[Check]:
+    link = await Connection.connect(address, port, _CONNECT_S, secret, _PURPOSE)
+    back = Listener(Connection.close, secret, _PURPOSE, _ignore)
     try:
         begin_s = time.time()
-        link.send("check", back=back.sockets[0].getsockname()[1])
+        link.send("check", back=back.port)
         message = await link.receive(3 * _CONNECT_S)
         end_s = time.time()
-        if message is None:
+        if message is None or not isinstance(message.get("unix_s"), float):
             raise ConnectionResetError("what listens there did not answer")
     finally:
         back.close()
@@ -305,7 +315,7 @@ async def _try_way(address: str, port: int) -> list[Check]:
     skew_s = 0.0 if early <= 0 <= late else min(abs(early), abs(late))
     text = f"they differ by {skew_s:.3f} s, give or take {end_s - begin_s:.3f} s"
     mend = "run chronyd or ntpd on both nodes" if skew_s > _MOST_SKEW_S else ""
-    why = str(message["back"])
+    why = "".join(letter for letter in str(message.get("back"))[:200] if letter.isprintable())
     return [
         _check(
             "way there",

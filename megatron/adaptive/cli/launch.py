@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.cluster.host import loopback_variables
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
+_MAX_PROCESSES = 4096
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     _check_script(options)
     _check_trainer(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.nnodes in ("1", "1:1"):
+        os.environ |= loopback_variables(os.environ)
     _quiet_torchrun()
     try:
         run(options)  # type: ignore[no-untyped-call]
@@ -91,8 +95,10 @@ def _read_options(argv: Sequence[str]) -> Any:
             f"--nproc-per-node {count}: {reason}; write how many processes, or cpu or gpu for one "
             "on each"
         ) from None
-    if number < 1:
-        raise ConfigError(f"--nproc-per-node {count}: there must be at least 1 process")
+    if not 1 <= number <= _MAX_PROCESSES:
+        raise ConfigError(
+            f"--nproc-per-node {count}: there must be at least 1 process, at most {_MAX_PROCESSES}"
+        )
     options.nproc_per_node = str(number)
     return options
 

@@ -11,8 +11,9 @@ Nodes on pods find each other before torchrun starts::
     first node   listens on MASTER_PORT; waits for hellos; numbers the nodes; sends each its answer
     worker       connects, again and again until the deadline; sends hello; takes the answer
 
-A worker that goes away, or is silent, while others are missing is forgotten, so that it can come
-again. When all have taken their answers torchrun has the port.
+Both have proved the run's secret before. A worker that goes away, or is silent, while others are
+missing is forgotten, so that it can come again. When all have taken their answers torchrun has the
+port.
 """
 
 from __future__ import annotations
@@ -22,21 +23,29 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.adaptive.cluster.conf import LaunchConf, load_conf, make_conf
-from megatron.adaptive.cluster.connection import Connection, listen
+from megatron.adaptive.cluster.conf import (
+    SETTINGS,
+    LaunchConf,
+    load_conf,
+    make_conf,
+    read_changes,
+)
+from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import (
     count_gpus,
     interface_of,
     interface_variables,
     is_loopback,
+    loopback_variables,
     own_address,
     rdma_ports,
     rdma_variables,
@@ -52,11 +61,18 @@ from megatron.adaptive.cluster.node import (
     run_node,
 )
 from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.environment import FROM_CONF, SECRET_VARIABLE, job_secret
 from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
+from megatron.adaptive.handshake import new_secret, write_private
 
 _PORT = 29500
 _FOUND_NAME = "master.json"
+_PURPOSE = "pods"
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# What decides which program a node runs is for the node itself to say.
+_OWN = ("PYTHON", "CONTAINER", "IMAGE", "CONTAINER_MOUNTS")
+_LOADED = "LD_"
 _REPORT_S = 10.0
 _RETRY_S = 0.5
 _POLL_S = 0.2
@@ -123,18 +139,34 @@ def _master(argv: Sequence[str]) -> int:
     given = options.master_addr or os.environ.get("MASTER_ADDR") or conf["MASTER_ADDR"]
     address = resolve(given) if given else own_address(interface)
     port = options.master_port or _port(conf)
-    _say(
-        f"master at {address}:{port}; on the other nodes: "
-        f"bash run_worker.sh --master-addr {address}"
-    )
     check_port(port)
-    with _found(logs / _FOUND_NAME, address, port):
-        rank, answer, reached = asyncio.run(_gather(conf, _hello(options, conf), port))
+    own_secret = job_secret()
+    secret = own_secret or new_secret()
+    host = address if interface or given else ""
+    with _found(logs / _FOUND_NAME, address, port, secret):
+        _say_how(address, port, logs, None if own_secret else secret)
+        met = _gather(conf, _hello(options, conf), secret, host, port)
+        rank, answer, reached = asyncio.run(met)
     if not given and reached is not None:
         address = reached
     place = _place(answer, rank, address)
     own = interface or interface_of(address)
     return _run(conf, place, logs / answer["job"], own)
+
+
+def _say_how(address: str, port: int, logs: Path, made: str | None) -> None:
+    """Says what to type on the other nodes; a secret goes to a terminal, never into a log."""
+    start = f"bash run_worker.sh --master-addr {address}"
+    _say(f"master at {address}:{port}; on the other nodes: {start}")
+    if made is None:
+        _say(f"they need the same {SECRET_VARIABLE} as this one")
+    elif sys.stderr.isatty():
+        _say(f"where they do not share {logs}: {SECRET_VARIABLE}={made} {start}")
+    else:
+        _say(
+            f"where they do not share {logs}: with {SECRET_VARIABLE} set to the secret that is in"
+            f" {logs / _FOUND_NAME}; or set it on all nodes, here too"
+        )
 
 
 def _answer(conf: LaunchConf, places: list[tuple[int, int]], port: int) -> dict[str, Any]:
@@ -161,26 +193,73 @@ def _worker(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--log-dir", type=Path, default=ROOT / "logs", help="of the master, if it is shared (logs)"
     )
+    text = f"for this node, as the master cannot say it: {', '.join(_OWN)}"
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", dest="changes", help=text
+    )
     options = parser.read(argv)
+    changes = read_changes(options.changes)
+    for name in changes:
+        if name not in _OWN:
+            raise ConfigError(
+                f"--set {name}: a worker sets {', '.join(_OWN)}; the rest is conf.sh's"
+            )
     given = options.master_addr or os.environ.get("MASTER_ADDR")
     port = options.master_port or _environment_number("MASTER_PORT") or _PORT
+    secret = job_secret()
 
-    def find() -> tuple[str, int] | None:
-        if given:
-            return resolve(given), port
-        return _read_found(options.log_dir / _FOUND_NAME)
+    def find() -> _Found | None:
+        found = _read_found(options.log_dir / _FOUND_NAME)
+        if not given:
+            return found if found is None or secret is None else found._replace(secret=secret)
+        address = resolve(given)
+        known = secret or (found.secret if found is not None else "")
+        if not known:
+            raise SetupError(
+                f"the secret of the run at {address}:{port} is not known: type the line that"
+                f" run_master.sh printed, set {SECRET_VARIABLE} to the same on all nodes, or name"
+                " the folder of logs that they share with --log-dir"
+            )
+        return _Found(address, port, known)
 
     if not given:
         _say(f"no --master-addr: looking for it in {options.log_dir / _FOUND_NAME}")
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
     joined = asyncio.run(_join_master(find, _hello(options, None), limit_s))
     folder = Path(joined["folder"])
-    conf = make_conf(joined["conf"], folder if folder.is_dir() else ROOT)
+    settings = {**_settings(joined["conf"], changes), **changes}
+    conf = make_conf(settings, folder if folder.is_dir() else ROOT)
     _say_missing(joined.get("secrets", ()))
     check_files(conf)
     interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined["own_addr"])
     place = _place(joined, joined["node_rank"], joined["master_addr"])
     return _run(conf, place, conf.path("LOG_DIR") / joined["job"], interface)
+
+
+def _settings(given: dict[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Returns the settings of a master's answer that a worker takes from another node.
+
+    Args:
+        given: the master's.
+        own: what this node says itself.
+
+    Raises:
+        ConfigError: they need a container, which this node has not named itself.
+    """
+    kept = {}
+    for name, text in given.items():
+        if name in _OWN or name.startswith(_LOADED):
+            continue
+        if name not in SETTINGS and not name.startswith(FROM_CONF):
+            raise ConfigError(f"the master's answer sets {name}, which is no variable of a run")
+        kept[name] = str(text)
+    container = given.get("CONTAINER", "none")
+    if container != "none" and "CONTAINER" not in own:
+        raise ConfigError(
+            f"the master runs in CONTAINER={container}, and no node names a program to another:"
+            f" give run_worker.sh --set CONTAINER={container} --set IMAGE=..., or CONTAINER=none"
+        )
+    return kept
 
 
 def _slurm(argv: Sequence[str]) -> int:
@@ -233,6 +312,30 @@ class _Hello:
     processes: int | None = None
     node_rank: int | None = None
     address: str = ""
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> _Hello:
+        """Reads a message of another node.
+
+        Raises:
+            ValueError: it does not describe one.
+        """
+        host, address = message["host"], message["address"]
+        open_ones = [message["processes"], message["node_rank"]]
+        numbers = [message["gpus"], *(one for one in open_ones if one is not None)]
+        is_text = all(isinstance(one, str) and one.isprintable() for one in (host, address))
+        if not (is_text and all(type(one) is int and 0 <= one < 1 << 20 for one in numbers)):
+            raise ValueError("it describes no node")
+        names = ("host", "gpus", "processes", "node_rank", "address")
+        return cls(**{name: message[name] for name in names})
+
+
+class _Found(NamedTuple):
+    """Says where a master is, and by what it is known."""
+
+    address: str
+    port: int
+    secret: str
 
 
 class _Waiting:
@@ -314,13 +417,15 @@ def _fitting(free: Sequence[int], planned: tuple[int, ...] | None, count: int) -
 
 
 async def _gather(
-    conf: LaunchConf, own: _Hello, port: int
+    conf: LaunchConf, own: _Hello, secret: str, host: str, port: int
 ) -> tuple[int, dict[str, Any], str | None]:
     """Waits as the first node until all others have come, and answers them.
 
     Args:
         conf: the configuration, which says how many nodes there are.
         own: this node.
+        secret: of the run.
+        host: address to listen at, empty for all.
         port: where to listen; free again afterwards.
 
     Returns:
@@ -337,8 +442,8 @@ async def _gather(
     async def attend(link: Connection) -> None:
         link.beat()
         hello = await link.receive(_SILENT_S)
-        if hello is not None and hello.pop("what") == "hello":
-            here[link] = _Hello(**hello)
+        if hello is not None and hello["what"] == "hello":
+            here[link] = _Hello.read(hello)
             if await link.receive(_SILENT_S) is None:
                 del here[link]
             else:
@@ -346,7 +451,7 @@ async def _gather(
 
     wanted = (conf.nodes or 1) - 1
     _say(f"waiting for {wanted} more of {wanted + 1} nodes on port {port}")
-    server = await listen(attend, port)
+    server = Listener(attend, secret, _PURPOSE, _say, host=host, port=port)
     failure: AdaptiveError | None = None
     try:
         await _wait_for(here, wanted, port, conf["MEETING_TIMEOUT_S"])
@@ -394,13 +499,13 @@ async def _wait_for(here: dict[Connection, _Hello], wanted: int, port: int, limi
 
 
 async def _join_master(
-    find_master: Callable[[], tuple[str, int] | None], hello: _Hello, limit_s: float
+    find_master: Callable[[], _Found | None], hello: _Hello, limit_s: float
 ) -> dict[str, Any]:
     """Reaches the first node as a worker, which may not be up yet, and waits for its answer.
 
     Args:
-        find_master: returns address and port to try next, ``None`` if it does not know yet;
-            raises SetupError while a name does not resolve, as that of a pod that is not up yet.
+        find_master: returns where to try next, ``None`` if it does not know yet; raises SetupError
+            while a name does not resolve, as that of a pod that is not up yet.
         hello: this node.
         limit_s: how long to try.
 
@@ -423,7 +528,7 @@ async def _join_master(
         except SetupError as error:
             why = str(error)
         except OSError as error:
-            why = f"{error}" if place is None else f"{place[0]}:{place[1]}: {error}"
+            why = f"{error}" if place is None else f"{place.address}:{place.port}: {error}"
         waiting.say(f"waiting for the master ({why})")
         await asyncio.sleep(_RETRY_S)
     raise SetupError(
@@ -432,13 +537,13 @@ async def _join_master(
     )
 
 
-async def _join(place: tuple[str, int], hello: _Hello, waiting: _Waiting) -> dict[str, Any]:
-    link = await Connection.connect(*place, _CONNECT_S)
+async def _join(place: _Found, hello: _Hello, waiting: _Waiting) -> dict[str, Any]:
+    link = await Connection.connect(place.address, place.port, _CONNECT_S, place.secret, _PURPOSE)
     own = link.own_address
     try:
         link.send("hello", **asdict(replace(hello, address=own)))
         link.beat()
-        _say(f"reached the master at {place[0]}:{place[1]}, waiting for the other nodes")
+        _say(f"reached the master at {place.address}:{place.port}, waiting for the other nodes")
         try:
             answer = await asyncio.wait_for(link.receive(), max(0.0, waiting.left_s))
         except asyncio.TimeoutError:
@@ -450,7 +555,31 @@ async def _join(place: tuple[str, int], hello: _Hello, waiting: _Waiting) -> dic
         await link.close()
     if "error" in answer:
         raise ConfigError(str(answer["error"]))
+    _check_answer(answer)
     return {**answer, "own_addr": own}
+
+
+def _check_answer(answer: dict[str, Any]) -> None:
+    """Refuses an answer that names more than a master may.
+
+    Raises:
+        SetupError: it does, or is none.
+    """
+    processes, port = answer.get("processes"), answer.get("port")
+    rank, conf = answer.get("node_rank"), answer.get("conf")
+    is_whole = (
+        isinstance(processes, list)
+        and all(type(one) is int and one > 0 for one in processes)
+        and type(rank) is int
+        and 0 <= rank < len(processes)
+        and type(port) is int
+        and isinstance(conf, dict)
+        and all(isinstance(answer.get(name), str) for name in ("folder", "job", "master_addr"))
+    )
+    if not is_whole or _JOB.fullmatch(answer["job"]) is None:
+        raise SetupError(
+            "the master's answer does not fit this version of the program: use one on all nodes"
+        )
 
 
 def _run(
@@ -475,6 +604,8 @@ def _run(
     )
     given = {**os.environ, **conf.environment}
     variables = {**interface_variables(interface, given), **rdma_variables(active, given)}
+    if len(place.processes) == 1:
+        variables |= loopback_variables(given)
     if name is None:
         name = f"{place.node_rank}-{socket.gethostname().partition('.')[0]}"
     return run_node(
@@ -512,7 +643,7 @@ def _check_alone(logs: Path) -> None:
     found = _read_found(logs / _FOUND_NAME)
     if found is None:
         return
-    with contextlib.suppress(OSError), socket.create_connection(found, timeout=2.0):
+    with contextlib.suppress(OSError), socket.create_connection(found[:2], timeout=2.0):
         raise ConfigError(
             f"LOG_DIR={logs}: another run waits there for its workers at {found[0]}:{found[1]}; "
             "wait until they are there, or set another LOG_DIR"
@@ -558,11 +689,12 @@ def _say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _found(path: Path, address: str, port: int) -> Iterator[None]:
+def _found(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
     """Keeps the file by which workers with the same folder of logs find the master."""
-    text = json.dumps({"address": address, "port": port, "pid": os.getpid()})
+    facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
+    text = json.dumps(facts)
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text)
+    write_private(part, text)
     part.replace(path)
     try:
         yield
@@ -572,9 +704,9 @@ def _found(path: Path, address: str, port: int) -> Iterator[None]:
                 path.unlink()
 
 
-def _read_found(path: Path) -> tuple[str, int] | None:
-    """Returns the master's address and port, ``None`` if there is no file."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
+def _read_found(path: Path) -> _Found | None:
+    """Returns where the master is, ``None`` if there is no file."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         answer = parse_json(path.read_bytes())
-        return str(answer["address"]), int(answer["port"])
+        return _Found(str(answer["address"]), int(answer["port"]), str(answer["secret"]))
     return None

@@ -20,11 +20,21 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.connection import Connection
-from megatron.adaptive.cluster.host import count_gpus
-from megatron.adaptive.errors import SetupError
+from megatron.adaptive.cluster.host import (
+    count_gpus,
+    is_loopback,
+    loopback_variables,
+    own_address,
+)
+from megatron.adaptive.cluster.membership import PURPOSE
+from megatron.adaptive.cluster.ranks import NodeWork
+from megatron.adaptive.errors import AdaptiveError, SetupError
+from megatron.adaptive.handshake import StrangerError
 
 _CONNECT_S = 20.0
 _END_S = 20.0
+EXIT_REFUSED = 2
+"""Status of a rank that the node did not start, as the manager may not order it."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
@@ -36,7 +46,8 @@ class Agent:
         name: of the node, unique in the job.
         address: of the manager.
         port: of the manager.
-        secret: that the manager knows its agents by.
+        secret: of the job.
+        work: what ranks of this node run.
         slots: processes of this node, ``None`` for one on each GPU.
         keeper: of copies of the state, ``None`` for one that ends with the agent.
     """
@@ -48,6 +59,7 @@ class Agent:
         address: str,
         port: int,
         secret: str,
+        work: NodeWork,
         slots: int | None = None,
         keeper: SnapshotKeeper | None = None,
     ) -> None:
@@ -55,9 +67,10 @@ class Agent:
         self._address = address
         self._port = port
         self._secret = secret
+        self._work = work
         self._slots = slots
         self._owns_keeper = keeper is None
-        self._keeper = keeper or SnapshotKeeper("127.0.0.1" if address == "127.0.0.1" else "")
+        self._keeper = keeper or SnapshotKeeper(_towards(address))
         self.status: int | None = None  # of its order to end, where it gave one
         self.why = ""  # the manager let it go, where it said so
         self.notice: signal.Signals | None = None  # that the node will be taken
@@ -73,8 +86,11 @@ class Agent:
             SetupError: it is not there, as where somebody else starts the program so.
         """
         try:
-            return cls(**json.loads(sys.stdin.readline()))
-        except (ValueError, TypeError):
+            given = json.loads(sys.stdin.readline())
+            work = given.pop("work")
+            work["arguments"] = tuple(work["arguments"])
+            return cls(**given, work=NodeWork(**work))
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise SetupError(
                 "--agent is for the manager of a job, which sends an agent the rest"
             ) from None
@@ -112,7 +128,14 @@ class Agent:
 
     async def _join(self) -> Connection:
         try:
-            link = await Connection.connect(self._address, self._port, _CONNECT_S)
+            link = await Connection.connect(
+                self._address, self._port, _CONNECT_S, self._secret, PURPOSE
+            )
+        except StrangerError as error:
+            raise SetupError(
+                f"node {self._name}: at {self._address}:{self._port} is not the manager of the job:"
+                f" {error}"
+            ) from None
         except OSError as error:
             raise SetupError(
                 f"node {self._name} does not reach the manager of the job at {self._address}:"
@@ -121,7 +144,6 @@ class Agent:
             ) from None
         link.send(
             "join",
-            secret=self._secret,
             name=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -143,6 +165,8 @@ class Agent:
         environment.setdefault("OMP_NUM_THREADS", "1")
         # When a rank is lost, torch would print a stack of C++ for each other one as a warning.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if is_loopback(self._address):  # no other machine takes part
+            environment |= loopback_variables(environment)
         module = "megatron.adaptive.cluster.rank_forkserver"
         forkserver = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, str(theirs.fileno())),
@@ -167,10 +191,9 @@ class Agent:
             elif what == "start":
                 added = self._prepare(message.get("copies"))
                 for rank in message["ranks"]:
-                    rank["variables"] |= added
                     if "number" in message:  # the manager waits for its end
                         self._asked[rank["key"]] = message["number"]
-                    self._order(start=rank)
+                    self._start_rank(rank, added, is_restore="is_restore" in message)
             elif what == "inventory":
                 held = await asyncio.to_thread(self._keeper.inventory, message["within_s"])
                 link.send("answer", number=message["number"], held=held)
@@ -186,7 +209,7 @@ class Agent:
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
-        self._keeper.prepare(copies["run"], copies["secret"], buddy)
+        self._keeper.prepare(copies["run"], self._secret, buddy)
         values = {
             **copies["settings"],
             "address": self._keeper.address,
@@ -194,6 +217,25 @@ class Agent:
             "buddy": None if buddy is None else buddy.name,
         }
         return {"MEGATRON_ADAPTIVE_COPIES": json.dumps(values)}
+
+    def _start_rank(
+        self, rank: Mapping[str, Any], added: Mapping[str, str], *, is_restore: bool
+    ) -> None:
+        try:
+            order = self._work.order(rank, is_restore=is_restore)
+        except AdaptiveError as error:
+            print(f"error: node {self._name}: {error}", file=sys.stderr, flush=True)
+            self._ended(rank["key"], EXIT_REFUSED)
+            return
+        order["variables"] |= added
+        self._order(start=order)
+
+    def _ended(self, key: str, status: int) -> None:
+        assert self._link is not None
+        if (number := self._asked.pop(key, None)) is None:
+            self._link.send("ended", key=key, status=status)
+        else:
+            self._link.send("answer", number=number, status=status)
 
     def _order(self, **order: Any) -> None:
         assert self._orders is not None
@@ -206,11 +248,7 @@ class Agent:
             async for line in reader:
                 values = json.loads(line)
                 if "ended" in values:
-                    key, status = values["ended"], values["status"]
-                    if (number := self._asked.pop(key, None)) is None:
-                        self._link.send("ended", key=key, status=status)
-                    else:
-                        self._link.send("answer", number=number, status=status)
+                    self._ended(values["ended"], values["status"])
                 elif "started" in values:
                     self._link.send("started", key=values["started"], pid=values["pid"])
                 else:
@@ -222,6 +260,14 @@ class Agent:
         assert self._link is not None
         self.notice = self.notice or signal.Signals(number)
         self._link.send("notice", signal=signal.Signals(number).name, unix_ns=time.time_ns())
+
+
+def _towards(manager: str) -> str:
+    """Returns this node's address on the way to the manager, empty where that is not known."""
+    try:
+        return own_address(None, manager)
+    except SetupError:
+        return ""
 
 
 def _free_port() -> int:

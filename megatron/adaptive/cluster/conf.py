@@ -231,6 +231,7 @@ def _complaint(stderr: bytes, path: Path, status: int) -> str:
     return f"it ended with status {status}; every command in it must succeed"
 
 
+_MAX_NODES = 100_000
 _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d*)x([1-9]\d*)")
 
 
@@ -334,7 +335,7 @@ def load_conf(
     variables = {} if path is None else read_variables(path)
     where = "the command line" if path is None else str(path)
     check_names(variables, where)
-    given = _changes(changes)
+    given = read_changes(changes)
     check_names(given, "--set")
     folder = Path.cwd() if path is None else path.resolve().parent
     if plan is not None:
@@ -367,12 +368,20 @@ def make_conf(
             name: text for name, text in sorted(texts.items()) if name.startswith(FROM_CONF)
         },
     )
+    for group in conf.groups:
+        if (group.nodes or 0) > _MAX_NODES:
+            raise ConfigError(f"NNODES={group.nodes}: at most {_MAX_NODES:,} nodes are numbered")
     _check_sizes(conf)
     _check_words(conf)
     return conf
 
 
-def _changes(changes: Sequence[str]) -> dict[str, str]:
+def read_changes(changes: Sequence[str]) -> dict[str, str]:
+    """Reads ``NAME=VALUE`` texts of a command line.
+
+    Raises:
+        ConfigError: one is none.
+    """
     given = {}
     for change in changes:
         name, equals, value = change.partition("=")

@@ -1,6 +1,7 @@
-"""Carries messages between the nodes of a job: a line of JSON each, and signs of life.
+"""Carries messages between the nodes of a job: an object of JSON each, and signs of life.
 
-A side that hears nothing for :data:`SILENCE_S` takes the other for lost: a machine without power
+Both sides have proved the job's secret, and every message is known to come from the other one. A
+side that hears nothing for :data:`SILENCE_S` takes the other for lost: a machine without power
 closes no connection.
 """
 
@@ -10,19 +11,25 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.handshake import (
+    AGAIN_S,
+    HEAD_BYTES,
+    NO_PROOF,
+    Gate,
+    Handshake,
+    SealedSocket,
+    Session,
+    StrangerError,
+    bind,
+)
 
 BEAT_S = 1.0
 SILENCE_S = 20.0
-_LONGEST = 1 << 22
-"""Bytes of the longest message."""
-_AT_ONCE = 4096
-"""Nodes that may connect at the same moment; what is beyond tries again a second later."""
 
 
 class Connection:
@@ -31,27 +38,65 @@ class Connection:
     Args:
         reader: of the connection.
         writer: of the connection.
+        session: of the connection.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: Session
+    ) -> None:
         self._reader = reader
         self._writer = writer
+        self._session = session
         self._beating: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, address: str, port: int, within_s: float) -> Connection:
-        """Connects to a listening side.
+    async def connect(
+        cls, address: str, port: int, within_s: float, secret: str, purpose: str
+    ) -> Connection:
+        """Connects to a listener of the job.
+
+        Args:
+            address: of it.
+            port: of it.
+            within_s: for all of it.
+            secret: of the job.
+            purpose: of the connection, as the listener has it.
 
         Raises:
+            StrangerError: what listens there does not know the secret.
             OSError: nobody listens there, and its text says why; ``TimeoutError`` is one.
         """
-        opened = asyncio.open_connection(address, port, limit=_LONGEST)
+        until_s = time.monotonic() + within_s
+        while True:
+            try:
+                opening = cls._connect(address, port, secret, purpose)
+                return await asyncio.wait_for(opening, until_s - time.monotonic())
+            except asyncio.TimeoutError:
+                raise TimeoutError(f"no answer within {within_s:g} s") from None
+            except EOFError:  # a crowd of others can push this one out
+                if time.monotonic() + AGAIN_S > until_s:
+                    raise StrangerError(NO_PROOF) from None
+            except StrangerError:
+                raise
+            except OSError as error:  # asyncio's own text names the call alone
+                raise OSError(os.strerror(error.errno) if error.errno else str(error)) from None
+            await asyncio.sleep(AGAIN_S)
+
+    @classmethod
+    async def _connect(cls, address: str, port: int, secret: str, purpose: str) -> Connection:
+        reader, writer = await asyncio.open_connection(address, port)
         try:
-            return cls(*await asyncio.wait_for(opened, within_s))
-        except asyncio.TimeoutError:
-            raise TimeoutError(f"no answer within {within_s:g} s") from None
-        except OSError as error:  # asyncio's own text names the call alone
-            raise OSError(os.strerror(error.errno) if error.errno else str(error)) from None
+            shake = Handshake(secret, purpose, visiting=True)
+            writer.write(shake.first)
+            while shake.wanted:
+                writer.write(shake.advance(await reader.readexactly(shake.wanted)))
+        except BaseException as error:
+            writer.close()
+            if isinstance(error, (ConnectionResetError, BrokenPipeError)):
+                raise EOFError from None
+            raise
+        assert shake.session is not None
+        return cls(reader, writer, shake.session)
 
     @property
     def peer(self) -> str:
@@ -66,7 +111,7 @@ class Connection:
     def send(self, what: str, **values: Any) -> None:
         """Sends a message; drops one to a side that is gone, which :meth:`receive` reports."""
         if not self._writer.is_closing():
-            self._writer.write(json.dumps({"what": what, **values}).encode() + b"\n")
+            self._writer.write(self._session.seal(json.dumps({"what": what, **values}).encode()))
 
     def beat(self) -> None:
         """Gives signs of life from now on."""
@@ -80,11 +125,11 @@ class Connection:
         """
         while True:
             try:
-                line = await asyncio.wait_for(self._reader.readline(), silence_s)
-                message = parse_json(line, strict=False)
-            except (OSError, ValueError, asyncio.TimeoutError):
+                payload = await asyncio.wait_for(self._read(), silence_s)
+                message = parse_json(payload, strict=False)
+            except (OSError, EOFError, ValueError, asyncio.TimeoutError):
                 return None
-            if not isinstance(message, dict) or "what" not in message:
+            if not isinstance(message, dict) or not isinstance(message.get("what"), str):
                 return None
             if message["what"] != "beat":
                 return message
@@ -97,34 +142,72 @@ class Connection:
             await asyncio.wait_for(self._writer.drain(), 1.0)
         self._writer.close()
 
+    async def _read(self) -> bytes:
+        head = await self._reader.readexactly(HEAD_BYTES)
+        payload = await self._reader.readexactly(self._session.length(head))
+        return self._session.open(head, payload)
+
     async def _beat(self) -> None:
         while not self._writer.is_closing():
             self.send("beat", unix_ns=time.time_ns())
             await asyncio.sleep(BEAT_S)
 
 
-async def listen(
-    attend: Callable[[Connection], Awaitable[None]], port: int = 0, *, is_local: bool = False
-) -> asyncio.Server:
-    """Listens on one port for both versions of IP, and serves whoever connects.
+class Listener:
+    """Serves connections that have proved the job's secret, in the event loop that it is made in.
 
     Args:
-        attend: serves one connection, which stays open after it.
+        attend: serves one connection, which stays open after it; a message that does not fit ends
+            the connection and nothing else.
+        secret: of the job.
+        purpose: of the connections.
+        report: prints a line about others that came.
+        host: address of this machine to listen at; all where it is empty or not of this machine.
         port: 0 for one of this machine's own choice.
-        is_local: for this machine alone.
 
     Raises:
         OSError: the port cannot be had.
     """
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Python 3.11 prints a traceback for a connection that is still served when the loop ends.
-        with contextlib.suppress(asyncio.CancelledError):
-            await attend(Connection(reader, writer))
+    def __init__(
+        self,
+        attend: Callable[[Connection], Awaitable[None]],
+        secret: str,
+        purpose: str,
+        report: Callable[[str], None],
+        *,
+        host: str = "",
+        port: int = 0,
+    ) -> None:
+        self._attend = attend
+        self._report = report
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._gate = Gate(bind(host, port), lambda: secret, purpose, self._admit, report)
+        self.port = self._gate.port
 
-    own = None
-    if not is_local and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # where it was turned off since
-            own = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    own = own or socket.create_server(("127.0.0.1" if is_local else "", port))
-    return await asyncio.start_server(connected, sock=own, limit=_LONGEST, backlog=_AT_ONCE)
+    def close(self) -> None:
+        """Stops listening; connections that were let in stay. Idempotent."""
+        self._gate.close()
+
+    def _admit(self, sealed: SealedSocket) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._begin, sealed)
+        except RuntimeError:  # the loop has ended
+            sealed.socket.close()
+
+    def _begin(self, sealed: SealedSocket) -> None:
+        task = self._loop.create_task(self._serve(sealed))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, sealed: SealedSocket) -> None:
+        reader, writer = await asyncio.open_connection(sock=sealed.socket)
+        link = Connection(reader, writer, sealed.session)
+        try:
+            await self._attend(link)
+        except (LookupError, TypeError, ValueError) as error:
+            self._report(
+                f"warning: a message of {link.peer} does not fit and is refused: {error!r}"
+            )
+            await link.close()

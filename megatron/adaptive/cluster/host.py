@@ -121,6 +121,14 @@ def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict
     return {name: interface for name in _READERS if not given.get(name)}
 
 
+def loopback_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Returns what keeps gloo within a job's only machine, unless ``given`` names an interface."""
+    loopback = interface_of("127.0.0.1")
+    if loopback is None or given.get(_READERS[0]):
+        return {}
+    return {_READERS[0]: loopback}
+
+
 def rdma_variables(ports: Sequence[RdmaPort], given: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that name NCCL's and UCX's RDMA ports, unless ``given`` has them.
 

@@ -25,6 +25,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
@@ -57,6 +58,7 @@ from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
+from megatron.adaptive.handshake import new_secret
 
 _TICK_S = 2.0
 _SETTLE_S = 0.5
@@ -90,12 +92,15 @@ class Manager:
         self._state = StateFile(self._folder)
         self._program = spec.program
         self._lease = self._program.folder.lease = Lease(spec.checkpoints)
-        self._secret = secrets.token_hex(16)
-        self._members = Membership(spec.machines, own, spec.address, self._secret)
+        self._secret = new_secret()
+        self._name = secrets.token_hex(4)  # in names of folders and runs
+        self._members = Membership(
+            spec.machines, own, spec.address, self._secret, asdict(spec.work)
+        )
         self._own = own
         had = None if own is None or kept is None else (own.name, kept)
         folder = self._program.folder
-        self._copies = JobSnapshots(spec.copy_settings, self._members, folder, self._secret, had)
+        self._copies = JobSnapshots(spec.copy_settings, self._members, folder, self._name, had)
         self._copies_text = ""
         self._incarnations: list[Incarnation] = []
         self._status = "waiting for machines"
@@ -125,7 +130,7 @@ class Manager:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._asked_to_stop, number)
         try:
-            await asyncio.to_thread(self._lease.claim, run=self._secret[:8])
+            await asyncio.to_thread(self._lease.claim, run=self._name)
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
             raise self._not_writable(error) from error
@@ -255,12 +260,11 @@ class Manager:
             return None
         incarnation = self._next_incarnation(layout, places, reason)
         incarnation.marks_ns |= {"planned": planned_ns, "begun": time.time_ns()}
-        folder = incarnation_folder(self._folder, incarnation.number, self._secret)
+        folder = incarnation_folder(self._folder, incarnation.number, self._name)
         arguments, variables = self._program.command(
             layout, incarnation.number, incarnation.resumed, folder
         )
         orders = rank_orders(
-            self._spec.script,
             arguments,
             places,
             incarnation.number,
@@ -268,7 +272,7 @@ class Manager:
                 **variables,
                 "MASTER_ADDR": self._members.address_of(first),
                 "MASTER_PORT": str(port),
-                "TORCHELASTIC_RUN_ID": f"{self._secret[:8]}-{incarnation.number}",
+                "TORCHELASTIC_RUN_ID": f"{self._name}-{incarnation.number}",
                 "TORCHELASTIC_RESTART_COUNT": str(incarnation.number - 1),
                 "MEGATRON_ADAPTIVE_LEASE": str(self._lease.number),
             },
@@ -513,9 +517,7 @@ class Manager:
         if not self._incarnations:
             return
         incarnation = self._incarnations[-1]
-        now = self._progress.read(
-            incarnation_folder(self._folder, incarnation.number, self._secret)
-        )
+        now = self._progress.read(incarnation_folder(self._folder, incarnation.number, self._name))
         self._iteration = max(now.iteration or 0, incarnation.resumed)
         self._total = now.total or self._total
         self._copies_text = now.copies
@@ -603,6 +605,7 @@ class Participant:
             address=owner.get("address", ""),
             port=owner.get("port", 0),
             secret=owner.get("secret", ""),
+            work=self._spec.work,
             slots=self._slots,
             keeper=self._keeper,
         )

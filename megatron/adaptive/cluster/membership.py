@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.connection import Connection, listen
+from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import interface_of, own_address
 from megatron.adaptive.cluster.job import say
 from megatron.adaptive.config.environment import OVER_SSH
@@ -37,6 +37,10 @@ from megatron.adaptive.errors import ConfigError, SetupError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _KEYS = ("slots", "name")
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and 0 < len(name) < 256 and name.isprintable()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,9 @@ _BEGIN = (
 )
 _END_S = 20.0
 _AGAIN_S = 1.0
+PURPOSE = "manager"
+"""Of connections between agents and their manager."""
+_FROM_AGENTS = ("ready", "started", "ended", "notice")
 _NODES_AT_MOST = 1 << 16
 
 
@@ -210,7 +217,8 @@ class Membership:
         machines: file of machines, ``None`` where nodes come by themselves.
         own: the node of the manager itself where it is not of the file.
         address: at which other machines reach this one, ``None`` to find out.
-        secret: that agents show.
+        secret: of the job.
+        work: what ranks of every node run, for the agents that are started here.
     """
 
     def __init__(
@@ -219,16 +227,18 @@ class Membership:
         own: Machine | None,
         address: str | None,
         secret: str,
+        work: Mapping[str, Any] | None = None,
     ) -> None:
         self._path = machines
         self._address = address
         self._secret = secret
+        self._work = work
         self._read = () if machines is None else read_machines(machines)
         self._own = own
         self._stamp = self._file_stamp()
         # Decided once: ranks and agents know the address.
         self._is_alone = machines is not None and all(one.has_loopback for one in self._read)
-        self._server: asyncio.Server | None = None
+        self._server: Listener | None = None
         self._is_closing = False
         self._asked = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -259,8 +269,8 @@ class Membership:
             watcher = asyncio.PidfdChildWatcher()
             watcher.attach_loop(asyncio.get_running_loop())
             asyncio.set_child_watcher(watcher)
-        self._server = await listen(self._attend, is_local=self.address == "127.0.0.1")
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._server = Listener(self._attend, self._secret, PURPOSE, say, host=self.address)
+        self.port = self._server.port
         for machine in self._read if self._own is None else (self._own,):
             self._start_agent(machine)
 
@@ -414,7 +424,7 @@ class Membership:
             exported = {n: v for n, v in environment.items() if n.startswith(OVER_SSH)}
             command, begin = over_ssh(machine.host, words, exported)
         place = {"name": machine.name, "address": self.address, "port": self.port}
-        spec = {**place, "secret": self._secret, "slots": machine.slots}
+        spec = {**place, "secret": self._secret, "slots": machine.slots, "work": self._work}
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -452,8 +462,8 @@ class Membership:
 
     async def _attend(self, link: Connection) -> None:
         hello = await link.receive()
-        if hello is None or hello["what"] != "join" or hello.get("secret") != self._secret:
-            link.send("refused", why="does not know it: it belongs to another job")
+        if hello is None or hello["what"] != "join" or not _is_name(hello.get("name")):
+            link.send("refused", why="does not take such a node: is it of the same version?")
             await link.close()
             return
         node = self.nodes.setdefault(hello["name"], Node(name=hello["name"]))
@@ -472,6 +482,8 @@ class Membership:
             if message["what"] == "answer":
                 if (answer := node.asked.get(message["number"])) is not None and not answer.done():
                     answer.set_result(message)
+                continue
+            if message["what"] not in _FROM_AGENTS:
                 continue
             node.is_ready = node.is_ready or message["what"] == "ready"
             self.events.put_nowait(Event(message["what"], node.name, message))

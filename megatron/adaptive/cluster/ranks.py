@@ -16,16 +16,18 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.adaptive.checkpoint import restore_snapshots
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
@@ -33,6 +35,7 @@ _TRAINER = "pretrain_gpt"
 _MODEL = "model.json"
 _MOST_MEASURED = 3
 # How a run begins that has a checkpoint of another one; not how it goes on from its own.
+_PATH_FLAGS = ("--save", "--load", "--progress-dir", "--trace-dir")
 _FIRST_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
 _OF_EPOCHS = ("--trace-dir",)
 
@@ -201,6 +204,13 @@ Policy = Literal["ignore", "replan", "exclude"]
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
 """Gives a rank the name of its node in the job."""
+_VARIABLES = frozenset(
+    (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"),
+        *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        *(NODE_VARIABLE, JOB_VARIABLE, "MEGATRON_ADAPTIVE_LEASE"),
+    )
+)
 EXIT_LEFT = 75
 """A node that left a job which goes on without it: it may come back."""
 
@@ -254,6 +264,81 @@ class JobSpec:
         if self.is_pipeline:
             return ScriptProgram(self.script, self.arguments, self.checkpoints)
         return TrainerProgram(self.arguments, self.checkpoints)
+
+    @property
+    def work(self) -> NodeWork:
+        """Returns what every node runs."""
+        return NodeWork(
+            script=str(self.script),
+            arguments=self.arguments,
+            checkpoints=str(self.checkpoints),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeWork:
+    """Says what a node runs, and thereby what a manager can order it to.
+
+    Attributes:
+        script: of every rank.
+        arguments: of the script, as the user gave them.
+        checkpoints: folder of the job, outside of which an order names no path.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    checkpoints: str
+
+    def order(self, rank: Mapping[str, Any], *, is_restore: bool) -> dict[str, Any]:
+        """Returns the order to the forkserver for a process that the manager wants.
+
+        Program and working folder are this node's own.
+
+        Args:
+            rank: an entry of :func:`rank_orders`.
+            is_restore: for the program that restores snapshots.
+
+        Raises:
+            SetupError: the manager named what it may not name.
+        """
+        key, variables, arguments = rank["key"], rank["variables"], rank["arguments"]
+        if others := sorted(set(variables) - _VARIABLES):
+            raise SetupError(f"the manager set {others[0]}, which is none of its variables")
+        if is_restore:
+            paths = [parse_json(arguments[0])["checkpoints"]]
+        else:
+            paths = list(self._paths(arguments))
+        if text := variables.get(JOB_VARIABLE):
+            named = JobOrder.from_text(text)
+            paths += [named.checkpoints, named.progress, named.model]
+        own = Path(self.checkpoints).resolve()
+        for path in paths:
+            if not Path(path).resolve().is_relative_to(own):
+                raise SetupError(
+                    f"the manager named {path}, which is neither in {own} nor among this node's own"
+                    " arguments: start every node of a job with the same command"
+                )
+        return {
+            "key": key,
+            "variables": dict(variables),
+            "script": str(Path(restore_snapshots.__file__).resolve())
+            if is_restore
+            else self.script,
+            "arguments": list(arguments),
+            "folder": os.getcwd(),
+        }
+
+    def _paths(self, arguments: Sequence[str]) -> Iterator[str]:
+        """Yields paths among arguments that are not the user's own."""
+        for before, word in zip(("", *arguments), arguments, strict=False):
+            name, equals, value = word.partition("=")
+            if not (equals and name.startswith("--")):
+                name, value = before, word
+            base, _, number = value.rpartition("/epoch-")
+            if word in self.arguments or (base in self.arguments and number.isdigit()):
+                continue
+            if name in _PATH_FLAGS or "/" in value:
+                yield value
 
 
 @dataclass(kw_only=True, eq=False)
@@ -341,7 +426,6 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
 
 
 def rank_orders(
-    script: Path,
     arguments: Sequence[str],
     places: Sequence[Node],
     incarnation: int,
@@ -349,8 +433,9 @@ def rank_orders(
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns the orders to the agent of each node; ranks have the environment of torchrun.
 
+    What they run is for the nodes to know, see :class:`NodeWork`.
+
     Args:
-        script: of every rank.
         arguments: of the script.
         places: nodes of the ranks.
         incarnation: number of the one that they begin.
@@ -372,9 +457,7 @@ def rank_orders(
             {
                 "key": f"{incarnation}/{rank}",
                 "variables": {**{name: str(value) for name, value in own.items()}, **variables},
-                "script": str(script),
                 "arguments": list(arguments),
-                "folder": os.getcwd(),
             }
         )
     return orders

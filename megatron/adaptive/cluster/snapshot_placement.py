@@ -12,10 +12,8 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.checkpoint import restore_snapshots
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.job import IncarnationProgress, say
@@ -24,7 +22,7 @@ from megatron.adaptive.cluster.membership import Membership, Node
 _ANSWER_S = 20.0
 _SETTLE_S = 5.0
 _HERE = ("present", "leaving")
-_NONE: Mapping[str, Any] = {"run": "", "secret": "", "buddy": None, "settings": {}}
+_NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +147,7 @@ class JobSnapshots:
             (``limit_bytes``); ``None`` for no snapshots.
         members: the nodes.
         folder: of checkpoints.
-        secret: of the job.
+        manager: name of the one that starts the ranks.
         kept: this node's name and the keeper of what it kept for the manager before.
     """
 
@@ -158,13 +156,13 @@ class JobSnapshots:
         settings: Mapping[str, Any] | None,
         members: Membership,
         folder: CheckpointFolder | PipelineFolder,
-        secret: str,
+        manager: str,
         kept: tuple[str, SnapshotKeeper] | None = None,
     ) -> None:
         self._settings = settings
         self._members = members
         self._folder = folder
-        self._secret = secret
+        self._manager = manager
         self._kept = kept
         self._last = SnapshotSource()
         self._restored = 0
@@ -196,8 +194,7 @@ class JobSnapshots:
                 address = members.address_of(one)
                 other = {"name": buddy, "address": address, "port": one.copies_port}
             found[name] = {
-                "run": f"{self._secret[:8]}-{epoch}",
-                "secret": self._secret,
+                "run": f"{self._manager}-{epoch}",
                 "buddy": other,
                 "settings": {
                     "node": name,
@@ -323,12 +320,10 @@ class JobSnapshots:
             rank = {
                 "key": f"restore-{self._written}/{name}",
                 "variables": {},
-                "script": str(Path(restore_snapshots.__file__).resolve()),
                 "arguments": [json.dumps(order)],
-                "folder": str(Path.cwd()),
             }
             within_s = max(0.0, until_s - time.monotonic())
-            answer = await self._members.ask(name, "start", within_s, ranks=[rank])
+            answer = await self._members.ask(name, "start", within_s, ranks=[rank], is_restore=True)
             return int(answer["status"])
 
         statuses = await asyncio.gather(*(run(*order) for order in orders.items()))

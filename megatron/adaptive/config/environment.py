@@ -32,6 +32,7 @@ __all__ = [
     "MASK",
     "OVER_SSH",
     "is_secret",
+    "job_secret",
     "masked",
     "masked_text",
 ]
@@ -240,6 +241,39 @@ def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
             f"environment variable {name} is {value}: it must be {limit}; {_LAUNCHER}"
         )
     return value
+
+
+SECRET_VARIABLE = "MEGATRON_ADAPTIVE_SECRET"
+SECRET_FILE_VARIABLE = "MEGATRON_ADAPTIVE_SECRET_FILE"
+_LEAST_SECRET = 16
+
+
+def job_secret() -> str | None:
+    """Returns the job's secret where the user gave one, and keeps it from processes started later.
+
+    Raises:
+        ConfigError: it is too short, or its file cannot be read, or others can read it.
+    """
+    secret = os.environ.pop(SECRET_VARIABLE, "").strip()
+    path, where = os.environ.get(SECRET_FILE_VARIABLE, "").strip(), SECRET_VARIABLE
+    if path and not secret:
+        where = f"{SECRET_FILE_VARIABLE}={path}"
+        try:
+            with open(path, encoding="utf-8") as file:
+                if os.fstat(file.fileno()).st_mode & 0o007:
+                    raise ConfigError(f"{where}: every user can read it; chmod 600 it")
+                secret = file.read(1 << 16).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise ConfigError(f"{where}: {reason}; name a file with the job's secret") from None
+    elif not secret:
+        return None
+    if len(secret) < _LEAST_SECRET:
+        raise ConfigError(
+            f"{where}: the secret is too short; make one with openssl rand -hex 32, for all nodes"
+            " the same"
+        )
+    return secret
 
 
 JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 from collections.abc import Callable, Iterable
@@ -15,8 +16,35 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.lease import Lease
 from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.handshake import bind
 
 T = TypeVar("T")
+
+
+def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
+    """Returns the store in which the ranks of a launcher meet. Collective over all ranks.
+
+    Where rank 0 serves it, it listens at ``MASTER_ADDR`` alone, if that is an address of its own
+    machine: torch itself would listen at all of them, and asks nobody who they are.
+
+    Args:
+        environment: of this rank.
+        timeout: limit of waits for other ranks.
+    """
+    address, port = environment.master_addr, environment.master_port
+    if environment.rank == 0 and not environment.has_agent_store and port is not None:
+        with contextlib.suppress(OSError):  # the usual way says what is wrong with the port
+            return dist.TCPStore(
+                address,
+                port,
+                environment.world_size,
+                is_master=True,
+                timeout=timeout,
+                multi_tenant=True,
+                master_listen_fd=bind(address, port).detach(),
+            )
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.errors import SetupError
+from megatron.adaptive.handshake import write_private
 
 BEAT_S = 2.0
 STALE_S = 10.0
@@ -139,8 +140,7 @@ class Lease:
         self._private = facts
         path = self._path("private")
         draft = path.with_name(f".{path.name}")
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(facts, file)
+        write_private(draft, json.dumps(facts))
         draft.replace(path)
 
     def beat(self) -> bool:

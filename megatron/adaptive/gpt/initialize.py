@@ -18,7 +18,7 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.build import gather_places
-from megatron.adaptive.engine.job import Job, destroy_groups, process_groups
+from megatron.adaptive.engine.job import Job, destroy_groups, meet, process_groups
 from megatron.adaptive.gpt.placement import (
     embedding_ranks,
     placement_of,
@@ -69,7 +69,13 @@ def start_job(
             accelerator.backend, store=store, rank=0, world_size=1, timeout=timeout
         )
     else:
-        dist.init_process_group(accelerator.backend, timeout=timeout)
+        dist.init_process_group(
+            accelerator.backend,
+            store=meet(environment, timeout),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+        )
     set_up_mesh(config)
     seed_everything(config.run.seed)
     # megatron-core asks this machine about NaN handling; faults here are our own errors.

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.adaptive.accelerator import detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.build import gather_places
-from megatron.adaptive.engine.job import Job, environment_of_rank, process_groups
+from megatron.adaptive.engine.job import Job, environment_of_rank, meet, process_groups
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.transport.liveness import here
 
@@ -67,11 +67,8 @@ class Mesh(Job):
         super().close()
 
 
-@functools.cache
-def _store_of_process(timeout: datetime.timedelta) -> Any:
-    """Returns the store that ranks meet in, for all jobs of the process; rank 0 may serve it."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return store
+_store_of_process = functools.cache(meet)
+"""Returns the store that ranks meet in, for all jobs of the process."""
 
 
 def join_job(timeout_s: float) -> Job:
@@ -87,7 +84,7 @@ def join_job(timeout_s: float) -> Job:
     before = () if owns else tuple(process_groups())
     if owns and environment.is_launched:
         rank, world_size = environment.rank, environment.world_size
-        store = _store_of_process(timeout)
+        store = _store_of_process(environment, timeout)
         # Under other names in every job: in the store are the addresses of those before.
         turn = store.add(f"{_JOBS}/{rank}", 1)
         dist.init_process_group(

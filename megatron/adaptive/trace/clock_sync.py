@@ -4,20 +4,21 @@ Ranks of one machine share a clock and need nothing. Of every other machine one 
 its time, in a short burst of exchanges now and then, over a connection of its own::
 
     first rank of another machine        rank 0
-      t0 ── token, number ──────────────> t1 (stamped by the kernel)
+      t0 ── number ─────────────────────> t1 (stamped by the kernel)
       t3 <─ number, t1, t2 ────────────── t2
       (stamped by the kernel)
 
-Both ends sleep in the kernel in between. Where it can, the kernel stamps what arrives, so that it
-does not matter how long a thread waits for a processor or for the interpreter's lock. What the
-samples say is worked out when the trace is read (``trace.clock``). A job goes on without them:
-whoever cannot be reached is missing in the samples, and the trace's reader says so.
+Both have proved a secret of the job before. They sleep in the kernel in between. Where it can, the
+kernel stamps what arrives, so that it does not matter how long a thread waits for a processor or
+for the interpreter's lock. What the samples say is worked out when the trace is read
+(``trace.clock``). A job goes on without them: whoever cannot be reached is missing in the samples,
+and the trace's reader says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
+import logging
 import socket
 import struct
 import threading
@@ -26,8 +27,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from megatron.adaptive.handshake import Gate, SealedSocket, bind, dial, new_secret, to_log
 from megatron.adaptive.trace.event import ClockSamples
 
+_LOG = logging.getLogger(__name__)
+_PURPOSE = "clocks"
 Clock = Callable[[], int]
 Gather = Callable[[Any], Sequence[Any]]
 
@@ -42,7 +46,7 @@ PATIENCE_S = 1.0
 CONNECT_S = 5.0
 TRIES = 3
 
-_REQUEST = struct.Struct("!8sq")
+_REQUEST = struct.Struct("!q")
 _ANSWER = struct.Struct("!qqq")
 # Of <asm-generic/socket.h>; the socket module has no name for it.
 _SO_TIMESTAMPNS = 35
@@ -80,9 +84,9 @@ def start_clock_sync(
     parts, place = ExitStack(), None
     if foreign and rank == 0:
         with contextlib.suppress(OSError):
-            server = ClockServer(now)
+            server = ClockServer(now, address)
             parts.callback(server.close)
-            place = (address, server.port, server.token)
+            place = (address, server.port, server.secret)
     if foreign:
         place = gather(place)[0]
     if place is not None and foreign.get(clock_id) == rank:
@@ -91,50 +95,45 @@ def start_clock_sync(
 
 
 class ClockServer:
-    """Sends the time to whoever knows the token, with a thread for each connection.
+    """Sends the time to whoever knows the secret, with a thread for each connection.
 
     Args:
         now: the clock.
+        host: address to listen at; all where it is empty or not of this machine.
 
     Attributes:
-        port: where it listens, on all addresses.
-        token: what a request must carry, 8 bytes.
+        port: where it listens.
+        secret: that visitors prove.
 
     Raises:
         OSError: it cannot listen.
     """
 
-    def __init__(self, now: Clock = time.monotonic_ns) -> None:
-        self.token = secrets.token_bytes(8)
+    def __init__(self, now: Clock = time.monotonic_ns, host: str = "") -> None:
+        self.secret = new_secret()
         self._now = now
-        self._listener = _listen()
-        self.port: int = self._listener.getsockname()[1]
         self._serving: dict[threading.Thread, socket.socket] = {}
-        self._thread = threading.Thread(target=self._accept, name="clock-server", daemon=True)
-        self._thread.start()
+        listening = bind(host, 0)
+        self._gate = Gate(listening, lambda: self.secret, _PURPOSE, self._admit, to_log(_LOG))
+        self.port = self._gate.port
 
     def close(self) -> None:
         """Stop, after a moment in which others take their last samples. Idempotent."""
-        if not self._thread.is_alive():
-            return
-        self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
-        self._thread.join(PATIENCE_S)
+        self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
-        for thread, connection in self._serving.items():
+        while self._serving:
+            thread, connection = self._serving.popitem()
             thread.join(max(0.0, end_s - time.monotonic()))
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             thread.join(PATIENCE_S)
 
-    def _accept(self) -> None:
-        with self._listener, contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                thread = threading.Thread(
-                    target=self._serve, args=(connection,), name="clock-connection", daemon=True
-                )
-                self._serving[thread] = connection
-                thread.start()
+    def _admit(self, sealed: SealedSocket) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(sealed.socket,), name="clock-connection", daemon=True
+        )
+        self._serving[thread] = sealed.socket
+        thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         request = b""
@@ -143,10 +142,10 @@ class ClockServer:
             while True:
                 data, stamp_ns = _receive(connection, _REQUEST.size - len(request), self._now)
                 request += data
-                if not data or not self.token.startswith(request[: len(self.token)]):
-                    return  # closed, or not one of us
+                if not data:
+                    return
                 if len(request) == _REQUEST.size:
-                    number = _REQUEST.unpack(request)[1]
+                    (number,) = _REQUEST.unpack(request)
                     connection.sendall(_ANSWER.pack(number, stamp_ns, self._now()))
                     request = b""
 
@@ -157,7 +156,7 @@ class ClockSampler:
     Args:
         host: where rank 0 is.
         port: its clock server's port.
-        token: its clock server's token.
+        secret: its clock server's.
         deliver: takes the samples of each burst.
         now: this rank's clock.
         periods_s: shortest and longest time between two bursts.
@@ -167,14 +166,14 @@ class ClockSampler:
         self,
         host: str,
         port: int,
-        token: bytes,
+        secret: str,
         *,
         deliver: Callable[[ClockSamples], None],
         now: Clock = time.monotonic_ns,
         periods_s: tuple[float, float] = (FIRST_PERIOD_S, LAST_PERIOD_S),
     ) -> None:
         self._place = (host, port)
-        self._token = token
+        self._secret = secret
         self._deliver = deliver
         self._now = now
         self._periods_s = periods_s
@@ -195,7 +194,7 @@ class ClockSampler:
         while failures < TRIES:
             try:
                 if connection is None:
-                    connection = socket.create_connection(self._place, CONNECT_S)
+                    connection = dial(self._place, self._secret, _PURPOSE, CONNECT_S).socket
                     _prepare(connection)
                     connection.settimeout(PATIENCE_S)
                 samples = self._burst(connection)
@@ -217,7 +216,7 @@ class ClockSampler:
         samples = []
         for _ in range(BURST):
             self._number += 1
-            request = _REQUEST.pack(self._token, self._number)
+            request = _REQUEST.pack(self._number)
             sent_ns = self._now()
             connection.sendall(request)
             answer, back_ns = b"", 0
@@ -232,12 +231,6 @@ class ClockSampler:
             samples.append((sent_ns, received_ns, answered_ns, back_ns))
             time.sleep(PAUSE_S)
         return tuple(samples)
-
-
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _prepare(connection: socket.socket) -> None:

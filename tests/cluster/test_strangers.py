@@ -1,0 +1,124 @@
+"""What strangers can do to jobs, and what the job's own nodes can make each other do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.trust.strangers import measure
+from megatron.adaptive.cli.node import _check_answer, _Hello, _settings
+from megatron.adaptive.cluster.ranks import NodeWork
+from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
+
+ANSWER = {
+    "conf": {"LR": "1"},
+    "folder": "/run",
+    "processes": [1, 2],
+    "job": "pods-20260101-1",
+    "port": 29500,
+    "node_rank": 1,
+    "master_addr": "10.0.0.1",
+}
+HELLO = {"host": "h", "gpus": 0, "processes": None, "node_rank": None, "address": "10.0.0.1"}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_strangers_have_no_effect_on_jobs() -> None:
+    """One line ended a master, took a node's place, or learned the settings."""
+    found = measure(1000, seed=5)
+    assert min(found["said"].values()) >= 1000
+    assert found["ports"] == {"elastic": 3, "pods": 1}
+    assert (found["ends"], found["effects"], found["differences"]) == ([], [], 0)
+    assert found["steps"] > 5
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> NodeWork:
+    arguments = ("--data-path", "/data/corpus", "--trace-dir", "traces", "--lr", "1e-3")
+    return NodeWork(
+        script="/own/train.py", arguments=arguments, checkpoints=str(tmp_path / "checkpoints")
+    )
+
+
+def ordered(work: NodeWork, *more: str, **variables: str) -> dict[str, Any]:
+    """What a node makes of a manager's order that names a program too."""
+    rank = {
+        "key": "1/0",
+        "variables": {"RANK": "0", **variables},
+        "arguments": [*work.arguments, "--partition", "2-2", *more],
+        "script": "/bin/sh",
+        "folder": "/",
+    }
+    return work.order(rank, is_restore=False)
+
+
+def test_a_node_runs_its_own_program_in_its_own_folder(work: NodeWork) -> None:
+    inside = f"{work.checkpoints}/elastic/epoch-1-ab"
+    order = ordered(work, "--trace-dir", "traces/epoch-3", "--progress-dir", inside)
+    assert (order["script"], order["folder"]) == ("/own/train.py", str(Path.cwd()))
+    assert order["arguments"][-1] == inside
+
+
+@pytest.mark.parametrize(
+    ("more", "variables"),
+    [
+        ((), {"LD_PRELOAD": "/tmp/x.so"}),
+        ((), {"PYTHONPATH": "/tmp"}),
+        (("--save", "/elsewhere"), {}),
+        (("--save=/elsewhere",), {}),
+        (("--save", "elsewhere"), {}),
+        (("--load", "{}/../../x"), {}),
+        (("--data-path", "/etc/x"), {}),
+        (("--trace-dir", "/tmp/epoch-1"), {}),
+        ((), {"MEGATRON_ADAPTIVE_JOB": '{"checkpoints": "/elsewhere"}'}),
+    ],
+)
+def test_a_manager_names_no_other_path_or_variable(
+    work: NodeWork, more: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    with pytest.raises(AdaptiveError):
+        ordered(work, *(word.format(work.checkpoints) for word in more), **variables)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"job": "../x"},
+        {"job": "/tmp/x"},
+        {"job": ""},
+        {"processes": [1]},
+        {"processes": "12"},
+        {"node_rank": -1},
+        {"node_rank": []},
+        {"port": True},
+        {"conf": []},
+        {"master_addr": None},
+    ],
+)
+def test_a_masters_answer_is_whole_and_stays_in_its_folder(change: dict[str, Any]) -> None:
+    _check_answer(dict(ANSWER))
+    with pytest.raises(SetupError, match="does not fit this version"):
+        _check_answer({**ANSWER, **change})
+
+
+def test_a_master_names_no_program() -> None:
+    given = {"LR": "1", "PYTHON": "/tmp/x", "LD_LIBRARY_PATH": "/tmp", "NCCL_DEBUG": "INFO"}
+    assert _settings(given, {}) == {"LR": "1", "NCCL_DEBUG": "INFO"}
+    container = {"CONTAINER": "apptainer", "IMAGE": "/tmp/x.sif"}
+    with pytest.raises(ConfigError, match="no node names a program to another"):
+        _settings(container, {})
+    assert _settings(container, {"CONTAINER": "none"}) == {}
+    with pytest.raises(ConfigError, match="PATH, which is no variable of a run"):
+        _settings({"PATH": "/tmp"}, {})
+
+
+@pytest.mark.parametrize(
+    "change", [{"node_rank": []}, {"gpus": -1}, {"host": "\x1b[2J"}, {"processes": True}]
+)
+def test_a_node_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+    assert _Hello.read({**HELLO, "what": "hello"}).host == "h"
+    with pytest.raises(ValueError, match="describes no node"):
+        _Hello.read({**HELLO, **change})

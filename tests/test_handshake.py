@@ -1,0 +1,257 @@
+"""Who knows a job's secret is let in; whoever does not is refused before it is listened to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive import handshake
+from megatron.adaptive.config.environment import job_secret
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.handshake import (
+    LONGEST,
+    Gate,
+    Handshake,
+    SealedSocket,
+    StrangerError,
+    bind,
+    dial,
+    write_private,
+)
+
+SECRET = "of the job, and long enough"
+WATCHDOG_S = 20.0
+
+
+class Door:
+    """A gate with what it let in and what it said."""
+
+    def __init__(self, secret: str = SECRET) -> None:
+        self.came: queue.Queue[SealedSocket] = queue.Queue()
+        self.said: list[str] = []
+        self._in: list[SealedSocket] = []
+        listening = bind("127.0.0.1", 0)
+        self.gate = Gate(listening, lambda: secret, "test", self._admit, self.said.append)
+        self.place = "127.0.0.1", self.gate.port
+
+    def _admit(self, sealed: SealedSocket) -> None:
+        self._in.append(sealed)
+        self.came.put(sealed)
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self.gate.close()
+        for sealed in self._in:
+            sealed.socket.close()
+
+    def refuses(self, *parts: bytes) -> bool:
+        """Says these after each other; whether the gate ends the connection without letting in."""
+        stranger = socket.create_connection(self.place, WATCHDOG_S)
+        with stranger, contextlib.suppress(ConnectionError):
+            for part in parts:
+                stranger.sendall(part)
+                if part is not parts[-1]:
+                    stranger.recv(1 << 16)
+            while stranger.recv(1 << 16):
+                pass
+        return self.came.empty()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    found = Door()
+    yield found
+    found.close()
+
+
+def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> list[Handshake]:
+    """Takes two sides through their handshake as far as it goes."""
+    visitor = Handshake(first, purpose, visiting=True)
+    listener = Handshake(second, "test", visiting=False)
+    listener.advance(visitor.advance(listener.advance(visitor.first)))
+    return [visitor, listener]
+
+
+def test_messages_pass_both_ways(door: Door) -> None:
+    sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
+    other = door.came.get(timeout=WATCHDOG_S)
+    for side, far in ((sealed, other), (other, sealed)):
+        for payload in (b"", b"one", bytes(LONGEST)):
+            side.socket.settimeout(WATCHDOG_S)
+            with _thread(functools.partial(side.send, payload)):
+                assert far.receive() == payload
+    sealed.send_pieces([memoryview(b"a lot"), memoryview(b" of it")])
+    place = bytearray(11)
+    other.receive_pieces([memoryview(place)])
+    assert place == b"a lot of it"
+    with pytest.raises(ValueError, match="are the most"):
+        sealed.send(bytes(LONGEST + 1))
+    assert door.said == []
+
+
+@contextlib.contextmanager
+def _thread(work: Callable[[], object]) -> Iterator[None]:
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    thread.join(WATCHDOG_S)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "purpose"),
+    [("another", SECRET, "test"), (SECRET, "another", "test"), ("", "", "test"), (SECRET,) * 3],
+)
+def test_sides_that_do_not_belong_together_find_out(first: str, second: str, purpose: str) -> None:
+    with pytest.raises(StrangerError, match="does not know the job's secret"):
+        both(first, second, purpose)
+
+
+def test_own_words_sent_back_prove_nothing() -> None:
+    visitor = Handshake(SECRET, "test", visiting=True)
+    with pytest.raises(StrangerError):
+        visitor.advance(visitor.first + bytes(32))
+    listener = Handshake(SECRET, "test", visiting=False)
+    answer = listener.advance(Handshake(SECRET, "test", visiting=True).first)
+    with pytest.raises(StrangerError):
+        listener.advance(answer[-32:])
+
+
+@pytest.mark.parametrize("wrong", ["repeated", "dropped", "changed", "sent back"])
+def test_a_message_that_is_not_the_next_one_is_seen(wrong: str) -> None:
+    visitor, listener = (side.session for side in both())
+    assert visitor is not None
+    assert listener is not None
+    head = handshake.HEAD_BYTES
+    first, second, third = (visitor.seal(text) for text in (b"one", b"two", b"three"))
+    came = {"repeated": first, "dropped": third, "changed": second[:-1] + b"x"}.get(wrong)
+    came = came or listener.seal(b"two")
+    assert listener.open(first[:head], first[head:]) == b"one"
+    with pytest.raises(StrangerError, match="changed, twice or out of order"):
+        listener.open(came[:head], came[head:])
+    with pytest.raises(StrangerError, match="bytes: "):
+        listener.length(b"\xff" * head)
+
+
+def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
+    hello = Handshake("guessed", "test", visiting=True).first
+    assert door.refuses(b"GET / HTTP/1.1\r\n\r\n" * 9)
+    assert door.refuses(b'{"what": "join", "node_rank": []}' + b"[" * 100_000)
+    assert door.refuses(b"\xff" * (1 << 20))
+    assert door.refuses(hello, bytes(32))
+    recorded = Recorder(door)
+    assert door.came.get(timeout=WATCHDOG_S)
+    assert door.refuses(*recorded.sent)  # the same words once more
+    assert door.refuses(b"".join(recorded.sent))
+    (said,) = door.said
+    assert "a visitor from 127.0.0.1 to port" in said
+    sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
+    sealed.send(b"still here")
+    assert door.came.get(timeout=WATCHDOG_S).receive() == b"still here"
+
+
+class Recorder:
+    """Goes through a handshake with the right secret and keeps what it sent."""
+
+    def __init__(self, door: Door) -> None:
+        shake = Handshake(SECRET, "test", visiting=True)
+        self.socket = socket.create_connection(door.place, WATCHDOG_S)
+        self.socket.sendall(shake.first)
+        proof = shake.advance(handshake.read_exactly(self.socket, shake.wanted))
+        self.socket.sendall(proof)
+        self.sent = [shake.first, proof]
+
+
+def test_whoever_only_looks_is_no_stranger(door: Door) -> None:
+    socket.create_connection(door.place, WATCHDOG_S).close()
+    sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
+    sealed.socket.close()
+    assert door.came.get(timeout=WATCHDOG_S)
+    assert door.said == []
+
+
+def test_a_crowd_that_holds_on_keeps_nobody_out(door: Door) -> None:
+    door.gate.most = 50
+    with contextlib.ExitStack() as stack:
+        crowd = [
+            stack.enter_context(socket.create_connection(door.place, WATCHDOG_S))
+            for _ in range(100)
+        ]
+        for one in crowd:
+            with contextlib.suppress(ConnectionError):
+                one.sendall(b"M")
+        sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
+        stack.enter_context(sealed.socket)
+        assert door.came.get(timeout=WATCHDOG_S)
+        assert len(door.gate._waiting) <= door.gate.most
+    assert len(door.said) == 1
+
+
+def test_a_visitor_that_is_too_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_PROVE_S", 0.2)
+    door = Door()
+    assert door.refuses(b"MAdapt")
+    assert "did not prove the secret in 0.2 s" in door.said[0]
+    door.close()
+
+
+def test_nobody_is_let_in_without_a_secret() -> None:
+    door = Door("")
+    with pytest.raises(StrangerError):
+        dial(door.place, "", "test", 0.3)
+    door.close()
+
+
+def test_what_listens_must_prove_the_secret_too() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        place = silent.getsockname()
+        with pytest.raises(StrangerError, match="did not prove"):
+            dial(place, SECRET, "test", 0.3)
+    with pytest.raises(ConnectionRefusedError):
+        dial(place, SECRET, "test", 0.3)
+
+
+def test_an_address_of_this_machine_alone_is_listened_at() -> None:
+    for host, expected in (("127.0.0.1", "127.0.0.1"), ("192.0.2.1", ("0.0.0.0", "::"))):
+        with closing(bind(host, 0)) as listening:
+            assert listening.getsockname()[0] in expected
+
+
+def test_a_private_file_is_so_from_its_first_moment(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("of a run before")
+    path.chmod(0o644)
+    write_private(path, SECRET)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text() == SECRET
+    (tmp_path / "link").symlink_to(path)
+    write_private(tmp_path / "link", "another")
+    assert path.read_text() == SECRET
+
+
+def test_a_secret_comes_from_a_variable_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert job_secret() is None
+    path = tmp_path / "secret"
+    write_private(path, SECRET + "\n")
+    monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET_FILE", str(path))
+    assert job_secret() == SECRET
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="every user can read it"):
+        job_secret()
+    monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET", "short")
+    with pytest.raises(ConfigError, match="too short"):
+        job_secret()
+    monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET", SECRET)
+    assert job_secret() == SECRET
+    monkeypatch.delenv("MEGATRON_ADAPTIVE_SECRET_FILE")
+    assert job_secret() is None  # no process that is started later has it
