@@ -4,7 +4,7 @@
 
 Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
 and loaded; ``leases``, jobs that begin on one folder, and holders of it that are killed;
-``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
+``strangers``, who talk to all that listens during real jobs; ``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
 ``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
 ``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
 disks of traces and flipped bits in checkpoints among it. A part that fails is a goal missed, and
@@ -24,10 +24,10 @@ if str(ROOT) not in sys.path:
 
 from benchmarks import faults_commands, faults_secrets  # noqa: E402
 from benchmarks.elasticity.soak import end_in_order, soaked  # noqa: E402
-from benchmarks.report import Result, Row, describe_machine, finish, parser_of, run  # noqa: E402
-from benchmarks.trust import control_plane, damages, leases  # noqa: E402
+from benchmarks.report import Result, Row, describe_machine, finish, one_line, parser_of, run  # noqa: E402
+from benchmarks.trust import control_plane, damages, leases, strangers  # noqa: E402
 
-PARTS = ("damages", "leases", "secrets", "commands", "control", "soak")
+PARTS = ("damages", "leases", "strangers", "secrets", "commands", "control", "soak")
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
@@ -55,6 +55,7 @@ def main(words: list[str] | None = None) -> int:
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
             "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
+            "strangers": lambda: visit(20_000 if quick else 1_000_000, seed),
             "secrets": lambda: secrets(seed),
             "commands": commands,
             "control": lambda: control_plane.measure(
@@ -66,13 +67,34 @@ def main(words: list[str] | None = None) -> int:
     return finish(total, options.json, machine=machine, seed=seed)
 
 
+def visit(messages: int, seed: int) -> Result:
+    """Lets strangers talk to the listeners of real jobs."""
+    found = strangers.measure(messages, seed)
+    note = f"{sum(found['ports'].values())} listeners, {found['messages_per_s']:.0f} messages/s"
+    wrong = [*found["ends"], *found["effects"]]
+    rows = [
+        Row(
+            what=f"a stranger's {messages} messages to each of two jobs: effects and ends",
+            value=len(wrong),
+            goal=0,
+            note=one_line("; ".join([note, *wrong])),
+        ),
+        Row(
+            what=f"losses that differ in {found['steps']} steps",
+            value=found["differences"],
+            goal=0,
+        ),
+    ]
+    return Result(rows=rows, facts={"strangers": found})
+
+
 def secrets(seed: int) -> Result:
     """Plants secrets in jobs and looks for them."""
     found = faults_secrets.measure(seed)
     if found["seen"] < 2 or found["arrived"] < found["jobs"]:
         raise RuntimeError(f"the jobs or the scanner did not work: {found}")
     note = f"{found['commands']} command lines, {found['files']} files, {found['jobs']} jobs"
-    note = "; ".join([note, *found["skipped"], *found["found"]])[:300]
+    note = one_line("; ".join([note, *found["skipped"], *found["found"]]))
     what = "secrets found in command lines, files, logs, pages"
     rows = [Row(what=what, value=len(found["found"]), goal=0, note=note)]
     return Result(rows=rows, facts={"secrets": found})
@@ -82,9 +104,10 @@ def commands() -> Result:
     """Gives wrong command lines and files."""
     found = faults_commands.measure()
     note = f"the slowest took {found['longest_s']:.1f} s"
-    note = "; ".join([note, *(f"{words}: {why}" for words, why in found["wrong"].items())])[:300]
+    wrong = [f"{words}: {why}" for words, why in found["wrong"].items()]
+    note = one_line("; ".join([note, *wrong]))
     what = f"{found['cases']} wrong command lines and files: other ends than one line, status 2"
-    rows = [Row(what=what, value=len(found["wrong"]), goal=0, note=note.replace("|", "/"))]
+    rows = [Row(what=what, value=len(found["wrong"]), goal=0, note=note)]
     return Result(rows=rows, facts={"commands": found})
 
 
