@@ -4,11 +4,12 @@
 
 Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
 and loaded; ``leases``, jobs that begin on one folder, and holders of it that are killed;
-``strangers``, who talk to all that listens during real jobs; ``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
-``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
-``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
-disks of traces and flipped bits in checkpoints among it. A part that fails is a goal missed, and
-the others are measured all the same. Exits with status 1 where a goal is missed.
+``strangers``, who talk to all that listens during real jobs; ``secrets``, planted ones, looked for
+as another user; ``commands``, wrong command lines and files; ``control``, the manager of a job of a
+thousand nodes that join at once and are lost bit by bit; ``soak``, nodes (namespaces; needs root)
+that are killed, stopped, cut off and filled up, with full disks of traces and flipped bits in
+checkpoints among it. A part that fails is a goal missed, and the others are measured all the same.
+Exits with status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import faults_commands, faults_secrets  # noqa: E402
 from benchmarks.elasticity.soak import end_in_order, soaked  # noqa: E402
 from benchmarks.report import Result, Row, describe_machine, finish, one_line, parser_of, run  # noqa: E402
-from benchmarks.trust import control_plane, damages, leases, strangers  # noqa: E402
+from benchmarks.trust import commands, control_plane, damages, leases, secrets, strangers  # noqa: E402
 
 PARTS = ("damages", "leases", "strangers", "secrets", "commands", "control", "soak")
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
@@ -55,9 +55,9 @@ def main(words: list[str] | None = None) -> int:
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
             "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
-            "strangers": lambda: visit(20_000 if quick else 1_000_000, seed),
-            "secrets": lambda: secrets(seed),
-            "commands": commands,
+            "strangers": lambda: visit(5_000 if quick else 1_000_000, seed),
+            "secrets": lambda: look_for_secrets(seed),
+            "commands": give_wrong_commands,
             "control": lambda: control_plane.measure(
                 1000, minutes, every_s, folder("control"), seed
             ),
@@ -88,9 +88,9 @@ def visit(messages: int, seed: int) -> Result:
     return Result(rows=rows, facts={"strangers": found})
 
 
-def secrets(seed: int) -> Result:
+def look_for_secrets(seed: int) -> Result:
     """Plants secrets in jobs and looks for them."""
-    found = faults_secrets.measure(seed)
+    found = secrets.measure(seed)
     if found["seen"] < 2 or found["arrived"] < found["jobs"]:
         raise RuntimeError(f"the jobs or the scanner did not work: {found}")
     note = f"{found['commands']} command lines, {found['files']} files, {found['jobs']} jobs"
@@ -100,9 +100,9 @@ def secrets(seed: int) -> Result:
     return Result(rows=rows, facts={"secrets": found})
 
 
-def commands() -> Result:
+def give_wrong_commands() -> Result:
     """Gives wrong command lines and files."""
-    found = faults_commands.measure()
+    found = commands.measure()
     note = f"the slowest took {found['longest_s']:.1f} s"
     wrong = [f"{words}: {why}" for words, why in found["wrong"].items()]
     note = one_line("; ".join([note, *wrong]))
