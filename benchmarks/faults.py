@@ -25,7 +25,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.elasticity.soak import end_in_order, soaked  # noqa: E402
 from benchmarks.report import Result, Row, describe_machine, finish, one_line, parser_of, run  # noqa: E402
-from benchmarks.trust import commands, control_plane, damages, leases, secrets, strangers  # noqa: E402
+from benchmarks.trust import commands, control_plane, damages, leases, planted_secrets, strangers  # noqa: E402
 
 PARTS = ("damages", "leases", "strangers", "secrets", "commands", "control", "soak")
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
@@ -90,7 +90,7 @@ def visit(messages: int, seed: int) -> Result:
 
 def look_for_secrets(seed: int) -> Result:
     """Plants secrets in jobs and looks for them."""
-    found = secrets.measure(seed)
+    found = planted_secrets.measure(seed)
     if found["seen"] < 2 or found["arrived"] < found["jobs"]:
         raise RuntimeError(f"the jobs or the scanner did not work: {found}")
     note = f"{found['commands']} command lines, {found['files']} files, {found['jobs']} jobs"
