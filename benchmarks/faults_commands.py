@@ -53,9 +53,9 @@ simulate --stages 64 --chunks 64 --microbatches 5000 => actions
 simulate --stages 4 --microbatches 8 --jitter 0.1 --draws 100000000 => --draws
 simulate --stages 4 --microbatches 8 --timeline 10000000000 => --timeline
 simulate --stages -1 --microbatches 8 => --stages
-simulate --stages 4 --microbatches 8 --forward nan => --forward
-simulate --stages 4 --microbatches 8 --latency -1 => --latency
-simulate --stages 4 --microbatches 8 --jitter inf => --jitter
+simulate --stages 4 --microbatches 8 --forward nan => forward time
+simulate --stages 4 --microbatches 8 --latency -1 => latency_s is -1
+simulate --stages 4 --microbatches 8 --jitter inf => action_sigma is inf
 simulate --stages 4 --microbatches 8 --forward 0 --backward 0 --weight 0 => above 0
 simulate --stages 4 --microbatches 8 --weight-pieces 1000000000 => --weight-pieces
 simulate --stages 4 --microbatches 8 --slow-rank 0:nan => factor of rank 0
@@ -84,6 +84,7 @@ plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/deep.json => levels d
 plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/bomb.yaml => is not a key
 plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/many.yaml => nodes
 plan --model gpt2-xl --global-batch-size 8 --cluster {{f}}/none.yaml => No such file
+plan --model {{f}}/layers.json --global-batch-size 8 --cluster {{f}}/cluster.yaml => at most
 plan --model {{f}}/deep.json --global-batch-size 8 --cluster {{f}}/cluster.yaml => levels deep
 {_CONF}/future.json => version
 {_CONF}/deep.json => levels deep
@@ -93,11 +94,14 @@ plan --model {{f}}/deep.json --global-batch-size 8 --cluster {{f}}/cluster.yaml 
 {_CONF}/types.json => plan
 submit {{f}}/none.sh => no such file
 submit {{f}}/conf.sh --dry-run --set NNODES=99999999999 => NNODES
+submit {{f}}/conf.sh --dry-run --set NNODES=999999999 => at most
 submit {{f}}/conf.sh --dry-run --set TENSOR_MP_SIZE=3 => WORLD_SIZE
 submit {{f}}/loop.sh --dry-run => read_variables
 {_TRAINER} --lr nan => --lr
 {_TRAINER} --micro-batch-size 99999999999999999999999 => --micro-batch-size
-{_TRAINER} --model-chunks 1000000 => --model-chunks
+{_TRAINER} --model-chunks 1000000 => chunks 1000000
+{_TRAINER} --num-layers 9000000000000000000 => error:
+{_TRAINER} --pipeline-model-parallel-size 1000000000 => error:
 {_TRAINER} --schedule bogus => --schedule
 {_TRAINER} --replay-schedule {{f}}/deep.json => deep.json
 {_TRAINER} --data-path {{f}}/none => exclude
@@ -154,6 +158,8 @@ def write_files(folder: Path) -> None:
         "deep.toml": f"a = {DEEP}",
         "empty.json": "",
         "list.json": "[1, 2]",
+        "layers.json": '{"format": 1, "shape": {"layers": 999999999, "hidden": 8, "heads": 1, '
+        '"sequence": 8, "vocabulary": 8}}',
         "wide.json": f'{{"model": {"9" * 400}}}',
         "nan.json": '{"layers": NaN}',
         "twice.json": '{"layers": [], "layers": []}',

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Runs the tests, setting up what they need: all but those with virtual machines, a Slurm cluster or
-# sanitizers; with --all those too. Other arguments go to pytest, e.g. scripts/test.sh -k schedule; -m
-# replaces the choice of this script.
+# sanitizers, and but jobs of more than about twenty seconds (marked "long") of whose kind a shorter one
+# runs; with --all those too. Other arguments go to pytest, e.g. scripts/test.sh -k schedule; -m replaces
+# the choice of this script.
 # With two processors or more, two processes share the test files (-n 0 for one); each file stays
 # whole, since its tests share ranks, nodes or a browser.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 setup=--test
-marks=(-m 'not (rdma_lab or slurm_lab or sanitizer)')
+marks=(-m 'not (rdma_lab or slurm_lab or sanitizer or long)')
 words=()
 for word in "$@"; do
   if [[ $word == --all ]]; then

@@ -41,6 +41,7 @@ def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_a_checkpoint_of_each_shape_loads_into_others(tmp_path: Path) -> None:
     """Weights, optimizer, schedule and loss scale equal what the shape computes itself."""
     status, said = ranks(4, "reshape", tmp_path)

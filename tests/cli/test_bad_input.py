@@ -19,6 +19,8 @@ from megatron.adaptive.cli import launch, pretrain_gpt, run_single
 from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DataError, TransportError
 
+from ..multiprocess.launch import run_forked
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(ROOT / "pretrain_gpt.py")
 SMALL = (
@@ -180,13 +182,15 @@ def test_missing_vocabulary_is_said_once_by_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        alone = run(TRAINER, *SMALL.split(), RANK="0", WORLD_SIZE="1", **place)
+        variables = {"RANK": "0", "WORLD_SIZE": "1", **place}
+        command = [TRAINER, *SMALL.split()]
+        alone = run_forked(command, folder=tmp_path, limit_s=60, variables=variables)
         launched = run(
             *"-m megatron.adaptive launch --nproc-per-node 2 --master-addr 127.0.0.1".split(),
             *f"--master-port {port} {TRAINER} {SMALL}".split(),

@@ -90,26 +90,17 @@ def test_missing_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--input, --output-prefix" in capsys.readouterr().err
 
 
-def test_the_tool_runs_from_any_folder_with_workers(tmp_path: Path, numbers: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, TOOL, "--input", numbers.name, *_null(tmp_path, "--workers", "2")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "50 documents, 100 tokens" in done.stdout
-    assert check_indexed(tmp_path / "out_text_document").num_documents == 50
-
-
-def test_a_terminal_gets_a_progress_bar(tmp_path: Path, numbers: Path) -> None:
+def test_the_tool_runs_from_any_folder_with_workers_and_a_progress_bar(
+    tmp_path: Path, numbers: Path
+) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
     program = subprocess.Popen(
-        [sys.executable, TOOL, "--input", numbers, *_null(tmp_path, "--workers", "1")],
-        stdout=subprocess.DEVNULL,
+        [sys.executable, TOOL, "--input", numbers.name, *_null(tmp_path, "--workers", "2")],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
         stderr=theirs,
+        text=True,
     )
     os.close(theirs)
     shown = b""
@@ -120,7 +111,10 @@ def test_a_terminal_gets_a_progress_bar(tmp_path: Path, numbers: Path) -> None:
         pass  # Linux says EIO where the other end of a terminal is closed.
     finally:
         os.close(ours)
-    assert program.wait(timeout=60) == 0
+    output, _ = program.communicate(timeout=60)
+    assert program.returncode == 0
+    assert "50 documents, 100 tokens" in output
+    assert check_indexed(tmp_path / "out_text_document").num_documents == 50
     assert b"tokenizing" in shown
     assert b"50 documents" in shown
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.adaptive.cli import pretrain_gpt
+
+from ..multiprocess.launch import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 120.0
@@ -61,21 +60,10 @@ def test_only_the_first_rank_complains(
     assert len(capsys.readouterr().err.splitlines()) == lines
 
 
+@pytest.mark.usefixtures("as_rank")
 def test_a_process_alone_trains(tmp_path: Path) -> None:
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS.split()],
-        env={**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=WATCHDOG_S,
-    )
+    command = [str(ROOT / "pretrain_gpt.py"), *FLAGS.split()]
+    done = run_forked(command, folder=tmp_path, limit_s=WATCHDOG_S)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert any(

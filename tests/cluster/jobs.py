@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.multiprocess.launch import ROOT, environment
+from tests.multiprocess.launch import ROOT, environment, run_forked
 
 TRAINER = ROOT / "pretrain_gpt.py"
 FLAGS = (
@@ -98,12 +98,13 @@ class ElasticJob(JobFolder):
 
     Args:
         folder: for all that it writes.
-        names: of the nodes, one process each.
+        names: of the nodes.
         extra: arguments of the trainer.
         own: options of the manager.
         script: that the ranks run.
         flags: of it, before the others.
         variables: further environment of all processes.
+        slots: processes of each node, which one process forks: two nodes import all twice.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class ElasticJob(JobFolder):
         script: Path = TRAINER,
         flags: Sequence[str] = FLAGS,
         variables: Mapping[str, str] | None = None,
+        slots: int = 1,
     ) -> None:
         super().__init__(folder / "checkpoints")
+        self._slots = slots
         self.machines = folder / "machines.txt"
         self.log = folder / "log.txt"
         self.extra = extra
@@ -136,7 +139,8 @@ class ElasticJob(JobFolder):
 
     def _write(self, names: Sequence[str]) -> None:
         draft = self.machines.with_suffix(".new")
-        draft.write_text("".join(f"localhost name={name} slots=1\n" for name in names))
+        lines = (f"localhost name={name} slots={self._slots}\n" for name in names)
+        draft.write_text("".join(lines))
         draft.replace(self.machines)
 
     def change(self, names: Sequence[str]) -> None:
@@ -196,11 +200,12 @@ class ElasticJob(JobFolder):
             last: iteration.
             more: flags of the trainer.
         """
-        words = [sys.executable, str(TRAINER), *FLAGS, "--train-iters", "9999", *more]
+        words = [str(TRAINER), *FLAGS, "--train-iters", "9999", *more]
         words += ["--pipeline-model-parallel-size", "1", "--progress-dir", str(folder)]
         words += ["--load", str(self.checkpoints), "--ckpt-step", str(first)]
         words += ["--exit-interval", str(last)]
-        subprocess.run(words, env=environment(), check=True, timeout=300, capture_output=True)
+        done = run_forked(words, folder=folder.parent, limit_s=300)
+        assert done.returncode == 0, done.stderr
         lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 

@@ -13,7 +13,12 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 
 from .jobs import FLAGS, TRAINER, JobFolder, environment
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(400),
+]
 SHARED_BYTES = 64 << 20
 
 

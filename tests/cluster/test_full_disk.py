@@ -14,7 +14,12 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 
 from .jobs import ElasticJob
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(280),
+]
 
 NOT_WRITTEN = "error: the checkpoint of iteration"
 REASON = r"No space left on device: \S+; those before it are as they were. Free space there"
@@ -36,7 +41,7 @@ def test_a_full_disk_costs_steps_and_ends_the_job_only_if_it_stays_full(
     small_disk: Path, tmp_path: Path
 ) -> None:
     words = ["--train-iters", "99999", "--save-interval", "10", "--async-save"]
-    job = ElasticJob(tmp_path, "ab", [*words, "--keep-checkpoints", "3"])
+    job = ElasticJob(tmp_path, "a", [*words, "--keep-checkpoints", "3"], slots=2)
     folder = CheckpointFolder(small_disk)
 
     def latest() -> int:

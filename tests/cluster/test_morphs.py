@@ -35,6 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         job.close()
 
 
+@pytest.mark.long
 def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_path: Path) -> None:
     job = start("abcd", 15)
     job.trained(1)
@@ -124,6 +125,7 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     job.check_losses(tmp_path / "undisturbed", min(folder.steps()))
 
 
+@pytest.mark.long
 def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path: Path) -> None:
     job = start("abcd", 15, "--replicate-every", "1")
     first = job.trained(1, 18)

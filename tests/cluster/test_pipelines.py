@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ import pytest
 from megatron.adaptive.cli.run import main
 from megatron.adaptive.errors import ConfigError
 
-from .jobs import ElasticJob, environment
+from ..multiprocess.launch import run_forked
+from .jobs import ElasticJob
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,13 +28,15 @@ Start = Callable[..., ElasticJob]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a job of the script on nodes of one process each."""
+    """Starts a job of the script on nodes, of one process each unless said otherwise."""
     started: list[ElasticJob] = []
 
-    def begin(names: str, total: int = ENDLESS, *own: str, **options: Any) -> ElasticJob:
+    def begin(
+        names: str, total: int = ENDLESS, *own: str, slots: int = 1, **options: Any
+    ) -> ElasticJob:
         (tmp_path / "told").mkdir(exist_ok=True)
         words = [str(total), str(SIZE), str(tmp_path / "told"), json.dumps(options)]
-        job = ElasticJob(tmp_path, names, words, own, script=SCRIPT, flags=())
+        job = ElasticJob(tmp_path, names, words, own, script=SCRIPT, flags=(), slots=slots)
         started.append(job)
         return job
 
@@ -68,16 +69,12 @@ def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]
     (folder / "alone").mkdir()
     (folder / "alone" / "told").mkdir()
     words = [str(steps), str(SIZE), str(folder / "alone" / "told"), json.dumps(options)]
-    subprocess.run(
-        [sys.executable, str(SCRIPT), *words],
-        env=environment(),
-        check=True,
-        timeout=LIMIT_S,
-        capture_output=True,
-    )
+    done = run_forked([str(SCRIPT), *words], folder=folder, limit_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
     return told(folder / "alone")
 
 
+@pytest.mark.long
 def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
     job = start("abcd", save_interval=20, **SHAPED)
 
@@ -133,6 +130,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     assert kept == {step: list(range(step * SIZE, (step + 1) * SIZE)) for step in range(last + 1)}
 
 
+@pytest.mark.long
 def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) -> None:
     """Copies in memory: of a stage with a buddy alone, and of stages with replicas."""
     options = {"save_interval": 99999, "state": True, **SHAPED}
@@ -166,6 +164,7 @@ def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) 
         assert one["loss"] == pytest.approx(losses[one["step"]], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Path) -> None:
     options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
     job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
@@ -188,7 +187,7 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
 
 
 def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_path: Path) -> None:
-    job = start("ab", 12, save_interval=5, async_save=True)  # all sizes by the plan
+    job = start("a", 12, save_interval=5, async_save=True, slots=2)  # all sizes by the plan
     assert job.end(LIMIT_S) == 0, job.said()
     state = job.state()
     assert state["status"] == "complete"
@@ -199,7 +198,7 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
         assert saved + how in job.said()
     assert {one.name for one in (tmp_path / "told").glob("after-*")} == {"after-0", "after-1"}
     assert main(["--status", str(job.checkpoints)]) == 0
-    again = start("ab", 12, save_interval=5)
+    again = start("a", 12, save_interval=5, slots=2)
     assert again.end(LIMIT_S) == 0, again.said()
     assert "measure" not in again.said()  # what was measured is kept
     assert {one["step"] for one in told(tmp_path)} == set(range(12))
@@ -217,7 +216,7 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
 def test_what_cannot_work_ends_the_job_with_the_reason(
     options: dict[str, Any], said: str, start: Start
 ) -> None:
-    job = start("ab", 12, "--max-restarts", "1", **options)
+    job = start("a", 12, "--max-restarts", "1", slots=2, **options)
     assert job.end(LIMIT_S) in (1, 2), job.said()
     assert said in job.said()
     assert "Traceback" not in job.said()

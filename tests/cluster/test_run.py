@@ -168,7 +168,7 @@ def test_a_job_without_state_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"

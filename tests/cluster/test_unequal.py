@@ -14,7 +14,12 @@ import pytest
 from .jobs import ROOT, ElasticJob
 from .planning_files import FAST_S, SLOW_S, cluster_file, profile_file
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(280),
+]
 
 SPEEDS = ROOT / "benchmarks" / "elasticity" / "timed_layers.py"
 WIDE = ("--global-batch-size", "16", "--train-iters", "9999", "--save-interval", "1000")

@@ -270,7 +270,8 @@ def test_the_examples_train(
 
 def test_a_batch_that_is_too_large_for_the_memory(lab: Lab, tmp_path: Path) -> None:
     sizes = ["MICRO_BATCH_SIZE=8192", "GLOBAL_BATCH_SIZE=32768"]
-    text = run_example(lab, tmp_path, "data_parallel", *sizes, "--partition=a10")
+    options = ["--partition=v100", "--gpus-per-node=1"]
+    text = run_example(lab, tmp_path, "homogeneous", *sizes, *options)
     assert not re.search(r"iteration +\d+/", text), text
     lines = re.findall(r"^error: rank \d .* ran out of memory .*$", text, re.MULTILINE)
     assert any("you tried to allocate 536870912 bytes" in line for line in lines), text

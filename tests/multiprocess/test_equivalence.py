@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from .launch import SMALL_GPT, CaseRuns
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
 LIMIT_S = 600.0  # of all cases of one world size; on two idle processors a quarter of it
-STEPS = 5
-SHORT_STEPS = 3  # of what is beyond shapes and schedules; validation comes after them
+STEPS = 3
+SHORT_STEPS = 2  # of what is beyond shapes and schedules; validation comes after them
 REL = 1e-5
 
-BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 5"
+BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 3"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 # Everything that the models of today do otherwise than GPT-2.
@@ -291,12 +291,21 @@ def every_placement() -> tuple[Case, ...]:
     """
     vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} {UNCLIPPED}", until=STEPS)
     loop = dataclasses.replace(vee, extra=f"{LOOP} {UNCLIPPED}")
-    begun = dataclasses.replace(vee, until=2)
+    begun = dataclasses.replace(vee, until=1)
     moved = dataclasses.replace(
-        loop, extra=f"{loop.extra} --partition 3-1-0-4", until=4, after=begun
+        loop, extra=f"{loop.extra} --partition 3-1-0-4", until=2, after=begun
     )
     back = dataclasses.replace(vee, after=moved)
     return loop, vee, dataclasses.replace(vee, run=2), begun, moved, back
+
+
+def each(cases: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: those with four ranks are for a whole run, for others show the same."""
+
+    def ranks(value: Any) -> int:
+        return value.world_size if isinstance(value, Case) else max(map(ranks, value))
+
+    return [pytest.param(one, marks=[pytest.mark.long] if ranks(one) > 2 else []) for one in cases]
 
 
 def cases_of(item: pytest.Item) -> list[Case]:
@@ -372,7 +381,9 @@ def test_all_shapes_are_there() -> None:
     assert len(SHAPES) == 3 * len(shapes)
 
 
-@pytest.mark.parametrize("case", [*SHAPES, *ORDERS, *TRANSPORTED, *OPTIONS, *PLACED], ids=str)
+@pytest.mark.parametrize(
+    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED))], ids=str
+)
 def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, REL)
 
@@ -385,14 +396,14 @@ def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Ou
         assert order == [str(action) for action in schedule.orders[rank]]
 
 
-@pytest.mark.parametrize("case", HALF, ids=str)
+@pytest.mark.parametrize("case", each(HALF), ids=str)
 def test_half_precision_is_close(case: Case, outcome: Outcome) -> None:
     # bf16 has 8 bits: what is tested is that nothing is lost or counted twice.
     assert all(math.isfinite(loss) for loss in losses_of(case, outcome(case)))
     require_same_numbers(case, outcome, 0.02)
 
 
-@pytest.mark.parametrize("cases", SAME_LOSSES, ids=lambda cases: str(cases[0]))
+@pytest.mark.parametrize("cases", each(SAME_LOSSES), ids=lambda cases: str(cases[0]))
 def test_dropout_depends_on_the_seed_alone(cases: tuple[Case, ...], outcome: Outcome) -> None:
     first, *others = cases
     losses = losses_of(first, outcome(first))
@@ -405,7 +416,7 @@ def test_dropout_depends_on_the_seed_alone(cases: tuple[Case, ...], outcome: Out
     assert losses == pytest.approx(reference, rel=0.1)
 
 
-@pytest.mark.parametrize("cases", tuple(every_cut()), ids=lambda cases: str(cases[1]))
+@pytest.mark.parametrize("cases", each(every_cut()), ids=lambda cases: str(cases[1]))
 def test_dropout_does_not_depend_on_the_cut(cases: tuple[Case, Case], outcome: Outcome) -> None:
     whole, cut = cases
     for seen in ("losses", "evaluated"):
@@ -428,7 +439,7 @@ def test_stages_compute_the_same_wherever_they_are(
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in SHAPES if case.schedule in ("1f1b", "interleaved")], ids=str
+    "case", each(case for case in SHAPES if case.schedule in ("1f1b", "interleaved")), ids=str
 )
 def test_static_schedule_is_followed(case: Case, outcome: Outcome) -> None:
     placement = Placement(num_ranks=case.pp, num_chunks=case.chunks)
@@ -439,7 +450,7 @@ def test_static_schedule_is_followed(case: Case, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in SHAPES if case.schedule == "adaptive" and case.tp > 1], ids=str
+    "case", each(case for case in SHAPES if case.schedule == "adaptive" and case.tp > 1), ids=str
 )
 def test_tensor_parallel_ranks_take_one_order(case: Case, outcome: Outcome) -> None:
     orders = outcome(case)["orders"]

@@ -13,7 +13,12 @@ from megatron.adaptive.trace.read import read_run
 
 from .launch import torchrun
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(200),
+]
 
 WORKER = Path(__file__).with_name("move_worker.py")
 LIMIT_S = 90.0

@@ -9,7 +9,12 @@ import pytest
 
 from .launch import SMALL_GPT, CaseRuns
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(250)]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(250),
+]
 
 LIMIT_S = 200.0
 BASE = (

@@ -13,6 +13,7 @@ from .launch import SMALL_GPT, CaseRuns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
+FOUR = [pytest.mark.long]  # three ranks show the same
 LIMIT_S = 600.0
 STEPS = 4
 REL = 1e-5
@@ -150,7 +151,12 @@ def require_equal_numbers(
 
 @pytest.mark.parametrize(
     ("size", "changes", "flags"),
-    [(s, c, one) for s, several in CASES.items() for c, flags in several.items() for one in flags],
+    [
+        pytest.param(size, changes, one, marks=FOUR if size == 4 else [])
+        for size, several in CASES.items()
+        for changes, flags in several.items()
+        for one in flags
+    ],
     ids=str,
 )
 def test_unequal_stages_equal_one_process(
@@ -159,7 +165,7 @@ def test_unequal_stages_equal_one_process(
     require_equal_numbers(runs, size, f"{changes} {flags}".strip(), changes)
 
 
-@pytest.mark.parametrize("size", PARTS)
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=FOUR)])
 def test_checkpoints_load_into_other_shapes_and_back(runs: CaseRuns, size: int) -> None:
     losses = []
     for number in range(len(PARTS[size])):

@@ -5,7 +5,7 @@ Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` bes
 
     {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
 
-A case goes on from the checkpoint of the case named in ``after``, an earlier one, to iteration
+A case goes on from the checkpoint of the case named in ``after``, one listed before, to iteration
 ``steps``. With ``"save": true`` it leaves a checkpoint itself, in a folder of its name. A case may
 also have ``"moves": {iteration: [layers, ...]}``: the layers of each stage from after that
 iteration on.
@@ -19,8 +19,8 @@ iteration on.
 The norm of the parameters and the validation loss are those after iteration ``evaluate_after``.
 
 Losses are empty on ranks that do not hold the last stage, orders where megatron-core's own schedule
-ran. Process groups are made anew for each case, but processes start only once: that is what takes
-the time. A rank that finds something wrong raises, which ends the job.
+ran. Processes start once, and cases that need the same process groups train one after the other in
+these. A rank that finds something wrong raises, which ends the job.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
 from megatron.adaptive.checkpoint.training import Checkpoints, Progress  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.engine.build import gather_places  # noqa: E402
+from megatron.adaptive.engine.job import destroy_groups, process_groups  # noqa: E402
 from megatron.adaptive.gpt.initialize import TrainingJob, seed_everything, set_up_mesh  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
@@ -91,41 +93,79 @@ def write_data(prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def start(
-    store: dist.Store, number: int, flags: list[str], environment: Environment
-) -> TrainingJob:
-    """Do what ``initialize.start_job`` does, with process groups in a corner of ``store``."""
-    config = parse(flags, world_size=environment.world_size, last_wins=True)
-    device = accelerator.detect(environment.local_rank, backend="gloo")
-    dist.init_process_group(
-        device.backend,
-        store=dist.PrefixStore(f"case-{number}", store),
-        rank=environment.rank,
-        world_size=environment.world_size,
-        timeout=TIMEOUT,
-    )
-    set_up_mesh(config)
-    seed_everything(config.run.seed)
-    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    return TrainingJob(
-        config=config,
-        environment=environment,
-        accelerator=device,
-        control_group=group,
-        stop_group=group,
-        places=gather_places(),
-    )
+class Meshes:
+    """Keeps this process in a job from one case to the next while both need the same groups."""
+
+    def __init__(self, store: dist.Store, environment: Environment) -> None:
+        self._store = store
+        self._environment = environment
+        self._count = 0
+        self._kept: tuple[object, list[Any], TrainingJob] | None = None
+
+    def join(self, config: TrainerConfig) -> TrainingJob:
+        """Do what ``initialize.start_job`` does, with process groups in a corner of the store."""
+        mesh = mesh_of(config)
+        if self._kept is not None and self._kept[0] != mesh:
+            self._drop()
+        if self._kept is None:
+            self._kept = (mesh, *self._set_up(config))
+        seed_everything(config.run.seed)
+        initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+        return dataclasses.replace(self._kept[2], config=config)
+
+    def _set_up(self, config: TrainerConfig) -> tuple[list[Any], TrainingJob]:
+        environment = self._environment
+        device = accelerator.detect(environment.local_rank, backend="gloo")
+        self._count += 1
+        dist.init_process_group(
+            device.backend,
+            store=dist.PrefixStore(f"mesh-{self._count}", self._store),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=TIMEOUT,
+        )
+        set_up_mesh(config)
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        job = TrainingJob(
+            config=config,
+            environment=environment,
+            accelerator=device,
+            control_group=group,
+            stop_group=group,
+            places=gather_places(),
+        )
+        return process_groups(), job
+
+    def leave(self, job: TrainingJob, run: Run) -> None:
+        """Take the case down, with the process groups that it made itself."""
+        if run.wiring is not None:
+            run.wiring.close()
+        dist.barrier(group=job.control_group)
+        destroy_rerun_state_machine()
+        assert self._kept is not None
+        _, kept, _ = self._kept
+        there = process_groups()
+        if all(group in there for group in kept):
+            destroy_groups(group for group in there if group not in kept)
+        else:  # layers have moved, and the groups with them
+            self._drop()
+
+    def _drop(self) -> None:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        self._kept = None
 
 
-def end(job: TrainingJob, run: Run) -> None:
-    """Take the case down, the process groups included."""
-    if run.wiring is not None:
-        run.wiring.close()
-    dist.barrier(group=job.control_group)
-    destroy_rerun_state_machine()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
+    """Return what process groups depend on."""
+    parallel = config.parallel
+    return (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size or 1,
+        parallel.stage_data_parallel_sizes or (),
+        config.placement_kind,
+    )
 
 
 class Orders:
@@ -189,17 +229,14 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_case(
-    store: dist.Store, number: int, case: dict[str, Any], environment: Environment
-) -> dict[str, Any]:
+def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
     """Run one case; returns its results by what was seen, then by rank."""
     started = time.monotonic()
-    job = start(store, number, case["flags"], environment)
+    job = meshes.join(config)
     run = build_run(job)
     seen = train(job, run, case)
-    everyone: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(everyone, seen, group=job.control_group)
-    end(job, run)
+    everyone = job.gather(seen)
+    meshes.leave(job, run)
     # Cycles keep process groups, each with threads that wake up a hundred times a second.
     del job, run
     gc.collect()
@@ -223,18 +260,23 @@ def main() -> None:
     store.wait(["data"])
     source = ["--data-path", str(data), "--data-cache-path", str(target.with_name("cache"))]
     source += ["--split", "80,20,0", "--distributed-timeout-minutes", "1"]
-    results = {}
-    followed = {case["after"] for case in cases}
-    for number, case in enumerate(cases):
-        if environment.rank == 0:
-            print(f"case {case['name']}", flush=True)
+    depths: dict[str, int] = {}
+    for case in cases:
+        depths[case["name"]] = depths[case["after"]] + 1 if case["after"] is not None else 0
         case["flags"] += source
         if case["after"] is not None:
             case["flags"] += ["--load", str(target.with_name(case["after"]))]
-        if case["name"] in followed or case.get("save"):
+        if case.get("save") or any(other["after"] == case["name"] for other in cases):
             case["flags"] += ["--save", str(target.with_name(case["name"]))]
             case["flags"] += ["--save-interval", "1"]
-        results[case["name"]] = run_case(store, number, case, environment)
+        case["config"] = parse(case["flags"], world_size=environment.world_size, last_wins=True)
+    cases.sort(key=lambda case: (depths[case["name"]], mesh_of(case["config"])))
+    results = {}
+    meshes = Meshes(store, environment)
+    for case in cases:
+        if environment.rank == 0:
+            print(f"case {case['name']}", flush=True)
+        results[case["name"]] = run_case(meshes, case, case.pop("config"))
         if environment.rank == 0:
             target.write_text(json.dumps(results))
     faulthandler.cancel_dump_traceback_later()

@@ -63,8 +63,13 @@ FOUR_RANKS: list[dict[str, Any]] = [
 ]
 
 
-def run(cases: list[dict[str, Any]], world_size: int, folder: Path) -> list[dict[str, Any]]:
-    """Run each case on megatron-core's own loop and then with the plugin, in one job."""
+def run(
+    cases: list[dict[str, Any]], world_size: int, folder: Path, *, fresh: bool = True
+) -> list[dict[str, Any]]:
+    """Run each case on megatron-core's own loop and then with the plugin, in one job.
+
+    In fresh processes the plug-in comes first, as in a user's, and their interpreters end.
+    """
     given, taken = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
     given.write_text(json.dumps([{**case, "runs": plain | case["runs"]} for case in cases]))
@@ -74,7 +79,7 @@ def run(cases: list[dict[str, Any]], world_size: int, folder: Path) -> list[dict
         world_size=world_size,
         log=folder / "output.txt",
         limit_s=120.0,
-        fresh=True,  # the plug-in comes first in a user's process
+        fresh=fresh,
     )
     results: list[dict[str, Any]] = json.loads(taken.read_text())
     return results
@@ -139,8 +144,9 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert (now.doing, now.iteration) == (ENDED, 4)
 
 
+@pytest.mark.long
 def test_four_ranks(tmp_path: Path) -> None:
-    check_numbers(run(FOUR_RANKS, 4, tmp_path))
+    check_numbers(run(FOUR_RANKS, 4, tmp_path, fresh=False))
 
 
 def test_an_error_of_the_user_ends_all_ranks_with_their_own_words(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
+_MAX_PROCESSES = 4096
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,8 +95,10 @@ def _read_options(argv: Sequence[str]) -> Any:
             f"--nproc-per-node {count}: {reason}; write how many processes, or cpu or gpu for one "
             "on each"
         ) from None
-    if number < 1:
-        raise ConfigError(f"--nproc-per-node {count}: there must be at least 1 process")
+    if not 1 <= number <= _MAX_PROCESSES:
+        raise ConfigError(
+            f"--nproc-per-node {count}: there must be at least 1 process, at most {_MAX_PROCESSES}"
+        )
     options.nproc_per_node = str(number)
     return options
 

@@ -156,7 +156,14 @@ def _tell(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(state))
     else:
-        show(render_state(state))
+        try:
+            text = render_state(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"--status {folder}: the state of the job is damaged ({error!r}); a job that runs"
+                " writes it anew"
+            ) from None
+        show(text)
     return 0
 
 

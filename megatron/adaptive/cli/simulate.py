@@ -273,6 +273,8 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
 def _print_table(outcomes: Sequence[CandidateOutcome], draws: int) -> None:
     first = outcomes[0].mean_s
     slowest = max(outcome.mean_s for outcome in outcomes)
+    if not first:
+        raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
     width = max(len(str(outcome.candidate)) for outcome in outcomes)
     print(f"{draws} draw{'s' * (draws > 1)} each; peak in microbatches of a whole rank\n")
     print(f"{'schedule':{width}}  step s  speed-up  bubble   peak")

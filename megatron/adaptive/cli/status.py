@@ -6,6 +6,7 @@ large, missing, or cut off anywhere, and a job that was queued again appends to 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -105,7 +106,7 @@ def _use(node: NodeStatus) -> str:
         return "no sample of its use"
     gpus = [
         f"GPU {gpu['index']} {gpu['used_percent']}% "
-        f"{gpu['memory_used_bytes'] / _GIB:.1f} GiB, {len(gpu['pids'])} processes"
+        f"{gpu['memory_used_bytes'] / _GIB:.1f} GiB, {len(gpu.get('pids', ()))} processes"
         for gpu in node.use["gpus"]
     ]
     processes = node.use["processes"]
@@ -131,6 +132,13 @@ _GOES_ON = (
     *("REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT"),
 )
 _LOST_STATES = ("down", "fail", "reboot", "power")
+_RECORD: Mapping[str, Any] = {
+    "started_unix_s": int | float,
+    "conf": dict,
+    "processes": list,
+    "world_size": int,
+    "flags": list,
+}
 _START = re.compile(r"=== .* node \d+ starts$|job \d+, start \d+: ")
 _SIZES = {
     "WORLD_SIZE": "world_size",
@@ -177,14 +185,18 @@ def read_record(folder: Path) -> dict[str, Any]:
     Secrets, which files of earlier programs hold, are hidden.
     """
     try:
-        found = parse_json((folder / "run.json").read_bytes())
+        read = parse_json((folder / "run.json").read_bytes())
+        found = {n: v for n, v in read.items() if isinstance(v, _RECORD.get(n, object))}
+        numbers = [*found.get("processes", ()), found.get("world_size", 0)]
+        if not all(isinstance(one, int) for one in numbers):
+            return {}
         conf = {
             name: MASK if is_secret(name) else masked_text(str(text))
             for name, text in found.get("conf", {}).items()
         }
     except (OSError, ValueError, AttributeError):
         return {}
-    return {**found, "conf": conf}
+    return {**found, "conf": conf, "flags": [str(word) for word in found.get("flags", ())]}
 
 
 def tail(path: Path) -> list[str]:
@@ -221,10 +233,22 @@ def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
             sample = parse_json(line, strict=False)
         except ValueError:
             continue
-        if isinstance(sample, dict) and isinstance(sample.get("unix_s"), (int, float)):
-            yield sample
+        if _is_sample(sample):
+            yield {"gpus": [], "processes": [], **sample}
             if latest:
                 return
+
+
+def _is_sample(sample: Any) -> bool:
+    """Checks that what is added up in a sample are numbers."""
+    with contextlib.suppress(KeyError, TypeError):
+        for gpu in sample.get("gpus", []) if isinstance(sample, dict) else [{}]:
+            gpu["index"] + gpu["memory_used_bytes"] + len(gpu.get("pids", []))
+            gpu["used_percent"]
+        for one in sample.get("processes", []):
+            one["memory_bytes"] + one["cpu_percent"]
+        return isinstance(sample.get("unix_s"), int | float)
+    return False
 
 
 def count_messages(*paths: Path) -> dict[str, Counter[str]]:

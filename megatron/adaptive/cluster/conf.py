@@ -231,6 +231,7 @@ def _complaint(stderr: bytes, path: Path, status: int) -> str:
     return f"it ended with status {status}; every command in it must succeed"
 
 
+_MAX_NODES = 100_000
 _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d*)x([1-9]\d*)")
 
 
@@ -367,6 +368,9 @@ def make_conf(
             name: text for name, text in sorted(texts.items()) if name.startswith(FROM_CONF)
         },
     )
+    for group in conf.groups:
+        if (group.nodes or 0) > _MAX_NODES:
+            raise ConfigError(f"NNODES={group.nodes}: at most {_MAX_NODES:,} nodes are numbered")
     _check_sizes(conf)
     _check_words(conf)
     return conf

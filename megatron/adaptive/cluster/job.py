@@ -27,6 +27,8 @@ from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
 _STATE = "state.json"
 _FORMAT = 1
 _FOLDER = "elastic"
+_LISTS = ("machines", "epochs", "earlier")
+_NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
@@ -342,6 +344,12 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
         raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None
     if not isinstance(state, dict):
         raise ConfigError(f"--status {checkpoints}: {path} is not the state of a job")
+    for names, kind in ((_LISTS, list), (_NUMBERS, int)):
+        for name in names:
+            if not isinstance(state.get(name, kind()), kind):
+                raise ConfigError(f"--status {checkpoints}: {path} is damaged ({name})")
+    if not all(isinstance(one, dict) for name in _LISTS for one in state.get(name, ())):
+        raise ConfigError(f"--status {checkpoints}: {path} is damaged (no objects in a list)")
     written = state.get("format", _FORMAT)  # files of earlier programs have none
     if written != _FORMAT:
         raise ConfigError(

@@ -71,6 +71,9 @@ def _import() -> None:
         device.quiet_libraries()
         for name in _MODULES:
             importlib.import_module(f"megatron.adaptive.{name}")
+        # Else each rank does, with its first step and its first data.
+        for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
+            importlib.import_module(name)
 
 
 class _Forkserver:

@@ -33,6 +33,7 @@ from megatron.adaptive.errors import ConfigError
 __all__ = ["check_config", "check_output_folders", "check_world_size", "chunks_of"]
 
 _MAX_SPLITS = 3
+_MAX_EXAMPLE = 64
 _MIN_PIPELINE_WITHOUT_OVERLAP = 3
 
 Rules: TypeAlias = Iterator[tuple[object, str]]
@@ -291,8 +292,9 @@ def _parallel(config: TrainerConfig, given: _Given, installed: Installed) -> Rul
     yield (
         partition is None and layers % stages != 0,
         f"{given.num_layers} does not divide evenly into {stages} stages ({shape}): choose a "
-        f"multiple of {stages} or give --partition, for example "
-        f"{format_partition(nearly_even_split(layers, stages))}",
+        f"multiple of {stages} or give --partition"
+        + f", for example {format_partition(nearly_even_split(layers, stages))}"
+        * (stages <= _MAX_EXAMPLE),
     )
     yield (
         partition is not None and len(partition) != stages,

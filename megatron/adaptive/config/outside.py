@@ -62,7 +62,7 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
 
 def _is_deep(found: Any) -> bool:
     level = [found]
-    for _ in range(MAX_LEVELS + 1):
+    for _ in range(MAX_LEVELS):
         level = [
             part
             for one in level

@@ -5,9 +5,9 @@ A key given twice is an error in all three forms. Quantities carry their unit in
 
 Files are checked by the forms in ``data/forms.yaml``, which use a part of JSON Schema (2020-12):
 ``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties``, ``items``,
-``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``exclusiveMinimum``, ``pattern`` and
-``oneOf`` over the keys of an object. An error names the rule that is broken in one line, with the
-nearest key where one is misspelt.
+``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``,
+``pattern`` and ``oneOf`` over the keys of an object. An error names the rule that is broken in one
+line, with the nearest key where one is misspelt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from megatron.adaptive.config.outside import read_json, read_text
+from megatron.adaptive.config.outside import MAX_LEVELS, read_json, read_text
 from megatron.adaptive.errors import ConfigError
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -117,7 +117,12 @@ def read_file(path: Path, what: str) -> Any:
 
 
 class _OnceLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses equal keys, of which YAML itself lets the later win."""
+    """Refuses equal keys, of which YAML itself lets the later win, and nesting without end."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MAX_LEVELS:
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -199,6 +204,8 @@ def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
         return "a finite number"
     if "minimum" in schema and value < schema["minimum"]:
         return f"at least {schema['minimum']}"
+    if "maximum" in schema and value > schema["maximum"]:
+        return f"at most {schema['maximum']:,}"
     if "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
         return f"above {schema['exclusiveMinimum']}"
     return ""

@@ -44,7 +44,7 @@ from megatron.adaptive.trace.event import (
 )
 
 _MAX_SIZES = {
-    "world_size": 1 << 20,
+    "world_size": 1 << 17,
     "num_ranks": 1 << 14,
     "num_chunks": 1 << 10,
     "num_microbatches": 1 << 20,

@@ -31,6 +31,8 @@ ENDED = "ended"
 
 _LINE_BYTES = 512
 
+_KINDS: Mapping[str, Any] = {"doing": str, "cause": str, "since_s": int | float, "done": list}
+
 ReadState = Callable[[], Mapping[str, Any]]
 
 
@@ -147,5 +149,7 @@ def read_now(folder: Path, rank: int) -> Now | None:
     """Returns a rank's last report; ``None`` where none can be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         said = parse_json((folder / now_file_name(rank)).read_bytes(), strict=False)
-        return Now(**{name: said[name] for name in Now.__slots__ if name in said})
+        values = {name: said[name] for name in Now.__slots__ if name in said}
+        if all(isinstance(value, _KINDS.get(name, int)) for name, value in values.items()):
+            return Now(**{**values, "done": tuple(map(int, values.get("done", (0, 0, 0))))})
     return None

@@ -17,6 +17,8 @@ TAIL_BYTES = 1 << 20
 """Part of a large file's end that is read at first."""
 
 KEPT = 512
+_COUNTS = ("unix_ns", "iteration", "total_iterations", "start_iteration")
+_MEASURED = ("step_ms", "tokens_per_s", "loss", "seconds", "loaded_s", "learning_rate")
 
 
 def progress_file(folder: Path) -> Path:
@@ -98,9 +100,15 @@ class ProgressTail:
 
 
 def _parsed(line: bytes) -> list[dict[str, Any]]:
-    """A whole line, nothing where it was cut short."""
+    """A whole line; nothing where it was cut short, or numbers are something else."""
     try:
         found = parse_json(line, strict=False)
     except ValueError:
         return []
-    return [found] if isinstance(found, dict) else []
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(name, least), kind)
+        for names, kind, least in ((_COUNTS, int, 0), (_MEASURED, int | float | None, None))
+        for name in names
+    ):
+        return []
+    return [{"unix_ns": 0, **found}]

@@ -29,7 +29,7 @@ from megatron.adaptive.trace.table import TraceTable
 REFINED_ITERATIONS = 5
 """Iterations whose messages are held against the clocks, spread over the run."""
 
-_FILE_NAME = re.compile(r"trace_rank_(\d{5,})\.jsonl")
+_FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
 
 
