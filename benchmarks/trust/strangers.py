@@ -240,6 +240,7 @@ def listening(process: psutil.Process) -> list[int]:
 def _elastic(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> None:
     flags = ["--train-iters", "1000000", "--save-interval", "100000"]
     (folder / "elastic").mkdir()
+    begun_s = time.monotonic()
     job = ElasticJob(folder / "elastic", "ab", flags, ["--replicate-every", "5"])
     try:
         job.trained(1, 6)
@@ -259,7 +260,8 @@ def _elastic(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> N
             for node in now["machines"]
             if node["name"] not in "ab"
         ]
-        found["effects"] += _complaints(job.said(), 3)
+        lines = len(ports) * (1 + int(time.monotonic() - begun_s) // 60)  # one a minute each
+        found["effects"] += _complaints(job.said(), lines)
         job.stop()
     except AssertionError as error:
         found["ends"].append(f"elastic: {error}")
@@ -296,6 +298,7 @@ def _pods(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> None
     variables = {**environment(), "PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1"}
     variables["MASTER_PORT"] = str(port)
     pods: dict[str, subprocess.Popen[str]] = {}
+    begun_s = time.monotonic()
     said: dict[str, list[str]] = {"master": [], "worker": []}
 
     def start(name: str, *words: str | Path) -> None:
@@ -333,7 +336,8 @@ def _pods(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> None
                 found["ends"].append(
                     f"pods: {name}, status {status}: {''.join(said[name])[-2000:]}"
                 )
-        found["effects"] += _complaints("".join(said["master"]), 3 + int(LIMIT_S / 60))
+        lines = 1 + int(time.monotonic() - begun_s) // 60
+        found["effects"] += _complaints("".join(said["master"]), lines)
     finally:
         for pod in pods.values():
             if pod.poll() is None:
