@@ -55,7 +55,7 @@ def main(words: list[str] | None = None) -> int:
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
             "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
-            "strangers": lambda: visit(5_000 if quick else 1_000_000, seed),
+            "strangers": lambda: strangers.rows(2000 if quick else 1_000_000, seed),
             "secrets": lambda: look_for_secrets(seed),
             "commands": give_wrong_commands,
             "control": lambda: control_plane.measure(
@@ -65,27 +65,6 @@ def main(words: list[str] | None = None) -> int:
         }
         total = run({part: parts[part] for part in PARTS if part in options.part})
     return finish(total, options.json, machine=machine, seed=seed)
-
-
-def visit(messages: int, seed: int) -> Result:
-    """Lets strangers talk to the listeners of real jobs."""
-    found = strangers.measure(messages, seed)
-    note = f"{sum(found['ports'].values())} listeners, {found['messages_per_s']:.0f} messages/s"
-    wrong = [*found["ends"], *found["effects"]]
-    rows = [
-        Row(
-            what=f"a stranger's {messages} messages to each of two jobs: effects and ends",
-            value=len(wrong),
-            goal=0,
-            note=one_line("; ".join([note, *wrong])),
-        ),
-        Row(
-            what=f"losses that differ in {found['steps']} steps",
-            value=found["differences"],
-            goal=0,
-        ),
-    ]
-    return Result(rows=rows, facts={"strangers": found})
 
 
 def look_for_secrets(seed: int) -> Result:
