@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
     for item in items:
         exact = any(word in item.path.name for word in ("equivalence", "fuzz"))
-        real = any(item.get_closest_marker(name) for name in ("slow", "multiprocess"))
+        real = any(item.get_closest_marker(name) for name in ("slow", "long", "multiprocess"))
         real = real or item.path.parent.name in ("cli", "labs", "cluster")
         real = real or item.path.name in FORKING
         if real and not exact:

@@ -16,6 +16,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ REFUSED_S = 5.0
 _NUMBERS = 4096  # of a tensor
 _LIMIT_S = 90.0
 _EXIT_EXPECTED = 2
+_STATUSES = threading.Lock()
+"""A start asks for the statuses of all processes, and who asks at the same time misses them."""
 
 
 @dataclass
@@ -78,8 +81,9 @@ class SmallJob:
             context.Process(target=run_rank, args=(rank, *given), daemon=True)
             for rank in range(RANKS)
         ]
-        for one in self.ranks:
-            one.start()
+        with _STATUSES:
+            for one in self.ranks:
+                one.start()
 
     def signal(self, number: signal.Signals, ranks: int = RANKS) -> None:
         """Send a signal to the first ranks, as far as they are there."""
@@ -90,13 +94,17 @@ class SmallJob:
     def end(self, limit_s: float = _LIMIT_S) -> int | None:
         """Wait for its end; returns the status of rank 0, ``None`` where it had to be killed."""
         end_s = time.monotonic() + limit_s
-        for one in self.ranks:
-            one.join(max(0.0, end_s - time.monotonic()))
-        hung = any(one.is_alive() for one in self.ranks)
-        for one in self.ranks:
-            one.kill()
-            one.join()
-        return None if hung else self.ranks[0].exitcode
+        while None in (statuses := self.statuses()) and time.monotonic() < end_s:
+            time.sleep(0.02)
+        if None in statuses:
+            self.signal(signal.SIGKILL)
+            return None
+        return statuses[0]
+
+    def statuses(self) -> list[int | None]:
+        """Return the statuses of the ranks that have ended."""
+        with _STATUSES:
+            return [one.exitcode for one in self.ranks]
 
     def said(self) -> list[dict[str, Any]]:
         """Read what its rank 0 wrote."""
@@ -295,7 +303,7 @@ def pause(folder: Path, seed: int) -> Seen:
 def _wait_for(condition: Callable[[], bool], job: SmallJob, seen: Seen) -> None:
     end_s = time.monotonic() + _LIMIT_S
     while not condition():
-        if time.monotonic() > end_s or job.ranks[0].exitcode is not None:
+        if time.monotonic() > end_s or job.statuses()[0] is not None:
             seen.failed.append(f"{job.log}: it came to nothing: {job.said()[-1:]}")
             return
         time.sleep(0.05)
@@ -345,7 +353,8 @@ def trainers(folder: Path, seed: int) -> Seen:
             one.wait()
     checkpoints = CheckpointFolder(folder)
     before = checkpoints.latest() or 0
-    again = start("--train-iters", str(before + 3), "--load", str(folder))
+    words += ["--load", str(folder), "--exit-interval", str(before + 3)]
+    again = start("--train-iters", "99999")
     try:
         said = again.communicate(timeout=_LIMIT_S)[1]
     finally:

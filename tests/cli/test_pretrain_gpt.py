@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from megatron.adaptive.cli import pretrain_gpt
+from megatron.adaptive.engine.lease import Lease
 
 from ..multiprocess.launch import run_forked
 
@@ -77,3 +79,22 @@ def test_a_process_alone_trains(tmp_path: Path) -> None:
     assert [int(re.search(r"iteration\s+(\d+)/\s*3 ", line)[1]) for line in logged] == [1, 2, 3]  # type: ignore[index]
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []  # nothing was asked to be written
+
+
+@pytest.mark.multiprocess
+def test_a_second_job_on_a_folder_is_refused_by_name(tmp_path: Path) -> None:
+    """Both ended well, each over the other's checkpoints."""
+    first = Lease(tmp_path)
+    first.claim(job="first", restarts=0)
+    first.keep_up(print)
+    try:
+        words = [*FLAGS.split(), "--save", str(tmp_path), "--save-interval", "1"]
+        command = [str(ROOT / "pretrain_gpt.py"), *words]
+        done = run_forked(command, folder=tmp_path, limit_s=WATCHDOG_S)
+    finally:
+        first.end()
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"{tmp_path} is written by process {os.getpid()} on " in line
+    assert "(job first) since 20" in line
+    assert not list(tmp_path.glob("*iter_*"))

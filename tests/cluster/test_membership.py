@@ -169,7 +169,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
     asyncio.run(ask())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
     """The node stayed out for ever when its agent alone was killed, or given up."""
 

@@ -88,6 +88,7 @@ def test_nodes_with_different_counts_train_whoever_comes_first(
     assert told["conf"]["PARTITION"] == "1-2-1"
 
 
+@pytest.mark.long
 def test_three_pods_find_each_other_by_the_shared_folder_and_stop_together(
     pods: list[Node], tmp_path: Path
 ) -> None:

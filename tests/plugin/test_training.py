@@ -149,6 +149,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     check_numbers(run(FOUR_RANKS, 4, tmp_path, fresh=False))
 
 
+@pytest.mark.long
 def test_an_error_of_the_user_ends_all_ranks_with_their_own_words(tmp_path: Path) -> None:
     # Rank 0 goes on to evaluate: its messages reached the interpreter's end of rank 1.
     case = {"shape": {"pp": 2}, "runs": {"adaptive": {}}, "fails_on": 1}

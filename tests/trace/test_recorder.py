@@ -217,6 +217,26 @@ def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -
     assert read_run(path.parent).ranks[0].iterations == (18, 19)
 
 
+@pytest.mark.parametrize("flag", [[], ["-u"]])
+def test_output_that_takes_nothing_ends_nobody(flag: list[str]) -> None:
+    program = """if True:
+        import sys
+        from megatron.adaptive.trace.files import keep_printing
+        keep_printing()
+        for _ in range(3):
+            print("iteration 1", flush=True)
+        sys.stderr.write("done\\n")
+    """
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, *flag, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.returncode == 0, ended.stderr
+    warning, done = ended.stderr.splitlines()
+    assert warning.startswith("warning: cannot write stdout: No space left on device")
+    assert done == "done"
+
+
 def test_a_gap_is_read_and_said(tmp_path: Path) -> None:
     with Recorder(tmp_path, HEADER) as recorder:
         recorder.begin_iteration(1, 2)

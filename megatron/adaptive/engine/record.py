@@ -260,17 +260,15 @@ class Recording:
         dist.gather_object(mine, gathered, dst=first, group=group)
         self._pending = {}
         if gathered is not None:
-            self._merge(dict(one for one in gathered if one is not None))
+            by_rank = dict(one for one in gathered if one is not None)
+            assert sorted(by_rank) == list(range(self._shape.ranks)), sorted(by_rank)
+            for step in by_rank[0]:
+                self._record.add(step, [by_rank[rank][step] for rank in range(self._shape.ranks)])
             try:
                 self._record.save(self._path)
                 self._outage.ends()
             except TraceError as error:
                 self._outage.begins(error)
-
-    def _merge(self, by_rank: Mapping[int, Mapping[int, Codes]]) -> None:
-        assert sorted(by_rank) == list(range(self._shape.ranks)), sorted(by_rank)
-        for step in by_rank[0]:
-            self._record.add(step, [by_rank[rank][step] for rank in range(self._shape.ranks)])
 
 
 class Replay:

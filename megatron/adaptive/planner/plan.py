@@ -6,6 +6,7 @@ Reading plan files is ``config.plan``'s.
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -421,7 +422,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
             "sharded" if plan.distributed_optimizer else "whole",
             seconds_text(seen.seconds),
             f"{seen.tokens_per_s:,.0f}",
-            f"{_bubble(seen):.1%}",
+            f"{statistics.fmean(stage.bubble for stage in seen.stages):.1%}",
             f"{full.total_bytes / _GB:.1f}/{full.limit_bytes / _GB:.1f} GB",
         ]
         cells += [f"{seen.price_per_step:.4g}"] * priced
@@ -505,7 +506,3 @@ def _replicas(plan: Plan) -> str:
     """Returns the number of replicas, of each stage where they differ."""
     counts = [len(place.replicas) for place in plan.places]
     return str(plan.dp) if len(set(counts)) == 1 else "-".join(map(str, counts))
-
-
-def _bubble(seen: Prediction) -> float:
-    return sum(stage.bubble for stage in seen.stages) / len(seen.stages)

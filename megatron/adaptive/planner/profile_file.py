@@ -135,14 +135,11 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     return merged
 
 
-def make_profile(
-    content: Mapping[str, Any], estimator: Callable[[str, str, int, int], LayerTimes] | None = None
-) -> Profile:
+def make_profile(content: Mapping[str, Any]) -> Profile:
     """Makes a profile of what a checked file holds.
 
     Args:
         content: see :func:`load`.
-        estimator: answers for what was not measured.
 
     Raises:
         ConfigError: the same layer was measured twice, or a link has no bandwidth.
@@ -184,7 +181,6 @@ def make_profile(
         optimizer_s_per_parameter=_by_gpu(content.get("optimizer_s_per_parameter", {})),
         launch_s=_by_gpu(content.get("launch_s", {})),
         action_sigma=content.get("action_sigma", 0.0),
-        estimator=estimator,
     )
 
 

@@ -64,15 +64,13 @@ class Loads:
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
         """Returns the seconds of each stage under a partition."""
-        kinds = []
-        for kind in range(3):
-            kinds.append(
-                tuple(
-                    layers * self.layer_s[self._rank_of(stage)][kind] + self.beside_s[stage][kind]
-                    for stage, layers in enumerate(partition)
-                )
+        forward, backward, weight = (
+            tuple(
+                layers * self.layer_s[self._rank_of(stage)][kind] + self.beside_s[stage][kind]
+                for stage, layers in enumerate(partition)
             )
-        forward, backward, weight = kinds
+            for kind in range(3)
+        )
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def paces(self, partition: Sequence[int]) -> list[float]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,11 +180,8 @@ def _own_stages(run: Run) -> list[int]:
 
 def _ranges(layers_per_stage: Sequence[int]) -> list[range]:
     """Returns the numbers of each stage's layers, from 1, by stage."""
-    found, done = [], 0
-    for layers in layers_per_stage:
-        found.append(range(done + 1, done + layers + 1))
-        done += layers
-    return found
+    ends = itertools.accumulate(layers_per_stage, initial=1)
+    return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def _stand_by(run: Run) -> None:

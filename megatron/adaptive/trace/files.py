@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron.adaptive.errors import TraceError
 
@@ -205,7 +205,8 @@ class _LossyOutput(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Implements :class:`io.RawIOBase`; what was lost is said where it is missing."""
-        size = memoryview(data).nbytes
+        left = memoryview(data).cast("B")
+        size = len(left)
         try:
             if self._lost and not _has_room(self._fd):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -213,12 +214,13 @@ class _LossyOutput(io.RawIOBase):
                 gap = f"\n[{self._lost} bytes of {self._name} were lost here]\n"
                 os.write(self._fd, gap.encode())
                 self._lost = 0
-            return int(os.write(self._fd, data))
+            while left:
+                left = left[os.write(self._fd, left) :]
         except OSError as error:
             if self._name == "stdout" and not self._lost:
                 Outage(self._name, "bytes").begins(error)
-            self._lost += size
-            return size
+            self._lost += len(left)
+        return size
 
 
 def keep_printing() -> None:
@@ -232,9 +234,10 @@ def keep_printing() -> None:
             continue
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        raw = io.BufferedWriter(_LossyOutput(stream))
+        raw = _LossyOutput(stream)
         made = io.TextIOWrapper(
-            raw,
+            # As the interpreter does it under PYTHONUNBUFFERED.
+            cast(Any, raw) if stream.write_through else io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
             line_buffering=stream.line_buffering,
