@@ -4,11 +4,12 @@
 
 Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
 and loaded; ``leases``, jobs that begin on one folder, and holders of it that are killed;
-``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
-``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
-``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
-disks of traces and flipped bits in checkpoints among it. A part that fails is a goal missed, and
-the others are measured all the same. Exits with status 1 where a goal is missed.
+``strangers``, who talk to every listener of real jobs; ``secrets``, planted ones, looked for as
+another user; ``commands``, wrong command lines and files; ``control``, the manager of a job of a
+thousand nodes that join at once and are lost bit by bit; ``soak``, nodes (namespaces; needs root)
+that are killed, stopped, cut off and filled up, with full disks of traces and flipped bits in
+checkpoints among it. A part that fails is a goal missed, and the others are measured all the same.
+Exits with status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ if str(ROOT) not in sys.path:
 from benchmarks import faults_commands, faults_secrets  # noqa: E402
 from benchmarks.elasticity.soak import soaked  # noqa: E402
 from benchmarks.report import Result, Row, describe_machine, finish, parser_of, run  # noqa: E402
-from benchmarks.trust import control_plane, damages, leases  # noqa: E402
+from benchmarks.trust import control_plane, damages, leases, strangers  # noqa: E402
 
-PARTS = ("damages", "leases", "secrets", "commands", "control", "soak")
+PARTS = ("damages", "leases", "strangers", "secrets", "commands", "control", "soak")
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
@@ -53,6 +54,7 @@ def main(words: list[str] | None = None) -> int:
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
             "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
+            "strangers": lambda: strangers.rows(2000 if quick else 1_000_000, seed),
             "secrets": lambda: secrets(seed),
             "commands": commands,
             "control": lambda: control_plane.measure(
