@@ -14,6 +14,7 @@ from megatron.adaptive.errors import ConfigError
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_another_user_finds_no_secret_of_jobs_over_ssh_on_pods_and_of_slurm() -> None:
     result = planted_secrets.measure(1)
     assert result["seen"] == 2
