@@ -4,15 +4,17 @@
 
 Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
 and loaded; ``leases``, jobs that begin on one folder, and holders of it that are killed;
-``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
-``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
-``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
-disks of traces and flipped bits in checkpoints among it. A part that fails is a goal missed, and
-the others are measured all the same. Exits with status 1 where a goal is missed.
+``strangers``, who talk to all that listens during real jobs; ``secrets``, planted ones, looked for
+as another user; ``commands``, wrong command lines and files; ``control``, the manager of a job of a
+thousand nodes that join at once and are lost bit by bit; ``soak``, nodes (namespaces; needs root)
+that are killed, stopped, cut off and filled up, with full disks of traces and flipped bits in
+checkpoints among it. A part that fails is a goal missed, and the others are measured all the same.
+Exits with status 1 where a goal is missed.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -21,12 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import faults_commands, faults_secrets  # noqa: E402
-from benchmarks.elasticity.soak import soaked  # noqa: E402
-from benchmarks.report import Result, Row, describe_machine, finish, parser_of, run  # noqa: E402
-from benchmarks.trust import control_plane, damages, leases  # noqa: E402
+from benchmarks.elasticity.soak import end_in_order, soaked  # noqa: E402
+from benchmarks.report import Result, Row, describe_machine, finish, one_line, parser_of, run  # noqa: E402
+from benchmarks.trust import commands, control_plane, damages, leases, planted_secrets, strangers  # noqa: E402
 
-PARTS = ("damages", "leases", "secrets", "commands", "control", "soak")
+PARTS = ("damages", "leases", "strangers", "secrets", "commands", "control", "soak")
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
@@ -37,6 +38,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for what is written")
     options = parser.parse_args(words)
     quick, seed = options.quick, options.seed
+    signal.signal(signal.SIGTERM, end_in_order)
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         base = Path(name) if options.keep is None else options.keep
@@ -53,8 +55,9 @@ def main(words: list[str] | None = None) -> int:
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
             "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
-            "secrets": lambda: secrets(seed),
-            "commands": commands,
+            "strangers": lambda: strangers.rows(2000 if quick else 1_000_000, seed),
+            "secrets": lambda: look_for_secrets(seed),
+            "commands": give_wrong_commands,
             "control": lambda: control_plane.measure(
                 1000, minutes, every_s, folder("control"), seed
             ),
@@ -64,25 +67,26 @@ def main(words: list[str] | None = None) -> int:
     return finish(total, options.json, machine=machine, seed=seed)
 
 
-def secrets(seed: int) -> Result:
+def look_for_secrets(seed: int) -> Result:
     """Plants secrets in jobs and looks for them."""
-    found = faults_secrets.measure(seed)
+    found = planted_secrets.measure(seed)
     if found["seen"] < 2 or found["arrived"] < found["jobs"]:
         raise RuntimeError(f"the jobs or the scanner did not work: {found}")
     note = f"{found['commands']} command lines, {found['files']} files, {found['jobs']} jobs"
-    note = "; ".join([note, *found["skipped"], *found["found"]])[:300]
+    note = one_line("; ".join([note, *found["skipped"], *found["found"]]))
     what = "secrets found in command lines, files, logs, pages"
     rows = [Row(what=what, value=len(found["found"]), goal=0, note=note)]
     return Result(rows=rows, facts={"secrets": found})
 
 
-def commands() -> Result:
+def give_wrong_commands() -> Result:
     """Gives wrong command lines and files."""
-    found = faults_commands.measure()
+    found = commands.measure()
     note = f"the slowest took {found['longest_s']:.1f} s"
-    note = "; ".join([note, *(f"{words}: {why}" for words, why in found["wrong"].items())])[:300]
+    wrong = [f"{words}: {why}" for words, why in found["wrong"].items()]
+    note = one_line("; ".join([note, *wrong]))
     what = f"{found['cases']} wrong command lines and files: other ends than one line, status 2"
-    rows = [Row(what=what, value=len(found["wrong"]), goal=0, note=note.replace("|", "/"))]
+    rows = [Row(what=what, value=len(found["wrong"]), goal=0, note=note)]
     return Result(rows=rows, facts={"commands": found})
 
 

@@ -29,7 +29,7 @@ from .events import WEIGHTS, Events, role
 from .nodes import Node, Nodes, why_not
 from .record import Record, faults, steps_of_logs
 
-_FLAGS = ("--lr", "1e-4", "--distributed-timeout-minutes", "1")
+_FLAGS = ("--lr", "1e-4", "--distributed-timeout-minutes", "1", "--transport-silence-s", "10")
 TRAINER = str(Path(__file__).with_name("trainer.py"))
 SLOTS = (2, 1, 1)
 SHARED_BYTES = 96 << 20
@@ -424,7 +424,7 @@ def soaked(
     """
     if (reason := why_not()) is not None:
         return Result(rows=[missing("soak", reason)])
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end_in_order)
     folder = folder / "soak"
     folder.mkdir(parents=True)
     with Soak(folder, seed, [*FLAGS, *_FLAGS], _say, kinds) as job:
@@ -441,7 +441,7 @@ def soaked(
     return Result(rows=found.rows(), facts={"soak": vars(found)})
 
 
-def _end(number: int, frame: object) -> None:
+def end_in_order(number: int, frame: object) -> None:
     """Let what is open be closed: namespaces and mounts outlive this program."""
     raise SystemExit(128 + number)
 

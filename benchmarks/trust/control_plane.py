@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import queue
 import random
 import re
@@ -318,8 +319,11 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
     """Is some hundred agents; does what lines of JSON on its standard input say."""
     allow_files(1 << 16)
     owner: dict[str, Any] = {}
+    parent = os.getppid()
     while "port" not in owner:
         await asyncio.sleep(0.1)
+        if os.getppid() != parent:
+            return
         for path in (checkpoints / ".lease").glob("private-*.json"):
             owner = json.loads(path.read_text())
     keeper = SnapshotKeeper("127.0.0.1")
@@ -332,7 +336,8 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
     _print(ready=True)
-    await reader.readline()
+    if not await reader.readline():
+        return
     serving = [asyncio.create_task(agent.run()) for agent in agents.values()]
     try:
         joined = asyncio.gather(*(agent.joined.wait() for agent in agents.values()))

@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.report import Result, Row
 from megatron.adaptive.handshake import Handshake, Session, StrangerError
 from tests.cluster.jobs import ElasticJob
 from tests.multiprocess.launch import ROOT, environment
@@ -190,8 +191,30 @@ class Strangers:
         one.close()
 
 
+def rows(messages: int, seed: int) -> Result:
+    """Lets strangers say ``messages`` to every listener; see :func:`measure`."""
+    found = measure(messages, seed)
+    said = ", ".join(f"{count:,} to {job}" for job, count in found["said"].items())
+    named = {"ends": "jobs or nodes that ended", "effects": "other effects"}
+    table = [
+        Row(
+            what=f"strangers: {text}",
+            value=len(found[key]),
+            goal=0,
+            note="; ".join(found[key])[:300],
+        )
+        for key, text in named.items()
+    ]
+    note = (
+        f"{found['steps']} steps; {said}; {found['messages_per_s']:.0f} messages/s with all starts"
+    )
+    value = found["differences"] if found["steps"] else None
+    table.append(Row(what="strangers: losses that differ", value=value, goal=0, note=note))
+    return Result(rows=table, facts={"strangers": found})
+
+
 def measure(messages: int, seed: int) -> dict[str, Any]:
-    """Lets strangers say ``messages`` to the listeners of each of two jobs.
+    """Lets strangers say ``messages`` to each listener of two jobs.
 
     Returns:
         ``said``, messages by job; ``ports``, listeners by job; ``ends``, jobs and nodes that ended
@@ -217,6 +240,7 @@ def listening(process: psutil.Process) -> list[int]:
 def _elastic(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> None:
     flags = ["--train-iters", "1000000", "--save-interval", "100000"]
     (folder / "elastic").mkdir()
+    begun_s = time.monotonic()
     job = ElasticJob(folder / "elastic", "ab", flags, ["--replicate-every", "5"])
     try:
         job.trained(1, 6)
@@ -225,7 +249,7 @@ def _elastic(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> N
         strangers = Strangers(ports, seed)
         strangers.hold(HELD)
         with contextlib.closing(strangers):
-            strangers.speak(messages, lambda: job.manager.poll() is not None)
+            strangers.speak(messages * len(ports), lambda: job.manager.poll() is not None)
         job.trained(1, max(job.steps(1)) + 5)
         now = job.state()
         found["said"]["elastic"], found["ports"]["elastic"] = strangers.said, len(ports)
@@ -236,7 +260,8 @@ def _elastic(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> N
             for node in now["machines"]
             if node["name"] not in "ab"
         ]
-        found["effects"] += _complaints(job.said(), 3)
+        lines = len(ports) * (1 + int(time.monotonic() - begun_s) // 60)  # one a minute each
+        found["effects"] += _complaints(job.said(), lines)
         job.stop()
     except AssertionError as error:
         found["ends"].append(f"elastic: {error}")
@@ -273,6 +298,7 @@ def _pods(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> None
     variables = {**environment(), "PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1"}
     variables["MASTER_PORT"] = str(port)
     pods: dict[str, subprocess.Popen[str]] = {}
+    begun_s = time.monotonic()
     said: dict[str, list[str]] = {"master": [], "worker": []}
 
     def start(name: str, *words: str | Path) -> None:
@@ -310,7 +336,8 @@ def _pods(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> None
                 found["ends"].append(
                     f"pods: {name}, status {status}: {''.join(said[name])[-2000:]}"
                 )
-        found["effects"] += _complaints("".join(said["master"]), 3 + int(LIMIT_S / 60))
+        lines = 1 + int(time.monotonic() - begun_s) // 60
+        found["effects"] += _complaints("".join(said["master"]), lines)
     finally:
         for pod in pods.values():
             if pod.poll() is None:
@@ -322,7 +349,3 @@ def _is_open(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
         return True
     return False
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2])), indent=2))

@@ -9,8 +9,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from benchmarks.faults_commands import CASES, HOSTILE, complaint, write_files
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
+from benchmarks.trust.commands import CASES, HOSTILE, complaint, write_files
 from megatron.adaptive import __main__ as program
 from megatron.adaptive.cluster.job import read_state, render_state
 

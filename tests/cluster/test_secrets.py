@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import faults_secrets
+from benchmarks.trust import planted_secrets
 from megatron.adaptive.cli.submit import batch_script, settings_text
 from megatron.adaptive.cluster.conf import make_conf
 from megatron.adaptive.errors import ConfigError
@@ -14,8 +14,9 @@ from megatron.adaptive.errors import ConfigError
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_another_user_finds_no_secret_of_jobs_over_ssh_on_pods_and_of_slurm() -> None:
-    result = faults_secrets.measure(1)
+    result = planted_secrets.measure(1)
     assert result["seen"] == 2
     assert result["found"] == []
     assert result["arrived"] == result["jobs"], result

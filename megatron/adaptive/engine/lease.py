@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.handshake import write_private
 
@@ -311,7 +312,7 @@ class Lease:
         found: dict[str, Any] = {}
         for name in ("claim", "private"):
             with contextlib.suppress(ValueError, TypeError):
-                found.update(json.loads(_read(self._path(name, number)) or "{}"))
+                found.update(parse_json(_read(self._path(name, number)) or "{}"))
         return found
 
     def _last(self) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
@@ -49,6 +49,7 @@ AuthorizedKeysFile {0}/key.pub
 PermitRootLogin prohibit-password
 StrictModes no
 UsePAM no
+SetEnv TMPDIR={0}
 PidFile {0}/sshd.pid
 """
 _CLIENT = """
@@ -169,7 +170,8 @@ def measure(seed: int = 1) -> dict[str, Any]:
         folder = Path(name)
         folder.chmod(0o755)
         seen = _seen_in_sight(folder)
-        scanner = Scanner([*secrets.values()], [Path(tempfile.gettempdir()), Path("/dev/shm")])
+        # Temporary files of the jobs are in their folders too.
+        scanner = Scanner([*secrets.values()], [folder, Path("/dev/shm")])
         arrived, skipped, files, found = 0, [], 0, list[str]()
 
         def scan() -> None:
@@ -243,7 +245,7 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
     with (folder / "log.txt").open("w") as log:
         manager = subprocess.Popen(
             words,
-            env={**environment(), **wanted, "PATH": path},
+            env={**environment(), **wanted, "PATH": path, "TMPDIR": str(folder)},
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -311,7 +313,7 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
     with (folder / "log.txt").open("wb") as log:
         job = subprocess.Popen(
             words,
-            env={**environment(), "PYTHON": sys.executable},
+            env={**environment(), "PYTHON": sys.executable, "TMPDIR": str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -347,7 +349,7 @@ def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
         path.chmod(0o755)
     words = [sys.executable, "-m", "megatron.adaptive", "submit", str(_conf(folder, planted))]
     path_text = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    variables = {**environment(), "PATH": path_text}
+    variables = {**environment(), "PATH": path_text, "TMPDIR": str(folder)}
     done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (settings,) = folder.glob("logs/submitted/*.json")
