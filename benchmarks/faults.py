@@ -3,13 +3,13 @@
     python benchmarks/faults.py [--quick] [--part PART ...] [--json FILE]
 
 Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, looked for
-and loaded; ``leases``, jobs that begin on one folder, and holders of it that are killed;
-``strangers``, who talk to all that listens during real jobs; ``secrets``, planted ones, looked for
-as another user; ``commands``, wrong command lines and files; ``control``, the manager of a job of a
-thousand nodes that join at once and are lost bit by bit; ``soak``, nodes (namespaces; needs root)
-that are killed, stopped, cut off and filled up, with full disks of traces and flipped bits in
-checkpoints among it. A part that fails is a goal missed, and the others are measured all the same.
-Exits with status 1 where a goal is missed.
+and loaded; ``checksums``, what finding them costs; ``leases``, jobs that begin on one folder, and
+holders of it that are killed; ``strangers``, who talk to all that listens during real jobs;
+``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
+``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
+``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
+disks of traces and flipped bits in checkpoints among it. A part that fails is a goal missed, and
+the others are measured all the same. Exits with status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,17 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.elasticity.soak import end_in_order, soaked  # noqa: E402
 from benchmarks.report import Result, Row, describe_machine, finish, one_line, parser_of, run  # noqa: E402
-from benchmarks.trust import commands, control_plane, damages, leases, planted_secrets, strangers  # noqa: E402
+from benchmarks.trust import (  # noqa: E402
+    checksums,
+    commands,
+    control_plane,
+    damages,
+    leases,
+    planted_secrets,
+    strangers,
+)
 
-PARTS = ("damages", "leases", "strangers", "secrets", "commands", "control", "soak")
+PARTS = ("damages", "checksums", "leases", "strangers", "secrets", "commands", "control", "soak")
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
@@ -54,6 +62,7 @@ def main(words: list[str] | None = None) -> int:
         events, limit_min = (12, 3.0) if quick else (100, 55.0)
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
+            "checksums": lambda: checksums.measure(4 if quick else 12),
             "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
             "strangers": lambda: strangers.rows(2000 if quick else 1_000_000, seed),
             "secrets": lambda: look_for_secrets(seed),

@@ -1,8 +1,8 @@
 """Damages to checkpoints of the trainer and of a ``Pipeline``: each is found, and its file named.
 
 Checkpoints of several shapes are trained once. Each damage is done in place, looked for by what
-every load begins with, and undone. A sample of them is loaded, by the trainer and by a Pipeline in
-a process of their own: that must say the same, and leave all weights as they were.
+``checkpoint verify`` does, and undone. A sample of them is loaded, by the trainer and by a Pipeline
+in a process of their own: that must say the same, and leave all weights as they were.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megatron.adaptive.checkpoint.folder import (  # noqa: E402
     CheckpointFolder,
     PipelineFolder,
     StepFolders,
+    verify,
 )
 from megatron.adaptive.errors import AdaptiveError  # noqa: E402
 from tests.cluster.jobs import FLAGS, TRAINER  # noqa: E402
@@ -73,12 +74,8 @@ class Saved:
         return (PipelineFolder if self.is_pipeline else CheckpointFolder)(self.folder)
 
     def verify(self) -> str:
-        """Looks for damages as every load does; returns the error, empty where all is well."""
-        try:
-            self.steps.open(self.step)
-        except AdaptiveError as error:
-            return str(error)
-        return ""
+        """Looks for damages as ``checkpoint verify`` does; returns what it says of them."""
+        return "\n".join(verify(self.steps.complete_path(self.step)))
 
 
 def measure(

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.report import Result, Row
-from benchmarks.trust import control_plane
+from benchmarks.trust import control_plane, damages
 
 
 def test_a_part_that_fails_is_missed_and_the_others_stay(
@@ -39,3 +39,10 @@ def test_nodes_join_a_manager_at_once_and_are_lost(tmp_path: Path) -> None:
     assert cores.value is not None
     assert status.value is not None
     assert result.facts["control plane"]["morphs"] >= 1
+
+
+@pytest.mark.long
+def test_damages_are_found_and_mended(tmp_path: Path) -> None:
+    shapes = ("trainer-1", "pipeline-1")
+    result = damages.measure(tmp_path, 60, 4, 6, seed=1, shapes=shapes)
+    assert {row.what: row.met for row in result.rows if row.met is False} == {}

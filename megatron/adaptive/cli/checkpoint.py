@@ -20,7 +20,8 @@ from megatron.adaptive.checkpoint.folder import (
     verify,
 )
 from megatron.adaptive.config.command_parser import CommandParser
-from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = ["main"]
 
@@ -122,11 +123,14 @@ def _about(folders: StepFolders, step: int) -> dict[str, Any]:
     found = {name: one for name, one in body.items() if name not in _LONG}
     tensors: dict[str, Any] = {}
     if INDEX in body["files"]:
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        tensors = {
-            name: {"type": one["type"], "shape": one["whole"], "parts": len(one["parts"])}
-            for name, one in index["tensors"].items()
-        }
+        try:
+            tensors = {
+                name: {"type": one["type"], "shape": one["whole"], "parts": len(one["parts"])}
+                for name, one in parse_json((path / INDEX).read_bytes())["tensors"].items()
+            }
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            why = f"{path / INDEX} cannot be read ({error}): see checkpoint verify {path}"
+            raise DamagedCheckpointError(why) from None
     return {"path": str(path), **found, "files": body["files"], "tensors": tensors}
 
 

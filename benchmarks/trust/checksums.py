@@ -1,0 +1,181 @@
+"""What checksums of checkpoints cost: saving, loading, and steps beside a save behind training.
+
+One process takes turns with and without, so that whatever else the machine and its disk do hits
+both alike. Without means that bytes go from memory to file, and from file to tensor, as they are:
+neither summed nor cut into blocks. Run as a script it is one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import ranks  # noqa: E402
+from benchmarks.gpt_turns import SavingRank, costs  # noqa: E402
+from benchmarks.ranks import GPT, GptRank, rank_main  # noqa: E402
+from benchmarks.report import Result, measured  # noqa: E402
+
+GOALS = {"saving": 0.03, "loading": 0.05, "behind": 0.01}
+LIMIT_S = 1200.0
+
+
+def measure(rounds: int) -> Result:
+    """Takes turns.
+
+    Args:
+        rounds: of two turns of each kind.
+    """
+    facts, rows = {}, []
+    for kind, what in (("saving", "longer saving"), ("loading", "longer loading")):
+        found = facts[kind] = ranks.measure(__file__, 1, rounds, kind, limit_s=LIMIT_S)
+        size, plain_s = found["size_bytes"] / 1e6, min(found["plain_s"])
+        note = f"{size:.0f} MB, {1e3 * plain_s:.0f} ms without"
+        rows.append(
+            measured(f"checksums: {what}", costs(found, "checked"), goal=GOALS[kind], note=note)
+        )
+    found = facts["behind"] = ranks.measure(__file__, 2, rounds, "behind", limit_s=LIMIT_S)
+    note = f"{found['size_bytes'] / 1e6:.0f} MB every ten steps of {found['step_s']:.3f} s"
+    what = "checksums: longer steps beside a save behind training"
+    rows.append(measured(what, costs(found, "checked"), goal=GOALS["behind"], note=note))
+    return Result(rows=rows, facts={"checksums": facts})
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Lets checkpoints be written and read without checksums, what one wrote by the other."""
+    from megatron.adaptive.checkpoint import checksums, torch_dist
+
+    class Nothing:
+        """Is a hash of nothing, as long as a real one."""
+
+        def update(self, data: Any) -> None:
+            """Take no notice."""
+
+        def reset(self) -> None:
+            """Begin again."""
+
+        def hexdigest(self) -> str:
+            """Return the digits of nothing."""
+            return "0" * 16
+
+    def write(file: Any, sums: checksums.Checksums, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        sums.update(left)
+        size = len(left)
+        while left:
+            left = left[file.write(left) :]
+        return size
+
+    def read(self: checksums.CheckedFile, at: int, into: memoryview) -> None:
+        with open(self._paths[0], "rb", buffering=0) as file:
+            while into:
+                done = os.preadv(file.fileno(), [into], at)
+                at, into = at + done, into[done:]
+
+    with (
+        mock.patch.object(checksums.xxhash, "xxh3_64", Nothing),
+        mock.patch.object(checksums.xxhash, "xxh3_64_hexdigest", return_value="0" * 16),
+        mock.patch.object(torch_dist, "write_summed", write),
+        mock.patch.object(checksums.CheckedFile, "read", read),
+    ):
+        yield
+
+
+def _turn(is_checked: bool) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if is_checked else unchecked()
+
+
+class WholeRank(GptRank):
+    """Saves and loads a larger model, in the foreground.
+
+    Args:
+        folder: for checkpoints.
+        kind: ``saving`` or ``loading``.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._kind = folder, kind
+        words = "--hidden-size 512 --keep-checkpoints 2 --save-interval 10 --save".split()
+        super().__init__([*GPT, *words, str(folder)])
+        from megatron.adaptive.checkpoint.training import Checkpoints
+
+        self.train()
+        self._checkpoints = Checkpoints(self._run)
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Take turns."""
+        for is_checked in (False, True):
+            self._save(is_checked, 1 + is_checked)
+        turn = self._saving if self._kind == "saving" else self._loading
+        for is_checked in (False, True):
+            turn(is_checked)
+        return self.turns(rounds, turn, "checked")
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Return the size of a checkpoint."""
+        latest = max(self._folder.glob("iter_*"))
+        return {"size_bytes": sum(file.stat().st_size for file in latest.iterdir())}
+
+    def _saving(self, is_checked: bool) -> tuple[float, float]:
+        self._iteration += 10
+        return self._save(is_checked, self._iteration)
+
+    def _save(self, is_checked: bool, iteration: int) -> tuple[float, float]:
+        os.sync()
+        with _turn(is_checked):
+            start, processor = time.perf_counter(), time.process_time()
+            self._checkpoints.save(self._progress(iteration))
+            return time.perf_counter() - start, time.process_time() - processor
+
+    def _loading(self, is_checked: bool) -> tuple[float, float]:
+        from megatron.adaptive.checkpoint.training import Checkpoints
+
+        checkpoint = self._run.config.checkpoint
+        checkpoint = replace(checkpoint, load=str(self._folder), ckpt_step=1 + is_checked)
+        config = replace(self._run.config, checkpoint=checkpoint)
+        with _turn(is_checked):
+            start, processor = time.perf_counter(), time.process_time()
+            Checkpoints(self._run, config=config).load()
+            return time.perf_counter() - start, time.process_time() - processor
+
+    @staticmethod
+    def _progress(iteration: int) -> Any:
+        from megatron.adaptive.checkpoint.training import Progress
+
+        return Progress(
+            iteration=iteration,
+            consumed_train_samples=iteration,
+            consumed_valid_samples=0,
+            skipped_iterations=0,
+        )
+
+
+class BehindRank(SavingRank):
+    """Saves at each window of steps behind them, with checksums or without."""
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Take turns."""
+        for is_checked in (False, True):
+            self._with(is_checked)
+        return self.turns(rounds, self._with, "checked")
+
+    def _with(self, is_checked: bool) -> tuple[float, float]:
+        with _turn(is_checked):
+            return self._window(True)
+
+
+if __name__ == "__main__":
+    rank_main(
+        lambda folder, kind: BehindRank(folder) if kind == "behind" else WholeRank(folder, kind)
+    )
