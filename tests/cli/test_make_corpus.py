@@ -43,7 +43,7 @@ def test_the_printed_flags_lead_to_a_corpus_that_fits(tmp_path: Path) -> None:
     [
         ([], "--output-dir"),
         (["--output-dir", "x", "--vocab-size", "10"], "257 is the least"),
-        (["--output-dir", "x", "--workers", "0"], "--workers is 0"),
+        (["--output-dir", "x", "--workers", "0"], "--workers: '0' is not a whole number from 1"),
     ],
 )
 def test_expected_errors_are_one_line_and_status_2(

@@ -49,7 +49,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
         check=False,
     )
     assert second.returncode == 2
-    assert f"is written by process {job.manager.pid} on" in second.stderr
+    assert f"is managed by process {job.manager.pid} on" in second.stderr
     assert second.stderr.count("\n") == 1
 
     job.change("abc")  # an entry is taken out: saved first

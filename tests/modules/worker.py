@@ -383,13 +383,14 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
         size = whole.stat().st_size
         for content, words in (
             (b"", ["step_00000005", "has 0 bytes and was written with"]),
-            (b"x" * size, ["step_00000005", "loading failed", "rank 0"]),
+            (b"x" * size, ["step_00000005", "__0_0.distcp is damaged (block 0", "rank 0"]),
         ):
             dist.barrier()
             if dist.get_rank() == 0:
                 whole.write_bytes(content)
             dist.barrier()
-            require_refused(lambda: load(folder, optimizer=False), *words)
+            require_refused(lambda: load(folder, optimizer=False, step=5), *words)
+        load(folder, optimizer=False)  # the newest that is whole
     with make(model=knotty(blocks=9)) as larger:
         require_refused(
             lambda: larger.load(folder, optimizer=False), "the checkpoint lacks it", "blocks.8"

@@ -101,7 +101,7 @@ def test_a_run_is_followed_from_before_its_start_to_its_end(tmp_path: Path) -> N
     assert [rank.header is None for rank in snapshot.ranks] == [False, True]
     now = snapshot.ranks[0].now
     assert now is not None
-    assert (now.doing, now.microbatch, now.done, snapshot.iteration) == ("F", 1, [1, 0, 0], 1)
+    assert (now.doing, now.microbatch, [*now.done], snapshot.iteration) == ("F", 1, [1, 0, 0], 1)
 
     recorders = [first, Recorder(traces, make_header(1))]
     for iteration in (1, 2, 3):
