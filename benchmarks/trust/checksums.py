@@ -141,9 +141,9 @@ class WholeRank(GptRank):
     def _loading(self, is_checked: bool) -> tuple[float, float]:
         from megatron.adaptive.checkpoint.training import Checkpoints
 
-        checkpoint = self._run.config.checkpoint
+        checkpoint = self._run.job.config.checkpoint
         checkpoint = replace(checkpoint, load=str(self._folder), ckpt_step=1 + is_checked)
-        config = replace(self._run.config, checkpoint=checkpoint)
+        config = replace(self._run.job.config, checkpoint=checkpoint)
         with _turn(is_checked):
             start, processor = time.perf_counter(), time.process_time()
             Checkpoints(self._run, config=config).load()

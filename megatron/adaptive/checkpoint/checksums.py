@@ -2,7 +2,7 @@
 
 ::
 
-    file          | block 0: 4 MiB | block 1: 4 MiB | ... | last |     xxh3, 64 bits, for each block
+    file          | block 0: 1 MiB | block 1: 1 MiB | ... | last |     xxh3, 64 bits, for each block
     manifest.json { ..., "files": {name: size}, "blocks": {name: "<16 digits for each block>"},
                     "checksum": "<32 digits>" }                        xxh3, 128 bits, of the rest
 
@@ -26,10 +26,10 @@ import xxhash
 
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 18  # stays in the processor's cache between the write and the checksum
+_PIECE_BYTES = 1 << 22  # stays in the processor's cache between the checksum and the write
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 
@@ -136,9 +136,14 @@ class CheckedFile:
             )
         while into:
             number, start = divmod(at, BLOCK_BYTES)
-            block = self.block(number)[start : start + len(into)]
-            into[: len(block)] = block
-            at, into = at + len(block), into[len(block) :]
+            if not start and len(into) >= (size := self._size_of(number)):
+                place = into[:size]  # all of it is wanted here: no copy
+                self._checked(number, place)
+            else:
+                block = self.block(number)[start : start + len(into)]
+                place = into[: len(block)]
+                place[:] = block
+            at, into = at + len(place), into[len(place) :]
 
     def block(self, number: int) -> memoryview:
         """Return a block, good until the next one is read.
@@ -146,19 +151,13 @@ class CheckedFile:
         Raises:
             DamagedCheckpointError: it is not what was written.
         """
-        start = number * BLOCK_BYTES
         if self._buffer is None:
             self._buffer = memoryview(bytearray(min(BLOCK_BYTES, self.size)))
-        view = self._buffer[: min(BLOCK_BYTES, self.size - start)]
-        while number != self._number:
-            try:
-                self._fetch(number, view, start)
-            except DamagedCheckpointError as error:
-                if len(self._paths) == 1:
-                    raise
-                self.close()
-                del self._paths[0]
-                _LOG.warning("WARNING: %s; going on with %s", error, self._paths[0])
+        view = self._buffer[: self._size_of(number)]
+        if number != self._number:
+            self._number = -1
+            self._checked(number, view)
+            self._number = number
         return view
 
     def close(self) -> None:
@@ -167,8 +166,23 @@ class CheckedFile:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def _fetch(self, number: int, view: memoryview, start: int) -> None:
-        path, self._number = self._paths[0], -1
+    def _size_of(self, number: int) -> int:
+        return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
+
+    def _checked(self, number: int, view: memoryview) -> None:
+        """Fill memory with a block that is what was written, from the first file that has it so."""
+        while True:
+            try:
+                return self._fetch(number, view)
+            except DamagedCheckpointError as error:
+                if len(self._paths) == 1:
+                    raise
+                self.close()
+                del self._paths[0]
+                _LOG.warning("WARNING: %s; going on with %s", error, self._paths[0])
+
+    def _fetch(self, number: int, view: memoryview) -> None:
+        path, start = self._paths[0], number * BLOCK_BYTES
         try:
             if self._file < 0:
                 self._file = os.open(path, os.O_RDONLY)
@@ -185,7 +199,6 @@ class CheckedFile:
         expected = self._sums[number * _DIGITS : (number + 1) * _DIGITS]
         if self._sums and xxhash.xxh3_64_hexdigest(view) != expected:
             raise _damaged(path, number, len(view))
-        self._number = number
 
 
 def require_same(found: FileSum, written: FileSum, path: Path) -> None:

@@ -446,6 +446,7 @@ class _LoadShards(_Compatible, LoadShardedStrategy):
     def _load(self, sharded_state_dict: Any) -> Any:
         wanted: list[WantedPart] = []
         objects: dict[str, list[Any]] = {}
+        padding: list[torch.Tensor] = []
 
         def found(shard: Any) -> Any:
             if isinstance(shard, ShardedObject):
@@ -463,8 +464,11 @@ class _LoadShards(_Compatible, LoadShardedStrategy):
             if shard.data is None:
                 shard.init_data(torch.device("cpu"))
             data = shard.data.detach()
-            if shard.allow_shape_mismatch:
-                data.zero_()
+            lead = shard.prepend_axis_num
+            ends = zip(data.shape, saved[lead:], shard.global_offset[lead:], strict=True)
+            for axis, (length, end, at) in enumerate(ends):
+                if (kept := min(length, max(0, end - at))) < length:
+                    padding.append(data.narrow(axis, kept, length - kept))
             part = WantedPart(
                 name=shard.key,
                 offset=shard.global_offset,
@@ -476,6 +480,8 @@ class _LoadShards(_Compatible, LoadShardedStrategy):
 
         state = dict_list_map_outplace(found, sharded_state_dict)
         self._reader.read(wanted)
+        for rows in padding:  # of a vocabulary that was padded less
+            rows.zero_()
         return state
 
 
