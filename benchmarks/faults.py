@@ -1,4 +1,4 @@
-"""What damages, strangers, lost nodes and full disks do to a job, against the goals.
+"""Measures what damages, strangers, lost nodes and full disks do to a job.
 
     python benchmarks/faults.py [--quick] [--part PART ...] [--json FILE]
 

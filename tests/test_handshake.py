@@ -1,4 +1,4 @@
-"""Who knows a job's secret is let in; whoever does not is refused before it is listened to."""
+"""A visitor with the job's secret is let in; another is refused before its messages are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checksums of checkpoints cost: saving, loading, and steps beside a save behind training.
+"""Measures what checksums add to saving, to loading, and to steps during an asynchronous save.
 
 One process takes turns with and without, so that whatever else the machine and its disk do hits
 both alike. Without means that bytes go from memory to file, and from file to tensor, as they are:

@@ -2,7 +2,7 @@
 
 A job here is two processes, forked from one that has imported torch, which save small tensors by
 the saver of trainer and ``Pipeline``, at random moments, at once or behind. Each tensor is full of
-a number that tells job, step and rank, so that whose bytes a checkpoint has is seen from its files.
+a number that names job, step and rank, so that the files of a checkpoint show which job wrote them.
 A job of another machine has another boot ID. Some pairs are real trainers.
 """
 
@@ -185,7 +185,7 @@ def run_rank(
 
 
 def _state(number: int, step: int, rank: int) -> Any:
-    """Return a small state that tells whose it is."""
+    """Return a small state that names its job, step and rank."""
     import torch
 
     from megatron.adaptive.checkpoint.folder import Manifest

@@ -1,4 +1,4 @@
-"""What strangers can do to jobs, and what the job's own nodes can make each other do."""
+"""Strangers have no effect on jobs, and nodes of a job order only what is allowed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def work(tmp_path: Path) -> NodeWork:
 
 
 def ordered(work: NodeWork, *more: str, **variables: str) -> dict[str, Any]:
-    """What a node makes of a manager's order that names a program too."""
+    """Returns what a node makes of an order that also names a program and a foreign folder."""
     rank = {
         "key": "1/0",
         "variables": {"RANK": "0", **variables},

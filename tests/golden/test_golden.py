@@ -69,9 +69,9 @@ def change(path: Path, key: str) -> Path:
 
 
 def raise_version(path: Path, key: str, by: int = 1) -> None:
-    told = json.loads(path.read_text())
-    told[key] = told.get(key, 1) + by
-    path.write_text(json.dumps(told))
+    content = json.loads(path.read_text())
+    content[key] = content.get(key, 1) + by
+    path.write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_killed_peer_is_named(start: Callable[..., Pool], kind: str, doing: str)
 def test_a_stopped_peer_goes_on_within_the_limit_and_is_lost_beyond_it(
     start: Callable[..., Pool], kind: str
 ) -> None:
-    """Who has a gloo transport alone has its watcher for the latter."""
+    """Ranks with a gloo transport alone rely on the watcher of the trainer for silence."""
     limit_s = 3.0
     ranks = start("contract.meet_stopped", 2, kind=kind, limit_s=limit_s)
     ranks.await_mark("ready")
