@@ -315,7 +315,8 @@ def test_a_job_that_another_one_displaces_goes_on_after_it(lab: Lab, conf: Path)
 def test_a_node_that_crashes_is_named_and_the_job_goes_on_elsewhere(lab: Lab, conf: Path) -> None:
     job = submit(lab, conf, *LONG, "--set", "SAVE_INTERVAL=5", "--set", "SLURM_FLAGS=-x n1")
     wait_until_it_trains(conf, job)
-    wait_for(lambda: (conf.parent / "saved").is_dir(), lambda: said(conf, job))
+    latest = conf.parent / "saved/latest_checkpointed_iteration.txt"
+    wait_for(latest.is_file, lambda: said(conf, job))
     held = lab.output("squeue", "-h", "-j", str(job), "-o", "%N")
     node = lab.output("scontrol", "show", "hostnames", held).split()[-1]
     lab.poweroff(node)
