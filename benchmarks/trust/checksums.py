@@ -144,6 +144,9 @@ class WholeRank(GptRank):
         checkpoint = self._run.job.config.checkpoint
         checkpoint = replace(checkpoint, load=str(self._folder), ckpt_step=1 + is_checked)
         config = replace(self._run.job.config, checkpoint=checkpoint)
+        for path in self._folder.glob("iter_*/*"):
+            with path.open("rb") as file:  # a job that starts finds it on the disk, not in memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with _turn(is_checked):
             start, processor = time.perf_counter(), time.process_time()
             Checkpoints(self._run, config=config).load()
