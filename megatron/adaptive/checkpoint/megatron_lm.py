@@ -8,7 +8,6 @@ place of each microbatch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

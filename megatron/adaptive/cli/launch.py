@@ -73,7 +73,9 @@ def _read_options(argv: Sequence[str]) -> Any:
 
     parser = get_args_parser()
     parser.add_argument(
-        "--world-size", type=count, help="processes of all nodes, where nodes have different numbers"
+        "--world-size",
+        type=count,
+        help="processes of all nodes, where nodes have different numbers",
     )
 
     def complain(message: str) -> NoReturn:
