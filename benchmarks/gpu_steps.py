@@ -41,9 +41,11 @@ TINY_SHAPE = (
 )
 SIZES = {"": f"{SHAPE} --micro-batch-size 4 --global-batch-size 32"}
 SIZES["tiny "] = f"{TINY_SHAPE} --micro-batch-size 1 --global-batch-size 4"
-OWN = "--bf16 --transformer-impl local --pipeline-schedule"
+# Whether a gradient is finite is asked on the host, which waits for it; by megatron-core as well.
+BASE = "--bf16 --no-check-for-nan-in-loss-and-grad --transformer-impl"
+OWN = f"{BASE} local --pipeline-schedule"
+ENGINE = f"{BASE} transformer_engine --split-backward True --pipeline-schedule"
 SHARED = ("1f1b", "adaptive", "1f1b, pinned", "1f1b, gloo", "megatron")
-ENGINE = "--bf16 --transformer-impl transformer_engine --split-backward True --pipeline-schedule"
 PARTS = {
     "PP 1": Job(f"{OWN} megatron", ("1f1b", "megatron"), ranks=1),
     "PP 2": Job(f"{OWN} megatron", SHARED),
