@@ -35,7 +35,7 @@ COMPILED = ("planner", "schedule")
 def _machine_code() -> Iterator[None]:
     """Keeps what numba compiles in the user's cache, for all checkouts of the same sources.
 
-    numba trusts machine code that is as old as its source: sources get a time made of their content.
+    numba trusts machine code of a source with the same time: sources get one made of their content.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-adaptive"
     kept = []

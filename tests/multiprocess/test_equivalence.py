@@ -197,8 +197,8 @@ FREE = tuple(
     )
     for file in ORIGINS
 )
-# The default is shared memory, which the shapes use; few small slots make receivers copy and messages
-# go in pieces.
+# The default is shared memory, which the shapes use; few small slots make receivers copy and
+# messages go in pieces.
 FEW = "--micro-batch-size 2 --transport-slot-bytes 4096 --transport-slots 2"
 TRANSPORTED = tuple(
     dataclasses.replace(case, extra=f"--transport {kind} {case.extra}".strip())

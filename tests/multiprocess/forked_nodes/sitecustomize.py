@@ -1,8 +1,9 @@
 """Makes the fork servers of a job's nodes on this machine forks of one that has imported all.
 
-Imports take each fork server 5 s of processor time, and a test's job has up to six. With this folder
-in ``PYTHONPATH`` every Python imports this module when it starts. The one that is to be a node's fork
-server hands its sockets to a process of the tests, which forks the server, and stays until that ends.
+Imports take each fork server 5 s of processor time, and a test's job has up to six. With this
+folder in ``PYTHONPATH`` every Python imports this module when it starts. The one that is to be a
+node's fork server hands its sockets to a process of the tests, which forks the server, and stays
+until that ends.
 
 Usage: ``sitecustomize.py SOCKET`` serves them, in a process forked by ``launch.Forkserver``.
 """
