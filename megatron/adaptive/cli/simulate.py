@@ -24,8 +24,6 @@ from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
-__all__ = ["main"]
-
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
