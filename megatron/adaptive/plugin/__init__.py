@@ -35,7 +35,7 @@ def install(
     schedule: str = "adaptive",
     *,
     activation_cap: float | None = None,
-    split_backward: bool = False,
+    split_backward: bool | None = None,
     weight_pieces: int = 4,
     trace_dir: str | os.PathLike[str] | None = None,
     transport: str = "auto",
@@ -55,8 +55,8 @@ def install(
             ``zb-h1``), or ``megatron``: megatron-core's own code.
         activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
             a rule. Chosen from the shape of the pipeline where ``None``.
-        split_backward: compute weight gradients as work of their own. The model's layers must be
-            made for it, see :func:`deferring_spec`.
+        split_backward: compute weight gradients as work of their own. Of itself with ``zb-h1``, and
+            with ``adaptive`` and ``hinted`` where it costs nothing (see docs/plugin.md).
         weight_pieces: parts into which a rule may cut each weight gradient, with
             ``split_backward``.
         trace_dir: folder for a trace of every rank; none is written where ``None``.

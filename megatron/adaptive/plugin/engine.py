@@ -33,16 +33,17 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.build import (
     Wiring,
     build_executor,
+    gather,
     gather_places,
     open_trace,
 )
-from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.deferred_layers import attach_stores, why_not_split
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import Job, environment_of_rank
 from megatron.adaptive.engine.orders import Orders, weight_pieces
 from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
-from megatron.adaptive.plugin.refused import check_call, check_model
+from megatron.adaptive.plugin.refused import check_call, check_model, why_not_by_default
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.schedule.placement import Placement
 
@@ -65,6 +66,7 @@ class Engine:
         self._group: dist.ProcessGroup | None = None
         self._placement: Placement | None = None
         self._payload: tuple[int, ...] | None = None
+        self._splits = False
         self._wiring: Wiring | None = None
         self._trace: StepTrace | None = None
         self._broken = False
@@ -135,6 +137,7 @@ class Engine:
         if self._wiring is None:
             self._group, self._placement, self._payload = group, placement, payload
             settings = self._settings
+            self._splits = self._choose_split(config)
             if settings.trace_dir is not None:
                 job = Job(
                     environment=environment_of_rank(),
@@ -167,9 +170,25 @@ class Engine:
             self._forward_backward = ForwardBackward(
                 executor=self._wiring.executor,
                 orders=self._orders(config),
-                stores=attach_stores(self._chunks) if self._settings.split_backward else None,
+                stores=attach_stores(self._chunks) if self._splits else None,
                 span=None if self._trace is None else self._trace.tracing.span,
             )
+
+    def _choose_split(self, config: Any) -> bool:
+        """Return whether backwards are split, on all ranks alike; collective over all of them."""
+        wanted, reason = self._settings.splits, None
+        if wanted is None:
+            replicas = parallel_state.get_data_parallel_world_size()
+            reason = why_not_by_default(config, self._chunks, replicas=replicas)
+        if wanted is not False:
+            reason = reason or why_not_split(self._chunks)
+        reasons = [each for each in gather(reason) if each is not None]
+        if wanted and reasons:
+            raise ConfigError(
+                f"backwards cannot be split: {reasons[0]}; choose a schedule with whole backwards "
+                "such as 1f1b, or drop split_backward"
+            )
+        return wanted is not False and not reasons
 
     def _build(self, config: Any, num_microbatches: int) -> None:
         """Connect this rank with the others; collective over all ranks of the job."""
@@ -212,7 +231,7 @@ class Engine:
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             cap=settings.activation_cap,
             weight_pieces=weight_pieces(
-                settings.weight_pieces, splits=settings.split_backward, is_rule=settings.is_rule
+                settings.weight_pieces, splits=self._splits, is_rule=settings.is_rule
             ),
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
         )

@@ -53,7 +53,7 @@ class Settings:
 
     schedule: str = "adaptive"
     activation_cap: float | None = None
-    split_backward: bool = False
+    split_backward: bool | None = None
     weight_pieces: int = 4
     trace_dir: str | None = None
     transport: str = AUTO
@@ -79,10 +79,10 @@ class Settings:
                 f"split backwards with {given}, whose order has whole ones: use zb-h1 or "
                 "adaptive, or drop split_backward"
             )
-        if self.needs_split and not self.split_backward:
+        if self.needs_split and self.split_backward is False:
             raise ConfigError(
-                f"{given} has weight gradients as work of their own: give split_backward=True "
-                "(--split-backward True) with a model whose layers defer them, or use 1f1b"
+                f"{given} has weight gradients as work of their own: drop split_backward=False "
+                "(--split-backward False), or use 1f1b"
             )
         if self.transport not in (AUTO, *TRANSPORTS):
             raise ConfigError(
@@ -107,6 +107,13 @@ class Settings:
     def needs_split(self) -> bool:
         """Whether the order has weight gradients as work of their own."""
         return self.schedule != "megatron" and splits_backward(self.schedule)
+
+    @property
+    def splits(self) -> bool | None:
+        """Whether backwards are split, ``None`` where the model decides."""
+        if self.split_backward is None and self.schedule in ("adaptive", "hinted"):
+            return None
+        return self.needs_split or bool(self.split_backward)
 
     def overridden(self, arguments: Any) -> Settings:
         """Return these settings with those that ``arguments`` holds under a flag's name.
