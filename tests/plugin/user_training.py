@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -45,6 +46,7 @@ class Shape:
         overlap: gradients are reduced while the backward still runs.
         deallocate: outputs are freed once they are sent, as Megatron-LM has it.
         timers: megatron-core's timers run.
+        dropout: of attention and hidden state.
         eval_micro_batch_size: samples of a microbatch in evaluation.
     """
 
@@ -55,6 +57,7 @@ class Shape:
     overlap: bool = False
     deallocate: bool = True
     timers: bool = False
+    dropout: float = 0.0
     eval_micro_batch_size: int = MICRO_BATCH_SIZE
 
 
@@ -102,8 +105,8 @@ def configuration(shape: Shape) -> TransformerConfig:
         num_layers=4,
         hidden_size=32,
         num_attention_heads=4,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
+        attention_dropout=shape.dropout,
+        hidden_dropout=shape.dropout,
         use_cpu_initialization=True,
         tensor_model_parallel_size=shape.tp,
         pipeline_model_parallel_size=shape.pp,
@@ -248,6 +251,15 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
     total = torch.vstack([one["lm loss"] for one in reduced]).sum(dim=0)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return [float(total[0] / total[1])]
+
+
+def save(job: Job, folder: str) -> None:
+    """Save the model as Megatron-LM does."""
+    if dist.get_rank() == 0:
+        Path(folder).mkdir()
+    dist.barrier()
+    state = {f"model{n}": chunk.sharded_state_dict() for n, chunk in enumerate(job.chunks)}
+    dist_checkpointing.save(state, folder)
 
 
 def weights_norm(job: Job) -> float:
