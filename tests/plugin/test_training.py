@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("user_pretrain.py")
 REL = 1e-6
-SPLIT = {"split_backward": True}
 TWO_RANKS: list[dict[str, Any]] = [
     {
         # A microbatch of evaluation is smaller: tensors between stages change their shape.
@@ -48,7 +47,7 @@ TWO_RANKS: list[dict[str, Any]] = [
             "auto": {"schedule": "auto"},  # chooses after four steps
             "file": {"schedule": "file", "schedule_file": "order.json"},
             "interleaved": {"schedule": "interleaved"},
-            "by hand": {"schedule": "megatron"},
+            "by hand": {"schedule": "megatron", "trace_dir": "own"},
         },
     },
     {
@@ -59,11 +58,11 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        "shape": {"pp": 2, "chunks": 1, "deferring": True},
+        "shape": {"pp": 2, "chunks": 1},
         "runs": {
-            "adaptive": SPLIT,
-            "zb-h1": {"schedule": "zb-h1", **SPLIT},
-            "traced": {"schedule": "zb-h1", **SPLIT, "trace_dir": "traces"},
+            "whole": {"split_backward": False},
+            "zb-h1": {"schedule": "zb-h1"},
+            "traced": {"split_backward": True, "weight_pieces": 1, "trace_dir": "traces"},
         },
     },
 ]
@@ -168,6 +167,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert now is not None
         assert (now.doing, now.iteration) == (ENDED, 4)
 
+    own = read_run(tmp_path / "own").ranks[1].table()
+    assert Counter(own.of_kind("F", "B").iteration.tolist()) == dict.fromkeys(range(1, 7), 2 * 8)
     # How far the run is, as the trainer says it.
     snapshot = LiveRun(tmp_path / "traces").refresh()
     assert (snapshot.state, snapshot.detail, snapshot.iteration) == (
