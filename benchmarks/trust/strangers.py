@@ -185,9 +185,9 @@ class Crowd:
                 self._say(one, visit.first, is_last=visit.then is None)
             if len(self._open) >= _AT_ONCE:
                 self._finish(*self._open.popleft())
-        while self._open:
+        while self._open and not is_over():  # who listens may wait for nobody any more
             self._finish(*self._open.popleft())
-        for one in self._held:
+        for one in [*self._held, *(one for one, _ in self._open)]:
             one.close()
 
     def _hold(self) -> None:
