@@ -108,6 +108,12 @@ def test_schedules(chunks: int, settings: dict[str, Any], line: str) -> None:
         check(None, *[Chunk() for _ in range(chunks)], **settings)
 
 
+def test_a_model_that_was_built_in_another_placement() -> None:
+    line = "^the model's chunks lie in a loop, and schedule hinted was given with placement v: call"
+    with pytest.raises(ConfigError, match=line):
+        check(None, Chunk(), Chunk(), schedule="hinted", placement="v")
+
+
 def test_layers_that_do_not_defer() -> None:
     layer = Chunk(self_attention=torch.nn.ModuleDict({"linear_qkv": torch.nn.Linear(2, 2)}))
     line = "^backwards cannot be split: self_attention.linear_qkv of chunk 1 is a Linear, which"

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from megatron.adaptive.config.schedule import SPLIT_SCHEDULES
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.settings import CHOICES, Settings, add_arguments, megatron_arguments
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_is_possible(name: str) -> None:
-    settings = Settings(schedule=name, split_backward=name == "zb-h1")
+    settings = Settings(schedule=name, split_backward=name in SPLIT_SCHEDULES)
+    assert settings.kind == ("v" if name in ("zb-v", "v-half") else "loop")
     assert settings.is_rule == (name in ("adaptive", "bfc", "dfc", "hinted"))
 
 
@@ -23,11 +25,16 @@ def test_every_choice_is_possible(name: str) -> None:
     ("given", "line"),
     [
         (
-            {"schedule": "zb-v"},
-            "pipeline schedule zb-v lays stages there and back, and Megatron-LM lays them in a "
-            "loop: choose one of megatron, 1f1b, adaptive, bfc, breadth-first, dfc, gpipe, "
-            "hinted, interleaved, varuna, zb-h1",
+            {"schedule": "zb-v", "placement": "loop", "split_backward": True},
+            "placement loop with pipeline schedule zb-v, which lays stages in a v: use placement "
+            "v, or adaptive",
         ),
+        (
+            {"schedule": "1f1b", "placement": "v"},
+            "placement v with pipeline schedule 1f1b, which lays stages in a loop: use placement "
+            "loop, or one of adaptive, bfc, dfc, gpipe, hinted, v-half, zb-v",
+        ),
+        ({"placement": "w"}, "placement w is unknown: choose loop or v"),
         (
             {"schedule": "auto"},
             "pipeline schedule auto tries several in turn, which only the trainer of this "
@@ -78,6 +85,7 @@ def test_flags_win_over_settings() -> None:
         timeout_s=9,
     )
     assert given.overridden(parse("--pipeline-schedule", "dfc")).schedule == "dfc"
+    assert given.overridden(parse("--pipeline-placement", "v")).kind == "v"
 
 
 @pytest.mark.parametrize("arguments", [None, argparse.Namespace(seq_length=4), parse()])

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 PROGRAM = Path(__file__).with_name("user_pretrain.py")
 REL = 1e-6
 SPLIT = {"split_backward": True}
+V = {"placement": "v"}
+CHUNKS = {"pp": 2, "chunks": 2, "deallocate": False}
 TWO_RANKS: list[dict[str, Any]] = [
     {
         # A microbatch of evaluation is smaller: tensors between stages change their shape.
@@ -45,6 +47,24 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
+        # Both begin with weights of a loop; one goes on in a loop, the other in a V.
+        "shape": CHUNKS,
+        "from": "tied",
+        "runs": {
+            "v, then loop": {**V, "then": None},
+            "loop, then v": {"schedule": "hinted", "then": {"schedule": "hinted", **V}},
+        },
+    },
+    {
+        "shape": {**CHUNKS, "deferring": True, "tied": False, "per_token": True},
+        "from": "untied",
+        "runs": {
+            "zb-v": {"schedule": "zb-v", **SPLIT},
+            "v-half": {"schedule": "v-half", **SPLIT},
+            "gpipe": {"schedule": "gpipe", **V},
+        },
+    },
+    {
         "shape": {"pp": 2, "chunks": 1, "deferring": True},
         "runs": {
             "adaptive": SPLIT,
@@ -60,6 +80,17 @@ FOUR_RANKS: list[dict[str, Any]] = [
         "shape": {"pp": 2, "chunks": 2, "deallocate": False, "overlap": True, "per_token": True},
         "runs": {"adaptive": {}},
     },
+    {
+        "shape": {**CHUNKS, "pp": 4, "deferring": True, "more": {"num_layers": 8}},
+        "from": "8 layers",
+        "runs": {"adaptive": {**V, **SPLIT}, "zb-v": {"schedule": "zb-v", **SPLIT}},
+    },
+    {"shape": {**CHUNKS, "tp": 2}, "from": "tp", "runs": {"adaptive": {**V, "then": None}}},
+    {
+        "shape": {**CHUNKS, "distributed": True, "overlap": True},
+        "from": "replicas",
+        "runs": {"adaptive": V},
+    },
 ]
 
 
@@ -72,7 +103,11 @@ def run(
     """
     given, taken = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
-    given.write_text(json.dumps([{**case, "runs": plain | case["runs"]} for case in cases]))
+    asked = [{**case, "runs": plain | case["runs"]} for case in cases]
+    for case in asked:
+        if "from" in case:
+            case["from"] = str(folder / case["from"])
+    given.write_text(json.dumps(asked))
     torchrun(
         PROGRAM,
         [str(given), str(taken)],
@@ -94,6 +129,7 @@ def check_numbers(results: list[dict[str, Any]]) -> None:
             for rank, (ours, theirs) in enumerate(zip(ranks, plain, strict=True)):
                 where = f"case {number}, {name}, rank {rank}"
                 assert numbers_of(ours) == pytest.approx(numbers_of(theirs), rel=REL), where
+                assert ours["trained"]["losses"][:1] == theirs["trained"]["losses"][:1], where
                 assert ours["weights"] > 1, where
 
 
@@ -123,6 +159,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     }
     said = (tmp_path / "output.txt").read_text()
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said
+    assert "schedule zb-v on 2 pipeline ranks with 2 model chunks each in a V" in said
     # Nobody closed the last run's trace: the interpreter's end did.
     traced = read_run(tmp_path / "traces")
     assert sorted(traced.ranks) == [0, 1]

@@ -4,7 +4,10 @@ Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
     {"shape": {...}, "runs": {name: settings of install, or null for megatron-core's own loop},
      "refused": {name: {"arguments": {...}, "again": bool}},
+     "from": folder of the checkpoint that all runs begin with; "plain" writes it,
      "fails_on": rank that fails in the last run, or null}
+
+Settings may have ``then``: the settings under which training goes on, from a checkpoint in between.
 
 ``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
 its line; with ``again`` that of a second step, with new process groups. The last run of all ends
@@ -50,15 +53,27 @@ def regroup(shape: user.Shape) -> user.Job:
     return user.setup(shape)
 
 
-def run(shape: user.Shape, settings: dict[str, Any] | None, fails_on: int | None) -> Any:
+def run(shape: user.Shape, settings: dict[str, Any] | None, name: str, case: dict[str, Any]) -> Any:
     """Train and evaluate; leaves plugin and process groups as they are at the end."""
+    then = None
+    if settings is not None and "then" in settings:
+        then = [settings["then"]]
+        settings = {key: value for key, value in settings.items() if key != "then"}
     job = start(shape, settings)
+    if "from" in case:
+        (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
     trained = user.train(job, STEPS)
-    if fails_on == dist.get_rank():
+    if case.get("fails_on") == dist.get_rank():
         raise RuntimeError("the user's own error")
+    evaluated = user.evaluate(job, 2)
+    if then is not None:
+        folder = f"{case['from']}-{name}"
+        user.save(job, folder, with_optimizer=True)
+        job = start(shape, then[0])
+        user.load(job, folder, with_optimizer=True)
     return {
         "trained": trained,
-        "evaluated": user.evaluate(job, 2),
+        "evaluated": evaluated,
         "trained on": user.train(job, 1),
         "weights": user.weights_norm(job),
     }
@@ -97,7 +112,7 @@ def main() -> None:
         seen: dict[str, Any] = {}
         for name, settings in case["runs"].items():
             everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, run(shape, settings, case.get("fails_on")))
+            dist.all_gather_object(everyone, run(shape, settings, name, case))
             seen[name] = everyone
         results.append({"runs": seen, "refused": lines})
     if dist.get_rank() == 0:

@@ -8,13 +8,19 @@ with Megatron-LM's arguments. Models are megatron-core's own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -27,6 +33,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 SEQ_LENGTH = 16
 VOCAB_SIZE = 64
@@ -47,6 +54,9 @@ class Shape:
         timers: megatron-core's timers run.
         deferring: layers can put their weight gradients off.
         eval_micro_batch_size: samples of a microbatch in evaluation.
+        tied: embedding and output layer share their weights.
+        distributed: the optimizer's state is shared out over replicas.
+        more: further settings of the model.
     """
 
     tp: int = 1
@@ -58,6 +68,9 @@ class Shape:
     timers: bool = False
     deferring: bool = False
     eval_micro_batch_size: int = MICRO_BATCH_SIZE
+    tied: bool = True
+    distributed: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -81,13 +94,22 @@ def setup(shape: Shape) -> Job:
     torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     config = configuration(shape)
-    settings = DistributedDataParallelConfig(overlap_grad_reduce=shape.overlap)
+    settings = DistributedDataParallelConfig(
+        overlap_grad_reduce=shape.overlap, use_distributed_optimizer=shape.distributed
+    )
     chunks = [
         DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model_chunks(shape, config))
     ]
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=1.0), chunks
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.01,
+            clip_grad=1.0,
+            use_distributed_optimizer=shape.distributed,
+        ),
+        chunks,
     )
     config.grad_scale_func = optimizer.scale_loss
     config.timers = Timers(2, "minmax") if shape.timers else None
@@ -100,28 +122,29 @@ def setup(shape: Shape) -> Job:
 
 def configuration(shape: Shape) -> TransformerConfig:
     """Return the model's configuration."""
-    return TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
-        num_attention_heads=4,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=shape.tp,
-        pipeline_model_parallel_size=shape.pp,
-        virtual_pipeline_model_parallel_size=shape.chunks if shape.chunks > 1 else None,
-        pipeline_dtype=torch.float32,
-        calculate_per_token_loss=shape.per_token,
-        deallocate_pipeline_outputs=shape.deallocate,
+    settings: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": shape.tp,
+        "pipeline_model_parallel_size": shape.pp,
+        "virtual_pipeline_model_parallel_size": shape.chunks if shape.chunks > 1 else None,
+        "pipeline_dtype": torch.float32,
+        "calculate_per_token_loss": shape.per_token,
+        "deallocate_pipeline_outputs": shape.deallocate,
         # Without these, two messages of a pair are mixed up on gloo where a rank has two chunks.
-        overlap_p2p_comm=shape.chunks > 1,
-        batch_p2p_comm=shape.chunks == 1,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )
+        "overlap_p2p_comm": shape.chunks > 1,
+        "batch_p2p_comm": shape.chunks == 1,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**settings | shape.more)
 
 
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
@@ -145,7 +168,7 @@ def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
             max_sequence_length=SEQ_LENGTH,
             pre_process=first,
             post_process=last,
-            share_embeddings_and_output_weights=True,
+            share_embeddings_and_output_weights=shape.tied,
             vp_stage=vp_stage if several else None,
         )
         chunk.model_type = ModelType.encoder_or_decoder
@@ -182,12 +205,26 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = Fa
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
-    """Run a microbatch through a chunk."""
-    batch = next(data_iterator)
-    tokens = batch["tokens"]
-    positions = torch.arange(SEQ_LENGTH).expand_as(tokens)
+    """Run a microbatch through a chunk, with what its stage needs of the batch."""
+    batch: dict[str, Any] = dict(next(data_iterator))
+    stage = get_attr_wrapped_model(model, "vp_stage")
+    is_end = any(
+        at_end(ignore_virtual=stage is None, vp_stage=stage)
+        for at_end in (
+            parallel_state.is_pipeline_first_stage,
+            parallel_state.is_pipeline_last_stage,
+        )
+    )
+    # As Megatron-LM's get_batch and get_batch_on_this_tp_rank ask.
+    if not is_end or parallel_state.is_pipeline_first_stage():
+        batch["labels"] = batch["mask"] = None
+    if not is_end or not parallel_state.is_pipeline_first_stage():
+        batch["tokens"] = None
+    positions = (
+        None if batch["tokens"] is None else torch.arange(SEQ_LENGTH).expand(batch["tokens"].shape)
+    )
     hidden = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
-    output = model(tokens, positions, hidden, labels=batch["labels"])
+    output = model(batch["tokens"], positions, hidden, labels=batch["labels"])
     return output, partial(loss_func, batch["mask"])
 
 
@@ -257,6 +294,46 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
 
 
 def weights_norm(job: Job) -> float:
-    """Return the norm of this rank's weights."""
+    """Return the norm of the weights of all ranks, with every copy."""
     weights = [weight for chunk in job.chunks for weight in chunk.parameters()]
-    return float(sum(weight.detach().double().pow(2).sum() for weight in weights)) ** 0.5
+    total = torch.stack([weight.detach().double().pow(2).sum() for weight in weights]).sum()
+    dist.all_reduce(total)
+    return float(total) ** 0.5
+
+
+def _replicas() -> Any:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any]:
+    model = {
+        f"model{number}": chunk.sharded_state_dict()
+        for number, chunk in enumerate(unwrap_model(job.chunks))
+    }
+    # The distributed optimizer's state can be loaded with Transformer Engine or apex alone.
+    if job.shape.distributed or not with_optimizer:
+        return model
+    return model | {"optimizer": job.optimizer.sharded_state_dict(model, is_loading=is_loading)}
+
+
+def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
+    """Write a checkpoint as Megatron-LM does: replicas share the work out."""
+    if dist.get_rank() == 0:
+        Path(folder).mkdir(parents=True)
+    dist.barrier()
+    strategy = serialization.get_default_save_sharded_strategy("torch_dist")
+    strategy = FullyParallelSaveStrategyWrapper(strategy, _replicas(), True)
+    dist_checkpointing.save(_state(job, with_optimizer, is_loading=False), folder, strategy)
+
+
+def load(job: Job, folder: str, *, with_optimizer: bool) -> None:
+    """Take weights and, with it, the optimizer's state from a checkpoint."""
+    strategy = serialization.get_default_load_sharded_strategy(folder)
+    strategy = FullyParallelLoadStrategyWrapper(strategy, _replicas())
+    state = dist_checkpointing.load(_state(job, with_optimizer, is_loading=True), folder, strategy)
+    for number, chunk in enumerate(unwrap_model(job.chunks)):
+        chunk.load_state_dict(state[f"model{number}"])
+    if "optimizer" in state:
+        job.optimizer.load_state_dict(state["optimizer"])
+    else:
+        job.optimizer.reload_model_params()

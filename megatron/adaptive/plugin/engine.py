@@ -42,6 +42,8 @@ from megatron.adaptive.engine.job import Job, environment_of_rank
 from megatron.adaptive.engine.orders import Orders, weight_pieces
 from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
+from megatron.adaptive.gpt.placement import add_up_copies
+from megatron.adaptive.plugin.placed import Placed
 from megatron.adaptive.plugin.refused import check_call, check_model
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.schedule.placement import Placement
@@ -52,13 +54,15 @@ class Engine:
 
     Args:
         settings: the plugin's, in force for all steps.
+        placed: answers where stages lie.
 
     Attributes:
         left_open: it was closed after a failed step: threads still wait for messages.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, placed: Placed) -> None:
         self._settings = settings
+        self._placed = placed
         self._accelerator = _this_device()
         self._chunks: list[torch.nn.Module] = []
         self._forward_backward: ForwardBackward | None = None
@@ -97,11 +101,27 @@ class Engine:
         if self._trace is not None and not given.get("forward_only", False):
             self._trace.begin(given["num_microbatches"])
             given = {**given, "data_iterator": self._trace.timed(given["data_iterator"])}
+        if len(chunks) > 1:
+            given = {**given, "forward_step_func": self._by_chunk(given["forward_step_func"])}
         try:
-            return self._forward_backward(**given)
+            answer = self._forward_backward(**given)
+            if self._settings.kind == "v" and not given.get("forward_only", False):
+                add_up_copies(chunks)
+            return answer
         except BaseException:
             self._broken = True  # peers are not where a farewell would find them
             raise
+
+    def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+        """Let megatron-core know which chunk runs."""
+
+        @functools.wraps(forward_step_func)
+        def step(data_iterator: Any, model: Any, *rest: Any, **options: Any) -> Any:
+            chunk = next(n for n, one in enumerate(self._chunks) if one is model)
+            with self._placed.running(chunk):
+                return forward_step_func(data_iterator, model, *rest, **options)
+
+        return step
 
     def close(self) -> None:
         """End the trace and the channels; all ranks must do so. After a failed step only the trace.
@@ -130,7 +150,9 @@ class Engine:
 
     def _connect(self, config: Any, given: Mapping[str, Any]) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
-        placement = Placement(num_ranks=group.size(), num_chunks=len(self._chunks))
+        placement = Placement(
+            num_ranks=group.size(), num_chunks=len(self._chunks), kind=self._settings.kind
+        )
         payload = _payload_shape(config, given, len(self._chunks))
         if self._wiring is None:
             self._group, self._placement, self._payload = group, placement, payload
@@ -149,6 +171,7 @@ class Engine:
                         placement,
                         schedule=settings.schedule,
                         num_microbatches=given["num_microbatches"],
+                        pp_rank=self._pp_ranks.index(dist.get_rank()),
                     )
                 )
             self._build(config, given["num_microbatches"])
@@ -189,6 +212,7 @@ class Engine:
                 transport_silence_s=self._settings.transport_silence_s,
             ),
             in_flight=self._orders(config).inputs_in_flight(num_microbatches),
+            pp_ranks=self._pp_ranks,
         )
         if self._trace is not None:
             self._trace.tracing.watch(self._wiring.executor.snapshot)
@@ -199,9 +223,16 @@ class Engine:
             print(
                 f"megatron.adaptive: schedule {self._settings.schedule} on "
                 f"{self._placement.num_ranks} pipeline ranks with {self._placement.num_chunks} "
-                f"model chunk{'s' * (self._placement.num_chunks > 1)} each",
+                f"model chunk{'s' * (self._placement.num_chunks > 1)} each"
+                f"{' in a V' * (self._placement.kind == 'v')}",
                 flush=True,
             )
+
+    @property
+    def _pp_ranks(self) -> list[int]:
+        """The ranks of this pipeline by position: a V begins and ends at megatron-core's last."""
+        ranks: list[int] = dist.get_process_group_ranks(self._group)
+        return ranks[::-1] if self._settings.kind == "v" else ranks
 
     def _orders(self, config: Any) -> Orders:
         assert self._placement is not None
@@ -209,7 +240,7 @@ class Engine:
         return Orders(
             schedule=settings.schedule,
             placement=self._placement,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_rank=self._pp_ranks.index(dist.get_rank()),
             cap=settings.activation_cap,
             weight_pieces=weight_pieces(
                 settings.weight_pieces, splits=settings.split_backward, is_rule=settings.is_rule

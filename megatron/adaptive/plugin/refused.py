@@ -22,6 +22,7 @@ from megatron.adaptive.engine.deferred_layers import (
     why_not_split,
 )
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.plugin.placed import kind_of
 from megatron.adaptive.plugin.settings import Settings
 from megatron.adaptive.schedule.registry import placement_for
 
@@ -94,6 +95,12 @@ def check_model(
         if value not in _OFF:
             raise ConfigError(f"{name}={value} of the model: {reason}; turn it off {_INSTEAD}")
     _check_fp8(config, settings, replicas)
+    built = kind_of(config)
+    if built != settings.kind:
+        raise ConfigError(
+            f"the model's chunks lie in a {built}, and schedule {settings.schedule} was given with "
+            f"placement {settings.kind}: call install() with it before the model is built"
+        )
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk)
     _check_schedule(config, len(chunks), settings.schedule)

@@ -16,17 +16,19 @@ from typing import Any
 
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.parallel import AUTO, TRANSPORTS, TransportConfig
-from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.schedule import (
+    V_ONLY,
+    V_SCHEDULES,
+    PlacementKind,
+    ScheduleConfig,
+)
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import is_rule, policy_names, splits_backward
 
-_LOOP = "lays stages there and back, and Megatron-LM lays them in a loop"
 _REFUSED = {
     "auto": "tries several in turn, which only the trainer of this package does",
     "file": "reads an order from a file, which only the trainer of this package does",
     "forward-only": "has no backwards; evaluation takes it by itself",
-    "v-half": _LOOP,
-    "zb-v": _LOOP,
 }
 CHOICES = ("megatron", *(name for name in policy_names() if name not in _REFUSED))
 """Values of ``schedule``."""
@@ -52,6 +54,7 @@ class Settings:
     """
 
     schedule: str = "adaptive"
+    placement: PlacementKind | None = None
     activation_cap: float | None = None
     split_backward: bool = False
     weight_pieces: int = 4
@@ -64,6 +67,19 @@ class Settings:
         given = f"pipeline schedule {self.schedule}"
         if self.schedule not in CHOICES:
             raise ConfigError(_why_no_schedule(self.schedule))
+        if self.placement not in (None, "loop", "v"):
+            raise ConfigError(f"placement {self.placement} is unknown: choose loop or v")
+        if self.placement == "v" and self.schedule not in V_SCHEDULES:
+            possible = ", ".join(name for name in CHOICES if name in V_SCHEDULES)
+            raise ConfigError(
+                f"placement v with {given}, which lays stages in a loop: use "
+                f"placement loop, or one of {possible}"
+            )
+        if self.placement == "loop" and self.schedule in V_ONLY:
+            raise ConfigError(
+                f"placement loop with {given}, which lays stages in a v: use "
+                "placement v, or adaptive"
+            )
         cap, rule = self.activation_cap, self.is_rule
         if cap is not None and not rule:
             raise ConfigError(
@@ -97,6 +113,11 @@ class Settings:
             raise ConfigError(f"weight pieces {self.weight_pieces}: give 1 or more")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"timeout of {self.timeout_s:g} s: give a number of seconds above 0")
+
+    @property
+    def kind(self) -> PlacementKind:
+        """How stages lie over the ranks of the pipeline."""
+        return self.placement or ("v" if self.schedule in V_ONLY else "loop")
 
     @property
     def is_rule(self) -> bool:
@@ -151,7 +172,11 @@ def _flags() -> dict[str, FieldSpec]:
     """Return the trainer's flags of the same meaning, by setting."""
     groups = (ScheduleConfig, TransportConfig)
     specs = {spec.dest: spec for group in groups for spec in fields_of(group)}
-    names = {"schedule": "pipeline_schedule", "timeout_s": "pipeline_timeout_s"}
+    names = {
+        "schedule": "pipeline_schedule",
+        "placement": "pipeline_placement",
+        "timeout_s": "pipeline_timeout_s",
+    }
     settings = [field.name for field in dataclasses.fields(Settings)]
     return {name: specs[names.get(name, name)] for name in settings}
 
