@@ -16,9 +16,10 @@ from megatron.adaptive.plugin.settings import CHOICES, Settings, add_arguments, 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_is_possible(name: str) -> None:
-    settings = Settings(schedule=name, split_backward=name in SPLIT_SCHEDULES)
+    path = "order.csv" if name == "file" else None
+    settings = Settings(schedule=name, split_backward=name in SPLIT_SCHEDULES, schedule_file=path)
     assert settings.kind == ("v" if name in ("zb-v", "v-half") else "loop")
-    assert settings.is_rule == (name in ("adaptive", "bfc", "dfc", "hinted"))
+    assert settings.is_rule == (name in ("adaptive", "auto", "bfc", "dfc", "hinted"))
 
 
 @pytest.mark.parametrize(
@@ -32,13 +33,18 @@ def test_every_choice_is_possible(name: str) -> None:
         (
             {"schedule": "1f1b", "placement": "v"},
             "placement v with pipeline schedule 1f1b, which lays stages in a loop: use placement "
-            "loop, or one of adaptive, bfc, dfc, gpipe, hinted, v-half, zb-v",
+            "loop, or one of adaptive, auto, bfc, dfc, file, gpipe, hinted, v-half, zb-v",
         ),
         ({"placement": "w"}, "placement w is unknown: choose loop or v"),
         (
-            {"schedule": "auto"},
-            "pipeline schedule auto tries several in turn, which only the trainer of this "
-            "package does: choose one of .*",
+            {"schedule": "file"},
+            "pipeline schedule file with schedule_file None: the two go together; give both or "
+            "neither",
+        ),
+        (
+            {"schedule": "megatron", "keyed_dropout": True},
+            "keyed dropout with pipeline schedule megatron, whose forwards megatron-core runs: "
+            "drop it or use adaptive",
         ),
         ({"schedule": "nimble"}, "pipeline schedule nimble is unknown: choose one of .*"),
         (
@@ -97,7 +103,7 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--pipeline-schedule", "auto"), "pipeline schedule auto tries several in turn"),
+        (("--pipeline-schedule", "zb-v"), "pipeline schedule zb-v lays stages there and back"),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )

@@ -2,7 +2,8 @@
 
 Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
-    {"shape": {...}, "runs": {name: settings of install, or null for megatron-core's own loop},
+    {"shape": {...}, "steps": trained before evaluation,
+     "runs": {name: settings of install, or null for megatron-core's own loop},
      "refused": {name: {"arguments": {...}, "again": bool}},
      "from": folder of the checkpoint that all runs begin with; "plain" writes it,
      "fails_on": rank that fails in the last run, or null}
@@ -10,8 +11,9 @@ Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 Settings may have ``then``: the settings under which training goes on, from a checkpoint in between.
 
 ``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
-its line; with ``again`` that of a second step, with new process groups. The last run of all ends
-with the interpreter, its plugin still installed.
+its line; with ``again`` that of a second step, with new process groups. A run with traces saves a
+checkpoint after its evaluation. The last run of all ends with the interpreter, its plugin still
+installed.
 """
 
 from __future__ import annotations
@@ -34,8 +36,6 @@ from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.errors import ConfigError  # noqa: E402
 
-STEPS = 3
-
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
     """Begin anew, without the plugin where ``settings`` is ``None``."""
@@ -53,23 +53,24 @@ def regroup(shape: user.Shape) -> user.Job:
     return user.setup(shape)
 
 
-def run(shape: user.Shape, settings: dict[str, Any] | None, name: str, case: dict[str, Any]) -> Any:
+def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any:
     """Train and evaluate; leaves plugin and process groups as they are at the end."""
-    then = None
-    if settings is not None and "then" in settings:
-        then = [settings["then"]]
-        settings = {key: value for key, value in settings.items() if key != "then"}
+    settings = None if settings is None else dict(settings)
+    then = [] if settings is None or "then" not in settings else [settings.pop("then")]
+    shape = user.Shape(**case["shape"])
     job = start(shape, settings)
     if "from" in case:
         (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
-    trained = user.train(job, STEPS)
+    trained = user.train(job, case.get("steps", 3))
     if case.get("fails_on") == dist.get_rank():
         raise RuntimeError("the user's own error")
     evaluated = user.evaluate(job, 2)
-    if then is not None:
+    if settings is not None and (folder := settings.get("trace_dir")):
+        user.save(job, f"{folder}-checkpoint", with_optimizer=False)
+    for other in then:
         folder = f"{case['from']}-{name}"
         user.save(job, folder, with_optimizer=True)
-        job = start(shape, then[0])
+        job = start(shape, other)
         user.load(job, folder, with_optimizer=True)
     return {
         "trained": trained,
@@ -112,7 +113,7 @@ def main() -> None:
         seen: dict[str, Any] = {}
         for name, settings in case["runs"].items():
             everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, run(shape, settings, name, case))
+            dist.all_gather_object(everyone, run(case, settings, name))
             seen[name] = everyone
         results.append({"runs": seen, "refused": lines})
     if dist.get_rank() == 0:

@@ -53,6 +53,7 @@ class Shape:
         deallocate: outputs are freed once they are sent, as Megatron-LM has it.
         timers: megatron-core's timers run.
         deferring: layers can put their weight gradients off.
+        dropout: of attention and hidden state.
         eval_micro_batch_size: samples of a microbatch in evaluation.
         tied: embedding and output layer share their weights.
         distributed: the optimizer's state is shared out over replicas.
@@ -67,6 +68,7 @@ class Shape:
     deallocate: bool = True
     timers: bool = False
     deferring: bool = False
+    dropout: float = 0.0
     eval_micro_batch_size: int = MICRO_BATCH_SIZE
     tied: bool = True
     distributed: bool = False
@@ -126,8 +128,8 @@ def configuration(shape: Shape) -> TransformerConfig:
         "num_layers": 4,
         "hidden_size": 32,
         "num_attention_heads": 4,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
+        "attention_dropout": shape.dropout,
+        "hidden_dropout": shape.dropout,
         "use_cpu_initialization": True,
         "tensor_model_parallel_size": shape.tp,
         "pipeline_model_parallel_size": shape.pp,

@@ -168,5 +168,7 @@ def take_back() -> None:
     present = getattr(schedules, _NAME)
     if isinstance(present, Seam):
         exchange(schedules, _NAME, present, present.original)
-        present.placed.take_back()
-        present.end()
+        try:
+            present.end()
+        finally:
+            present.placed.take_back()
