@@ -103,7 +103,10 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--pipeline-schedule", "zb-v"), "pipeline schedule zb-v lays stages there and back"),
+        (
+            ("--pipeline-schedule", "forward-only"),
+            "pipeline schedule forward-only has no backwards",
+        ),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
 )
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -323,15 +326,15 @@ def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True)
     dist.barrier()
-    strategy = serialization.get_default_save_sharded_strategy("torch_dist")
-    strategy = FullyParallelSaveStrategyWrapper(strategy, _replicas(), True)
+    strategy = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1), _replicas(), True
+    )
     dist_checkpointing.save(_state(job, with_optimizer, is_loading=False), folder, strategy)
 
 
 def load(job: Job, folder: str, *, with_optimizer: bool) -> None:
     """Take weights and, with it, the optimizer's state from a checkpoint."""
-    strategy = serialization.get_default_load_sharded_strategy(folder)
-    strategy = FullyParallelLoadStrategyWrapper(strategy, _replicas())
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     state = dist_checkpointing.load(_state(job, with_optimizer, is_loading=True), folder, strategy)
     for number, chunk in enumerate(unwrap_model(job.chunks)):
         chunk.load_state_dict(state[f"model{number}"])
