@@ -54,6 +54,13 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
+        "shape": {"pp": 2, "chunks": 2, "deallocate": False, "dropout": 0.1},
+        "runs": {
+            name: {"schedule": name, "keyed_dropout": True}
+            for name in ("adaptive", "breadth-first", "interleaved")
+        },
+    },
+    {
         # Both begin with weights of a loop; one goes on in a loop, the other in a V.
         "shape": CHUNKS,
         "from": "tied",
@@ -69,13 +76,6 @@ TWO_RANKS: list[dict[str, Any]] = [
             "zb-v": {"schedule": "zb-v", **SPLIT},
             "v-half": {"schedule": "v-half", **SPLIT},
             "gpipe": {"schedule": "gpipe", **V},
-        },
-    },
-    {
-        "shape": {"pp": 2, "chunks": 2, "deallocate": False, "dropout": 0.1},
-        "runs": {
-            name: {"schedule": name, "keyed_dropout": True}
-            for name in ("adaptive", "breadth-first", "interleaved")
         },
     },
     {
