@@ -111,7 +111,12 @@ def test_schedules(chunks: int, settings: dict[str, Any], line: str) -> None:
 def test_a_model_that_was_built_in_another_placement() -> None:
     line = "^the model's chunks lie in a loop, and schedule hinted was given with placement v: call"
     with pytest.raises(ConfigError, match=line):
-        check(None, Chunk(), Chunk(), schedule="hinted", placement="v")
+        check(
+            configuration(pipeline_model_parallel_size=2),
+            *(Chunk(), Chunk()),
+            schedule="hinted",
+            placement="v",
+        )
 
 
 def test_layers_that_do_not_defer() -> None:

@@ -96,7 +96,7 @@ def check_model(
             raise ConfigError(f"{name}={value} of the model: {reason}; turn it off {_INSTEAD}")
     _check_fp8(config, settings, replicas)
     built = kind_of(config)
-    if built != settings.kind:
+    if built != settings.kind and config.pipeline_model_parallel_size > 1:
         raise ConfigError(
             f"the model's chunks lie in a {built}, and schedule {settings.schedule} was given with "
             f"placement {settings.kind}: call install() with it before the model is built"
