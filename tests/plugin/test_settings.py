@@ -17,16 +17,19 @@ from megatron.adaptive.plugin.settings import CHOICES, Settings, add_arguments, 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_is_possible(name: str) -> None:
     path = "order.csv" if name == "file" else None
-    settings = Settings(schedule=name, split_backward=name in SPLIT_SCHEDULES, schedule_file=path)
+    settings = Settings(schedule=name, schedule_file=path)
     assert settings.kind == ("v" if name in ("zb-v", "v-half") else "loop")
     assert settings.is_rule == (name in ("adaptive", "auto", "bfc", "dfc", "hinted"))
+    # Of itself where the order needs it; with these the model decides.
+    expected = None if name in ("adaptive", "auto", "file", "hinted") else name in SPLIT_SCHEDULES
+    assert settings.splits is expected
 
 
 @pytest.mark.parametrize(
     ("given", "line"),
     [
         (
-            {"schedule": "zb-v", "placement": "loop", "split_backward": True},
+            {"schedule": "zb-v", "placement": "loop"},
             "placement loop with pipeline schedule zb-v, which lays stages in a v: use placement "
             "v, or adaptive",
         ),
@@ -59,10 +62,9 @@ def test_every_choice_is_possible(name: str) -> None:
             "or adaptive, or drop split_backward",
         ),
         (
-            {"schedule": "zb-h1"},
-            r"pipeline schedule zb-h1 has weight gradients as work of their own: give "
-            r"split_backward=True \(--split-backward True\) with a model whose layers defer them, "
-            r"or use 1f1b",
+            {"schedule": "zb-h1", "split_backward": False},
+            r"pipeline schedule zb-h1 has weight gradients as work of their own: drop "
+            r"split_backward=False \(--split-backward False\), or use 1f1b",
         ),
         ({"weight_pieces": 0}, "weight pieces 0: give 1 or more"),
         ({"timeout_s": float("inf")}, "timeout of inf s: give a number of seconds above 0"),

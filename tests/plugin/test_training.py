@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("user_pretrain.py")
 REL = 1e-6
-SPLIT = {"split_backward": True}
 V = {"placement": "v"}
 CHUNKS = {"pp": 2, "chunks": 2, "deallocate": False}
 TWO_RANKS: list[dict[str, Any]] = [
@@ -70,20 +69,20 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        "shape": {**CHUNKS, "deferring": True, "tied": False, "per_token": True},
+        "shape": {**CHUNKS, "tied": False, "per_token": True},
         "from": "untied",
         "runs": {
-            "zb-v": {"schedule": "zb-v", **SPLIT},
-            "v-half": {"schedule": "v-half", **SPLIT},
+            "zb-v": {"schedule": "zb-v"},
+            "v-half": {"schedule": "v-half"},
             "gpipe": {"schedule": "gpipe", **V},
         },
     },
     {
-        "shape": {"pp": 2, "chunks": 1, "deferring": True},
+        "shape": {"pp": 2, "chunks": 1},
         "runs": {
-            "adaptive": SPLIT,
-            "zb-h1": {"schedule": "zb-h1", **SPLIT},
-            "traced": {"schedule": "zb-h1", **SPLIT, "trace_dir": "traces"},
+            "whole": {"split_backward": False},
+            "zb-h1": {"schedule": "zb-h1"},
+            "traced": {"split_backward": True, "weight_pieces": 1, "trace_dir": "traces"},
         },
     },
 ]
@@ -95,9 +94,9 @@ FOUR_RANKS: list[dict[str, Any]] = [
         "runs": {"adaptive": {}},
     },
     {
-        "shape": {**CHUNKS, "pp": 4, "deferring": True, "more": {"num_layers": 8}},
+        "shape": {**CHUNKS, "pp": 4, "more": {"num_layers": 8}},
         "from": "8 layers",
-        "runs": {"adaptive": {**V, **SPLIT}, "zb-v": {"schedule": "zb-v", **SPLIT}},
+        "runs": {"adaptive": V, "zb-v": {"schedule": "zb-v"}},
     },
     {"shape": {**CHUNKS, "tp": 2}, "from": "tp", "runs": {"adaptive": {**V, "then": None}}},
     {

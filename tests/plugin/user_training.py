@@ -55,7 +55,6 @@ class Shape:
         overlap: gradients are reduced while the backward still runs.
         deallocate: outputs are freed once they are sent, as Megatron-LM has it.
         timers: megatron-core's timers run.
-        deferring: layers can put their weight gradients off.
         dropout: of attention and hidden state.
         eval_micro_batch_size: samples of a microbatch in evaluation.
         tied: embedding and output layer share their weights.
@@ -70,7 +69,6 @@ class Shape:
     overlap: bool = False
     deallocate: bool = True
     timers: bool = False
-    deferring: bool = False
     dropout: float = 0.0
     eval_micro_batch_size: int = MICRO_BATCH_SIZE
     tied: bool = True
@@ -155,10 +153,6 @@ def configuration(shape: Shape) -> TransformerConfig:
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
     """Build this rank's part of the model as Megatron-LM's ``get_model`` does."""
     spec = get_gpt_layer_local_spec()
-    if shape.deferring:
-        from megatron.adaptive.plugin import deferring_spec
-
-        spec = deferring_spec(spec)
     chunks = []
     for vp_stage in range(shape.chunks):
         several = shape.chunks > 1
