@@ -145,7 +145,7 @@ class Settings:
 
     @property
     def kind(self) -> PlacementKind:
-        """How stages lie over the ranks of the pipeline."""
+        """Placement of the stages over the ranks of the pipeline."""
         return self.placement or ("v" if self.schedule in V_ONLY else "loop")
 
     @property
