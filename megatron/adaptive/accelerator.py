@@ -16,6 +16,7 @@ that a new release of torch or megatron-core shows which of them changed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -268,6 +269,7 @@ def install() -> bool:
     _keep_freed_memory()
     _substitute_current_device()
     _substitute_synchronize()
+    _substitute_streams()
     _substitute_factories()
     _substitute_tensor_moves()
     _substitute_tensor_type()
@@ -300,6 +302,25 @@ def _substitute_synchronize() -> None:
     """CPU work is done when the call returns: nothing to wait for, no stream to wait on."""
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.empty_cache = lambda: None
+
+
+class _NoStream:
+    """A stream of a device that has done all work when a call returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _substitute_streams() -> None:
+    """There is one stream, in which nothing waits, whichever is asked for."""
+    torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = _NoStream  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
 
 
 def _is_cuda_name(device: Any) -> bool:
