@@ -35,7 +35,8 @@ class Job:
         flags: which chunks to build; beyond ``GPT`` and the width.
         competitors: the first is what losses and gradients are compared with. ``megatron`` is
             megatron-core's own schedule, ``torch ...`` one of ``torch.distributed.pipelining``,
-            any other one of ours; a transport has our 1F1B on it.
+            ``plug-in ...`` one of ours by way of ``install()``, any other one of ours as the
+            trainer runs it; a transport has our 1F1B on it.
         ranks: how many.
     """
 
@@ -46,7 +47,10 @@ class Job:
 
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 JOBS = {
-    "1 chunk": Job("--pipeline-schedule megatron", ("1f1b", "adaptive", "megatron", "torch 1f1b")),
+    "1 chunk": Job(
+        "--pipeline-schedule megatron",
+        ("1f1b", "adaptive", "megatron", "torch 1f1b", "plug-in 1f1b", "plug-in adaptive"),
+    ),
     "2 chunks": Job(
         f"--pipeline-schedule megatron {TWO_CHUNKS}",
         ("interleaved", "adaptive", "megatron", "torch interleaved"),
@@ -65,6 +69,9 @@ DUELS: tuple[tuple[str, str, str, float | None], ...] = (
     ("1 chunk", "adaptive", "megatron", 1.02),
     ("2 chunks", "interleaved", "megatron", 1.02),
     ("2 chunks", "adaptive", "megatron", 1.02),
+    ("1 chunk", "plug-in 1f1b", "megatron", 1.00),
+    ("1 chunk", "plug-in adaptive", "megatron", 1.00),
+    ("1 chunk", "plug-in adaptive", "adaptive", 1.01),
     ("1 chunk", "1f1b", "torch 1f1b", None),
     ("2 chunks", "interleaved", "torch interleaved", None),
     ("V", "zb-v", "torch zb-v", None),
@@ -101,7 +108,7 @@ class Rank(GptRank):
         self._name = job
         self._stores = attach_stores(self._run.chunks) if splits else None
         self._forward = GptForward(self._accelerator, DropoutKeys(1, enabled=False))
-        self._wirings: list[Any] = []
+        self._wirings: list[Any] = []  # what is closed at the end
         self._functions = {name: self._function(name) for name in of_job.competitors}
 
     def measure(self, rounds: int) -> dict[str, Any]:
@@ -181,6 +188,8 @@ class Rank(GptRank):
             return self._fed(self._run.forward_backward)
         if self._name == OVER_TRANSPORTS:
             return self._fed(self._ours("1f1b", name))
+        if name.startswith("plug-in "):
+            return self._fed(self._plugged_in(name.removeprefix("plug-in ")))
         return self._fed(self._ours(name))
 
     def _fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
@@ -237,6 +246,14 @@ class Rank(GptRank):
             ),
             stores=self._stores,
         )
+
+    def _plugged_in(self, name: str) -> Callable[..., list[Any]]:
+        from megatron.adaptive.plugin.engine import Engine
+        from megatron.adaptive.plugin.settings import Settings
+
+        engine = Engine(Settings(schedule=name))
+        self._wirings.append(engine)
+        return lambda **given: engine.run(given)
 
     def _prepare(self, name: str) -> None:
         self._run.core.deallocate_pipeline_outputs = name != "megatron"

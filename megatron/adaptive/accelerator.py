@@ -65,6 +65,8 @@ _HEAP_KEPT_BYTES, _MAPPED_FROM_BYTES = 1 << 30, 32 << 20
 _ANCHOR_FOR_NS, _MOST_DRIFT_NS = 1_000_000_000, 2_000_000
 _NO_DELAY_NS = 1 << 62
 
+_PORTABLE = 1  # of cudaHostRegister: for all contexts of the process
+
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
@@ -192,6 +194,25 @@ class CudaClock:
     def wait(self, mark: CudaMark) -> None:
         """Sleep until the device has passed ``mark``, without the GIL."""
         mark.event.synchronize()
+
+
+def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
+    """Lock memory of the host, so that a GPU copies to and from it by itself.
+
+    Args:
+        address: of the memory; ``torch.cuda.cudart().cudaHostUnregister`` unlocks it.
+        size_bytes: its size.
+        device: the GPU, which must be current.
+
+    Returns:
+        Whether the driver did; it refuses beyond the limit on locked memory.
+    """
+    if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE)) == 0:
+        return True
+    # CUDA reports a refusal once more, with the next kernel: not with one that matters.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
+    return False
 
 
 def current_device() -> torch.device:

@@ -41,6 +41,9 @@ def test_goals_are_against_megatron_and_the_same_for_all() -> None:
         ("1 chunk", "adaptive", "megatron", 1.02),
         ("2 chunks", "interleaved", "megatron", 1.02),
         ("2 chunks", "adaptive", "megatron", 1.02),
+        ("1 chunk", "plug-in 1f1b", "megatron", 1.00),
+        ("1 chunk", "plug-in adaptive", "megatron", 1.00),
+        ("1 chunk", "plug-in adaptive", "adaptive", 1.01),
     ]
     for job, name, rival, _ in DUELS:
         assert {name, rival} <= {*JOBS[job].competitors}

@@ -296,6 +296,10 @@ class Slow(CpuClock):
         self.waits += 1
         self.finished = max(self.finished, mark)
 
+    def resolve_ns(self, mark: int) -> int:
+        assert mark <= self.finished
+        return mark
+
 
 def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
     # Marks are taken before and after each action.
@@ -319,6 +323,9 @@ def test_a_static_order_waits_for_no_device() -> None:
     policy = make_policies("1f1b", pipeline.placement, 3)[0]
     executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
     assert clock.waits == 0
+    # A device gives no time of what it has not done.
+    assert executor.finish_step().busy_s > 0
+    assert (clock.waits, clock.finished) == (1, clock.launched)
 
 
 def test_the_order_of_the_last_step_is_told_as_codes() -> None:

@@ -21,6 +21,8 @@ FLAGS = (
     " --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0"
     " --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --log-interval 1"
     " --mock-data --vocab-size 1023 --tokenizer-type NullTokenizer --eval-iters 0 --seed 7"
+    # On the device each stage would draw its weights from a generator of its own.
+    " --use-cpu-initialization"
 ).split()
 
 

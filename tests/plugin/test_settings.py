@@ -15,8 +15,9 @@ from megatron.adaptive.plugin.settings import CHOICES, Settings, add_arguments, 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_is_possible(name: str) -> None:
-    settings = Settings(schedule=name, split_backward=name == "zb-h1")
-    assert settings.is_rule == (name in ("adaptive", "bfc", "dfc", "hinted"))
+    path = "order.csv" if name == "file" else None
+    settings = Settings(schedule=name, split_backward=name == "zb-h1", schedule_file=path)
+    assert settings.is_rule == (name in ("adaptive", "auto", "bfc", "dfc", "hinted"))
 
 
 @pytest.mark.parametrize(
@@ -25,13 +26,18 @@ def test_every_choice_is_possible(name: str) -> None:
         (
             {"schedule": "zb-v"},
             "pipeline schedule zb-v lays stages there and back, and Megatron-LM lays them in a "
-            "loop: choose one of megatron, 1f1b, adaptive, bfc, breadth-first, dfc, gpipe, "
-            "hinted, interleaved, varuna, zb-h1",
+            "loop: choose one of megatron, 1f1b, adaptive, auto, bfc, breadth-first, dfc, file, "
+            "gpipe, hinted, interleaved, varuna, zb-h1",
         ),
         (
-            {"schedule": "auto"},
-            "pipeline schedule auto tries several in turn, which only the trainer of this "
-            "package does: choose one of .*",
+            {"schedule": "file"},
+            "pipeline schedule file with schedule_file None: the two go together; give both or "
+            "neither",
+        ),
+        (
+            {"schedule": "megatron", "keyed_dropout": True},
+            "keyed dropout with pipeline schedule megatron, whose forwards megatron-core runs: "
+            "drop it or use adaptive",
         ),
         ({"schedule": "nimble"}, "pipeline schedule nimble is unknown: choose one of .*"),
         (
@@ -89,7 +95,7 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--pipeline-schedule", "auto"), "pipeline schedule auto tries several in turn"),
+        (("--pipeline-schedule", "zb-v"), "pipeline schedule zb-v lays stages there and back"),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from megatron.adaptive.schedule.file import save
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.trace.live import LiveRun
 from megatron.adaptive.trace.live_state import ENDED, read_now
 from megatron.adaptive.trace.read import read_run
 
@@ -38,10 +42,20 @@ TWO_RANKS: list[dict[str, Any]] = [
     },
     {
         "shape": {"pp": 2, "chunks": 2, "deallocate": False},
+        "steps": 5,
         "runs": {
             "adaptive": {},
+            "auto": {"schedule": "auto"},  # chooses after four steps
+            "file": {"schedule": "file", "schedule_file": "order.json"},
             "interleaved": {"schedule": "interleaved"},
             "by hand": {"schedule": "megatron"},
+        },
+    },
+    {
+        "shape": {"pp": 2, "chunks": 2, "deallocate": False, "dropout": 0.1},
+        "runs": {
+            name: {"schedule": name, "keyed_dropout": True}
+            for name in ("adaptive", "breadth-first", "interleaved")
         },
     },
     {
@@ -94,7 +108,7 @@ def run(
 def check_numbers(results: list[dict[str, Any]]) -> None:
     for number, result in enumerate(results):
         plain = result["runs"].pop("plain")
-        assert len(plain[-1]["trained"]["losses"]) == 3
+        assert len(plain[-1]["trained"]["losses"]) in (3, 5)
         assert len(plain[-1]["evaluated"]["collected"]) == 4
         for name, ranks in result["runs"].items():
             for rank, (ours, theirs) in enumerate(zip(ranks, plain, strict=True)):
@@ -113,7 +127,13 @@ def numbers_of(seen: Any) -> list[float]:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
+    order = make_schedule("interleaved", Placement(num_ranks=2, num_chunks=2), 4)
+    save(order, tmp_path / "order.json")
     results = run(TWO_RANKS, 2, tmp_path)
+    with_dropout = results.pop(2)["runs"]
+    # The numbers are others than Megatron-LM's, and the same in every order.
+    assert numbers_of(with_dropout["interleaved"]) != numbers_of(with_dropout.pop("plain"))
+    assert with_dropout["adaptive"] == with_dropout["interleaved"] == with_dropout["breadth-first"]
     check_numbers(results)
     assert results[0]["refused"] == {
         "shapes": "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
@@ -129,6 +149,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     }
     said = (tmp_path / "output.txt").read_text()
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said
+    assert said.count("megatron.adaptive: auto takes ") == 1
     # Nobody closed the last run's trace: the interpreter's end did.
     traced = read_run(tmp_path / "traces")
     assert sorted(traced.ranks) == [0, 1]
@@ -145,9 +166,28 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert step.start_ns[0] < actions.start_ns[actions.iteration == 2].min()
         assert table.of_kind("reduce").end_ns[0] <= update.start_ns[0]
         assert update.end_ns[0] <= step.end_ns[0]
+        # Three evaluations follow the third step, and a checkpoint.
+        after = rank.table([3])
+        assert [int(after.where(kind).sum()) for kind in ("evaluate", "checkpoint")] == [3, 1]
+        assert step.end_ns[0] <= table.of_kind("step").end_ns[0]
         now = read_now(tmp_path / "traces", rank.header.rank)
         assert now is not None
         assert (now.doing, now.iteration) == (ENDED, 4)
+
+    # How far the run is, as the trainer says it.
+    snapshot = LiveRun(tmp_path / "traces").refresh()
+    assert (snapshot.state, snapshot.detail, snapshot.iteration) == (
+        *("ended", "the program ended"),
+        4,
+    )
+    last = results[-1]["runs"]["traced"][-1]["trained on"]["losses"][-1]
+    assert snapshot.last("loss") == pytest.approx(last, rel=REL)
+    assert (snapshot.last("learning_rate"), snapshot.last("global_batch_size")) == (0.01, 8)
+    assert (snapshot.last("tokens_per_s") or 0) > 0
+    header = snapshot.header
+    assert header is not None
+    assert header.layers == (2, 2)
+    assert header.work[0] == 2 < header.work[1] < 3
 
 
 @pytest.mark.long

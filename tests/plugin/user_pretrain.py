@@ -2,13 +2,15 @@
 
 Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
-    {"shape": {...}, "runs": {name: settings of install, or null for megatron-core's own loop},
+    {"shape": {...}, "steps": trained before evaluation,
+     "runs": {name: settings of install, or null for megatron-core's own loop},
      "refused": {name: {"arguments": {...}, "again": bool}},
      "fails_on": rank that fails in the last run, or null}
 
 ``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
-its line; with ``again`` that of a second step, with new process groups. The last run of all ends
-with the interpreter, its plugin still installed.
+its line; with ``again`` that of a second step, with new process groups. A run with traces saves a
+checkpoint after its evaluation. The last run of all ends with the interpreter, its plugin still
+installed.
 """
 
 from __future__ import annotations
@@ -31,8 +33,6 @@ from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.errors import ConfigError  # noqa: E402
 
-STEPS = 3
-
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
     """Begin anew, without the plugin where ``settings`` is ``None``."""
@@ -50,15 +50,18 @@ def regroup(shape: user.Shape) -> user.Job:
     return user.setup(shape)
 
 
-def run(shape: user.Shape, settings: dict[str, Any] | None, fails_on: int | None) -> Any:
+def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
     """Train and evaluate; leaves plugin and process groups as they are at the end."""
-    job = start(shape, settings)
-    trained = user.train(job, STEPS)
-    if fails_on == dist.get_rank():
+    job = start(user.Shape(**case["shape"]), settings)
+    trained = user.train(job, case.get("steps", 3))
+    if case.get("fails_on") == dist.get_rank():
         raise RuntimeError("the user's own error")
+    evaluated = user.evaluate(job, 2)
+    if settings is not None and (folder := settings.get("trace_dir")):
+        user.save(job, f"{folder}-checkpoint")
     return {
         "trained": trained,
-        "evaluated": user.evaluate(job, 2),
+        "evaluated": evaluated,
         "trained on": user.train(job, 1),
         "weights": user.weights_norm(job),
     }
@@ -97,7 +100,7 @@ def main() -> None:
         seen: dict[str, Any] = {}
         for name, settings in case["runs"].items():
             everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, run(shape, settings, case.get("fails_on")))
+            dist.all_gather_object(everyone, run(case, settings))
             seen[name] = everyone
         results.append({"runs": seen, "refused": lines})
     if dist.get_rank() == 0:

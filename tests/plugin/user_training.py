@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -54,6 +55,7 @@ class Shape:
         deferring: layers can put their weight gradients off.
         llama: the model is of Llama's kind instead of GPT's.
         groups: process groups are handed to models and steps, as Megatron Bridge does.
+        dropout: of attention and hidden state.
         eval_micro_batch_size: samples of a microbatch in evaluation.
     """
 
@@ -67,6 +69,7 @@ class Shape:
     deferring: bool = False
     llama: bool = False
     groups: bool = False
+    dropout: float = 0.0
     eval_micro_batch_size: int = MICRO_BATCH_SIZE
 
 
@@ -121,8 +124,8 @@ def configuration(shape: Shape) -> TransformerConfig:
         num_layers=4,
         hidden_size=32,
         num_attention_heads=4,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
+        attention_dropout=shape.dropout,
+        hidden_dropout=shape.dropout,
         use_cpu_initialization=True,
         tensor_model_parallel_size=shape.tp,
         pipeline_model_parallel_size=shape.pp,
@@ -293,6 +296,15 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
     total = torch.vstack([one["lm loss"] for one in reduced]).sum(dim=0)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return [float(total[0] / total[1])]
+
+
+def save(job: Job, folder: str) -> None:
+    """Save the model as Megatron-LM does."""
+    if dist.get_rank() == 0:
+        Path(folder).mkdir()
+    dist.barrier()
+    state = {f"model{n}": chunk.sharded_state_dict() for n, chunk in enumerate(job.chunks)}
+    dist_checkpointing.save(state, folder)
 
 
 def weights_norm(job: Job) -> float:

@@ -86,3 +86,14 @@ def take(transport: Transport) -> Arrival:
 
 def label(number: int) -> Label:
     return Label(1, Action(ActionKind.F, 0, number))
+
+
+def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
+    """Return the names of what began within the ``record_function`` of that name.
+
+    The profiler itself synchronizes when it stops.
+    """
+    events: list[Any] = list(profile.events())
+    ranges = [event.time_range for event in events if event.name == mark]
+    inside = min(ranges, key=lambda one: one.start)  # the other is the device's
+    return {one.name for one in events if inside.start <= one.time_range.start <= inside.end}

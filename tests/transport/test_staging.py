@@ -39,6 +39,7 @@ class Device:
         self.copied = threading.Event()
         self.copied.set()
         self.registered: list[tuple[int, int]] = []
+        self.locks = True
         self.current = self.stream("compute")
         self._streams = 0
 
@@ -72,8 +73,9 @@ class Device:
         return event
 
     def register(self, address: int, size: int, flags: int) -> int:
-        self.registered.append((address, size))
-        return 0
+        if self.locks:
+            self.registered.append((address, size))
+        return int(not self.locks)
 
     def unregister(self, address: int) -> int:
         self.registered = [one for one in self.registered if one[0] != address]
@@ -184,6 +186,21 @@ def test_slots_are_pinned_where_a_channel_tells_them(device: Device) -> None:
     assert device.registered == [(4096, 100), (8192, 50)]
     staging.close()
     assert device.registered == []
+
+
+def test_a_refusal_to_pin_is_no_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reports it once more with the next kernel, which takes it away here."""
+    kernels = []
+
+    def launch(*sizes: int, device: torch.device) -> torch.Tensor:
+        kernels.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "ones", launch)
+    device.locks = False
+    node = SimpleNamespace(info=lambda peer: {"send_address": 4096, "send_bytes": 100})
+    Staging(node, CPU, [0], lambda *_: None).close()
+    assert kernels == [CPU]
 
 
 def test_an_error_of_a_worker_comes_out_of_the_queue(

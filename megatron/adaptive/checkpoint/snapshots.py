@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import lock_pages
 from megatron.adaptive.checkpoint.snapshot_keeper import (
     ALIGN,
     SLOTS,
@@ -295,8 +296,7 @@ class Snapshots(NoSnapshots):
             self._stream = torch.cuda.Stream()
             start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             # Else copies go through a buffer of the driver's, and hold the device up.
-            driver: Any = torch.cuda.cudart()
-            if int(driver.cudaHostRegister(start, len(memory), 0)) == 0:
+            if lock_pages(start, len(memory), self._job.accelerator.device):
                 self._registered = start
         for tensor, entry in zip(tensors, entries, strict=True):
             for slot in range(SLOTS):

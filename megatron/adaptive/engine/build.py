@@ -271,9 +271,9 @@ def _build_agreement(
     if transport is None:
         return Agreement()
     members = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
-    group = gloo_group(members, _gather)
-    if len(members) == 1:
+    if len(members) == 1:  # on all ranks alike
         return Agreement()
+    group = gloo_group(members, _gather)
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()
     usable: list[Any] = [None] * len(members)

@@ -279,12 +279,14 @@ class Executor:
         self._is_running = False
 
     def finish_step(self) -> RankTimes:
-        """Hand the spans of the last step to the recorder; the device must have finished it.
+        """Hand the spans of the last step to the recorder. Blocks until the device has finished it.
 
         Returns:
             How long the rank worked and how long the step took it.
         """
         resolve = self._clock.resolve_ns
+        if self._launched:
+            self._clock.wait(self._launched[-1].end)
         times = [(resolve(one.start), resolve(one.end)) for one in self._launched]
         durations = [end - start for start, end in times]
         actions = tuple(zip((one.action for one in self._launched), durations, strict=True))

@@ -7,12 +7,14 @@ Megatron-LM.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from megatron.adaptive.config.schedule import KEEPING_ALL
 from megatron.adaptive.engine.record import Replay
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule import unequal
 from megatron.adaptive.schedule.compare import Candidate
+from megatron.adaptive.schedule.file import load
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
@@ -35,6 +37,36 @@ def weight_pieces(pieces: int, *, splits: bool, is_rule: bool) -> int:
     if not splits:
         return 0
     return pieces if is_rule else 1
+
+
+def given_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule:
+    """Reads the order of ``--schedule-file`` and holds it against the run.
+
+    Args:
+        path: of the file.
+        placement: where stages live.
+        splits: the model's layers can put their weight gradients off.
+
+    Raises:
+        ConfigError: it is for another pipeline, or needs split backwards.
+        ScheduleError: the file has no order.
+    """
+    given = load(Path(path))
+    its = given.placement
+    if its != placement:
+        raise ConfigError(
+            f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
+            f"chunks in a {its.kind}, this run has {placement.num_ranks} with "
+            f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
+            "--num-virtual-stages-per-pipeline-rank and --pipeline-placement to match"
+        )
+    if given.weight_pieces and not splits:
+        raise ConfigError(
+            f"--schedule-file {path} has weight gradients as work of their own, which this run's "
+            "layers do within the backward: give --split-backward True, with layers that can "
+            "(--transformer-impl local)"
+        )
+    return given
 
 
 class Orders:

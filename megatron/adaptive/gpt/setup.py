@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,9 @@ from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
-from megatron.adaptive.engine.orders import Orders, weight_pieces
+from megatron.adaptive.engine.orders import Orders, given_schedule, weight_pieces
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, ScheduleRecord
 from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
-from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model import (
     build_chunks,
@@ -40,9 +38,7 @@ from megatron.adaptive.gpt.placement import (
     placement_of,
     widths_of,
 )
-from megatron.adaptive.schedule.file import load as load_schedule
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.schedule import Schedule
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
@@ -55,7 +51,8 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
         records = job.on_first(lambda: ScheduleRecord.load(path))
         replay = Replay(records, RecordShape.of(placement, pieces), pp_rank)
     if settings.schedule_file is not None:
-        given = _given_schedule(config, placement)
+        path = settings.schedule_file
+        given = given_schedule(path, placement, splits=config.splits_backward)
         pieces = given.weight_pieces
     return Orders(
         schedule=settings.pipeline_schedule,
@@ -100,28 +97,6 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
         is_writer=job.is_first,
         after_step=after_step,
     )
-
-
-def _given_schedule(config: TrainerConfig, placement: Placement) -> Schedule:
-    """Read the order of ``--schedule-file`` and hold it against the run."""
-    path = config.schedule.schedule_file
-    assert path is not None
-    given = load_schedule(Path(path))
-    its = given.placement
-    if its != placement:
-        raise ConfigError(
-            f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
-            f"chunks in a {its.kind}, this run has {placement.num_ranks} with "
-            f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
-            "--model-chunks and --pipeline-placement to match"
-        )
-    if given.weight_pieces and not config.splits_backward:
-        raise ConfigError(
-            f"--schedule-file {path} has weight gradients as work of their own, which this run's "
-            "layers do within the backward: drop --split-backward False, or use "
-            "--transformer-impl local"
-        )
-    return given
 
 
 @dataclass(frozen=True, kw_only=True)

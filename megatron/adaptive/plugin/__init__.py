@@ -34,10 +34,13 @@ def __getattr__(name: str) -> Any:
 def install(
     schedule: str = "adaptive",
     *,
+    schedule_file: str | os.PathLike[str] | None = None,
     activation_cap: float | None = None,
     split_backward: bool = False,
     weight_pieces: int = 4,
+    keyed_dropout: bool = False,
     trace_dir: str | os.PathLike[str] | None = None,
+    diagnose_interval: int = 100,
     transport: str = "auto",
     transport_silence_s: float = 60.0,
     timeout_s: float = 600.0,
@@ -52,14 +55,21 @@ def install(
     Args:
         schedule: a rule that chooses at run time (``adaptive``, ``hinted``, ``dfc``, ``bfc``), a
             fixed order (``1f1b``, ``interleaved``, ``gpipe``, ``breadth-first``, ``varuna``,
-            ``zb-h1``), or ``megatron``: megatron-core's own code.
+            ``zb-h1``), ``auto``, which measures the first steps and takes what is fastest in
+            simulation, ``file``, or ``megatron``: megatron-core's own code.
+        schedule_file: the order of ``file``: JSON, or the CSV of ``torch.distributed.pipelining``.
         activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
             a rule. Chosen from the shape of the pipeline where ``None``.
         split_backward: compute weight gradients as work of their own. The model's layers must be
             made for it, see :func:`deferring_spec`.
         weight_pieces: parts into which a rule may cut each weight gradient, with
             ``split_backward``.
+        keyed_dropout: draw dropout's numbers from step, microbatch and layer, as our own trainer
+            does, so that the order of work does not change them. Else they are Megatron-LM's own,
+            which depend on that order where a rank has several chunks.
         trace_dir: folder for a trace of every rank; none is written where ``None``.
+        diagnose_interval: with ``trace_dir``, look every so many steps for what slows the run, and
+            report it once; 0 for never.
         transport: what connects neighbouring ranks of the pipeline: ``shm``, ``rdma``, ``tcp``,
             ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
         transport_silence_s: a rank from which nothing, not even a heartbeat, came for so long is
@@ -73,10 +83,13 @@ def install(
     """
     settings = Settings(
         schedule=schedule,
+        schedule_file=None if schedule_file is None else os.fspath(schedule_file),
         activation_cap=activation_cap,
         split_backward=split_backward,
         weight_pieces=weight_pieces,
+        keyed_dropout=keyed_dropout,
         trace_dir=None if trace_dir is None else os.fspath(trace_dir),
+        diagnose_interval=diagnose_interval,
         transport=transport,
         transport_silence_s=transport_silence_s,
         timeout_s=timeout_s,

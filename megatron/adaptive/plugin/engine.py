@@ -1,12 +1,8 @@
 """Runs Megatron-LM's steps on the executor, which all ranks build together at the first one.
 
-Owns the channels, the trace and their end. What a step does is
-:class:`~megatron.adaptive.engine.forward_backward.ForwardBackward`.
-
-Actions, waits and messages of the trace come from the executor, as in our own trainer. Around them
-there are three places to look from without changing anything of Megatron-LM's: the iterator it
-hands in (``data``), the function that finishes gradients (``reduce``), and torch's own hooks around
-the step of every optimizer (``optimizer``). Of validation and checkpoints nothing is seen.
+Owns the channels, the choice of ``auto``, the keys of dropout, the trace and the end of all. What a
+step does is :class:`~megatron.adaptive.engine.forward_backward.ForwardBackward`, what is seen of
+Megatron-LM around it :mod:`~megatron.adaptive.plugin.trace`.
 """
 
 from __future__ import annotations
@@ -14,19 +10,14 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from megatron.adaptive.accelerator import Accelerator, current_device
 from megatron.adaptive.config.parallel import TransportConfig
@@ -37,14 +28,20 @@ from megatron.adaptive.engine.build import (
     open_trace,
 )
 from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import Job, environment_of_rank
-from megatron.adaptive.engine.orders import Orders, weight_pieces
-from megatron.adaptive.engine.tracing import Tracing
+from megatron.adaptive.engine.orders import Orders, given_schedule, weight_pieces
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
+from megatron.adaptive.gpt.forward import DropoutKeys
 from megatron.adaptive.plugin.refused import check_call, check_model
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
+from megatron.adaptive.plugin.trace import StepTrace, stage_sizes
+from megatron.adaptive.rebalance.auto import TunedPipeline, Tuner
 from megatron.adaptive.schedule.placement import Placement
+
+_SEED = 1234
+"""Megatron-LM's default."""
 
 
 class Engine:
@@ -66,7 +63,14 @@ class Engine:
         self._placement: Placement | None = None
         self._payload: tuple[int, ...] | None = None
         self._wiring: Wiring | None = None
+        self._orders: Orders | None = None
+        self._job: Job | None = None
+        self._dropout: DropoutKeys | None = None
+        self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
+        self._iteration = 0
+        self._step: int | None = None  # microbatches of the training step under way
+        self._done: tuple[RankTimes, int] | None = None  # what the last one took, and the same
         self._broken = False
         self.left_open = False
 
@@ -84,21 +88,34 @@ class Engine:
             TransportError: another rank is gone or silent.
         """
         check_call(given)
-        model = given["model"]
+        model, trains = given["model"], not given.get("forward_only", False)
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         config = get_model_config(chunks[0])
+        self._finish_step()
         if chunks != self._chunks:
             replicas = parallel_state.get_data_parallel_world_size()
             check_model(config, chunks, self._settings, replicas=replicas)
             self._chunks, self._forward_backward = chunks, None
         self._connect(config, given)
+        self._tune()
         assert self._forward_backward is not None
-        self._end_iteration()
-        if self._trace is not None and not given.get("forward_only", False):
-            self._trace.begin(given["num_microbatches"])
-            given = {**given, "data_iterator": self._trace.timed(given["data_iterator"])}
+        trace = self._trace
+        if trains:
+            current = getattr(megatron_arguments(), "curr_iteration", None)
+            self._iteration = max(self._iteration, current or 0) + 1
+            if self._dropout is not None:
+                given = {**given, "forward_step_func": self._keyed(given["forward_step_func"])}
+            if trace is not None:
+                trace.begin(self._iteration, given)
+                given = {**given, "data_iterator": trace.timed(given["data_iterator"])}
         try:
-            return self._forward_backward(**given)
+            with nullcontext() if trace is None or trains else trace.evaluating():
+                reported = self._forward_backward(**given)
+            if trains:
+                self._step = given["num_microbatches"]
+                if trace is not None:
+                    trace.returned(reported)
+            return reported
         except BaseException:
             self._broken = True  # peers are not where a farewell would find them
             raise
@@ -110,9 +127,9 @@ class Engine:
             TransportError: another rank did not close its channels in time.
         """
         atexit.unregister(self._close_at_exit)
-        self._end_iteration()
+        self._finish_step()
         if self._trace is not None:
-            self._trace.close()
+            self._trace.close(is_orderly=not self._broken)
             self._trace = None
         wiring, self._wiring = self._wiring, None
         if wiring is not None and self._broken:
@@ -134,23 +151,15 @@ class Engine:
         payload = _payload_shape(config, given, len(self._chunks))
         if self._wiring is None:
             self._group, self._placement, self._payload = group, placement, payload
-            settings = self._settings
-            if settings.trace_dir is not None:
-                job = Job(
-                    environment=environment_of_rank(),
-                    accelerator=self._accelerator,
-                    control_group=dist.group.WORLD,
-                    places=gather_places(),
-                )
-                self._trace = StepTrace(
-                    open_trace(
-                        settings.trace_dir,
-                        job,
-                        placement,
-                        schedule=settings.schedule,
-                        num_microbatches=given["num_microbatches"],
-                    )
-                )
+            self._job = Job(
+                environment=environment_of_rank(),
+                accelerator=self._accelerator,
+                control_group=dist.group.WORLD,
+                places=gather_places(),
+            )
+            self._orders = self._make_orders(config, placement)
+            if self._settings.trace_dir is not None:
+                self._trace = self._open_trace(self._settings.trace_dir, given)
             self._build(config, given["num_microbatches"])
             atexit.register(self._close_at_exit)
         elif group is not self._group or placement != self._placement:
@@ -164,22 +173,114 @@ class Engine:
             self._build(config, given["num_microbatches"])
         if self._forward_backward is None:
             assert self._wiring is not None
+            assert self._orders is not None
             self._forward_backward = ForwardBackward(
                 executor=self._wiring.executor,
-                orders=self._orders(config),
+                orders=self._orders,
                 stores=attach_stores(self._chunks) if self._settings.split_backward else None,
                 span=None if self._trace is None else self._trace.tracing.span,
             )
+            self._dropout = self._make_keys(config)
+            self._tuner = self._make_tuner(config, given)
+
+    def _open_trace(self, folder: str, given: Mapping[str, Any]) -> StepTrace:
+        job, placement, orders = self._job, self._placement, self._orders
+        assert job is not None
+        assert placement is not None
+        assert orders is not None
+        sizes = stage_sizes(job, placement, orders.pp_rank, self._chunks, given["seq_length"])
+        tracing = open_trace(
+            folder,
+            job,
+            placement,
+            schedule=self._settings.schedule,
+            num_microbatches=given["num_microbatches"],
+            layers=sizes[0],
+            work=sizes[1],
+        )
+        done = getattr(megatron_arguments(), "curr_iteration", None) or 0
+        return StepTrace(tracing, self._settings, self._accelerator, done, self._finish_step)
+
+    def _make_keys(self, config: Any) -> DropoutKeys | None:
+        """Returns what seeds dropout; says who does where that changes from run to run."""
+        has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
+        if not has_dropout or not self._settings.keyed_dropout:
+            if has_dropout and len(self._chunks) > 1 and self._settings.is_rule:
+                self._say(
+                    "dropout's numbers follow the order of forwards, which a rule with several "
+                    "chunks chooses anew each time: give --keyed-dropout True to repeat a run"
+                )
+            return None
+        seed = getattr(megatron_arguments(), "seed", None)
+        keys = DropoutKeys(_SEED if seed is None else seed, enabled=True)
+        keys.attach(self._chunks)
+        return keys
+
+    def _keyed(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a step's function, which seeds the generators before each forward."""
+        dropout, iteration = self._dropout, self._iteration
+        assert dropout is not None
+        forwards = dict.fromkeys(map(id, self._chunks), 0)  # of a chunk they ascend
+
+        @functools.wraps(forward_step_func)
+        def forward_step(data_iterator: Any, model: Any, *more: Any) -> Any:
+            dropout.apply(step=iteration, microbatch=forwards[id(model)])
+            forwards[id(model)] += 1
+            return forward_step_func(data_iterator, model, *more)
+
+        return forward_step
+
+    def _make_tuner(self, config: Any, given: Mapping[str, Any]) -> Tuner | None:
+        """Returns what chooses for ``auto``, as long as it has not chosen. Collective."""
+        orders, settings = self._orders, self._settings
+        if orders is None or orders.schedule != "auto":
+            return None
+        assert self._job is not None
+        assert self._wiring is not None
+        assert self._forward_backward is not None
+        layers, _ = stage_sizes(
+            self._job, orders.placement, orders.pp_rank, self._chunks, given["seq_length"]
+        )
+        return Tuner(
+            TunedPipeline(
+                job=self._job,
+                placement=orders.placement,
+                pp_ranks=dist.get_process_group_ranks(self._group),
+                chunks=self._chunks,
+                forward_backward=self._forward_backward,
+                transport=self._wiring.transport,
+                payload_shape=self._payload or (1,),
+                payload_dtype=config.pipeline_dtype or torch.float32,
+                layers=layers or None,
+                cap=settings.activation_cap,
+                splits=settings.split_backward,
+                weight_pieces=settings.weight_pieces,
+                can_turn=False,  # the model is Megatron-LM's
+                timeout_s=settings.timeout_s,
+            )
+        )
+
+    def _tune(self) -> None:
+        """Adds what the last training step took to the choice of ``auto``; it may be made now."""
+        done, self._done = self._done, None
+        if self._tuner is None or done is None:
+            return
+        decision = self._tuner.after_step(*done)
+        if decision is not None:
+            self._say(decision.text)
+            self._tuner = None
 
     def _build(self, config: Any, num_microbatches: int) -> None:
         """Connect this rank with the others; collective over all ranks of the job."""
         assert self._placement is not None
+        assert self._job is not None
+        assert self._orders is not None
         dtype = config.pipeline_dtype
         former = self._wiring
         self._wiring = build_executor(
             placement=self._placement,
             accelerator=self._accelerator,
-            places=gather_places(),
+            places=self._job.places,
             payload_shape=self._payload,
             payload_dtype=torch.float32 if dtype is None else dtype,
             timeout_s=self._settings.timeout_s,
@@ -188,141 +289,49 @@ class Engine:
                 transport=self._settings.transport,
                 transport_silence_s=self._settings.transport_silence_s,
             ),
-            in_flight=self._orders(config).inputs_in_flight(num_microbatches),
+            in_flight=self._orders.inputs_in_flight(num_microbatches),
         )
         if self._trace is not None:
             self._trace.tracing.watch(self._wiring.executor.snapshot)
         self._forward_backward = None
         if former is not None:
             former.close()  # by now all ranks are here, with nothing under way
-        elif dist.get_rank() == 0:
-            print(
-                f"megatron.adaptive: schedule {self._settings.schedule} on "
-                f"{self._placement.num_ranks} pipeline ranks with {self._placement.num_chunks} "
-                f"model chunk{'s' * (self._placement.num_chunks > 1)} each",
-                flush=True,
-            )
+            return
+        self._say(
+            f"schedule {self._settings.schedule} on {self._placement.num_ranks} pipeline ranks "
+            f"with {self._placement.num_chunks} model chunk{'s' * (len(self._chunks) > 1)} each"
+        )
 
-    def _orders(self, config: Any) -> Orders:
-        assert self._placement is not None
+    def _make_orders(self, config: Any, placement: Placement) -> Orders:
         settings = self._settings
+        given, splits = None, settings.split_backward
+        pieces = weight_pieces(settings.weight_pieces, splits=splits, is_rule=settings.is_rule)
+        if settings.schedule_file is not None:
+            given = given_schedule(settings.schedule_file, placement, splits=splits)
+            pieces = given.weight_pieces
         return Orders(
             schedule=settings.schedule,
-            placement=self._placement,
+            placement=placement,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             cap=settings.activation_cap,
-            weight_pieces=weight_pieces(
-                settings.weight_pieces, splits=settings.split_backward, is_rule=settings.is_rule
-            ),
+            weight_pieces=pieces,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
+            given=given,
         )
 
-    def _end_iteration(self) -> None:
-        """Write what the step before did, by now done on the device as well."""
-        if self._trace is None or self._wiring is None or self._broken:
+    def _finish_step(self) -> None:
+        """Take what the training step under way did, if one is; waits until its device is done."""
+        step, self._step = self._step, None
+        waits = self._trace is not None or self._tuner is not None
+        if step is None or not waits or self._wiring is None or self._broken:
             return
-        self._accelerator.synchronize()
-        self._wiring.executor.finish_step()
-        self._trace.end()
+        self._done = (self._wiring.executor.finish_step(), step)
+        if self._trace is not None:
+            self._trace.end()
 
-
-class StepTrace:
-    """The trace of this rank, step by step.
-
-    A trace that cannot be written ends, and says so once; training goes on.
-
-    Args:
-        tracing: where it goes.
-
-    Attributes:
-        tracing: as given.
-    """
-
-    def __init__(self, tracing: Tracing) -> None:
-        self.tracing = tracing
-        self._iteration = 0
-        self._optimizers = 0  # within each other
-        self._update: AbstractContextManager[None] | None = None
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._update_begins),
-            register_optimizer_step_post_hook(self._update_ends),
-        ]
-
-    def begin(self, num_microbatches: int) -> None:
-        """Begin a training step, under the number that the log will have for it."""
-        current = getattr(megatron_arguments(), "curr_iteration", None)
-        self._iteration = max(self._iteration, current or 0) + 1
-        self._try(
-            functools.partial(
-                self.tracing.begin_iteration, self._iteration, num_microbatches, is_traced=True
-            )
-        )
-
-    def end(self) -> None:
-        """Write what the step before did, and what came after it."""
-        self._try(self.tracing.end_iteration)
-
-    def close(self) -> None:
-        """End the trace.
-
-        Raises:
-            TraceError: something could not be written.
-        """
-        for hook in self._hooks:
-            hook.remove()
-        self.tracing.close()
-
-    def timed(self, iterators: Any) -> Any:
-        """The data iterators of a training step, their reads traced; ``None`` stays what it is."""
-        if isinstance(iterators, list):
-            return [self.timed(one) for one in iterators]
-        return None if iterators is None else _Timed(iterators, self.tracing.data_read)
-
-    def _update_begins(self, *_: Any) -> None:
-        self._optimizers += 1
-        if self._optimizers == 1:
-            self._update = self.tracing.span("optimizer")
-            self._update.__enter__()
-
-    def _update_ends(self, *_: Any) -> None:
-        self._optimizers = max(0, self._optimizers - 1)
-        update = self._update
-        if not self._optimizers and update is not None:
-            self._update = None
-            update.__exit__(None, None, None)
-
-    def _try(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except TraceError as error:
-            print(f"megatron.adaptive: {error}", file=sys.stderr, flush=True)
-
-
-class _Timed:
-    """An iterator whose reads are timed; in everything else the one that it stands for.
-
-    Args:
-        iterator: gives a microbatch at a time.
-        was_read: called with the number, start and end of each.
-    """
-
-    def __init__(self, iterator: Iterator[Any], was_read: Callable[[int, int, int], None]) -> None:
-        self._iterator = iterator
-        self._was_read = was_read
-        self._count = 0
-
-    def __iter__(self) -> _Timed:
-        return self
-
-    def __next__(self) -> Any:
-        start_ns = time.monotonic_ns()
-        item = next(self._iterator)
-        self._was_read(self._count, start_ns, time.monotonic_ns())
-        self._count += 1
-        return item
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
+    def _say(self, text: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"megatron.adaptive: {text}", flush=True)
 
 
 def _this_device() -> Accelerator:

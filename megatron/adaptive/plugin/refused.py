@@ -140,7 +140,8 @@ def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
 
 def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
     kind = get_model_type(chunk)
-    if kind != ModelType.encoder_or_decoder:
+    # megatron-core has two enumerations of this name: its models set one, Megatron-LM the other.
+    if getattr(kind, "name", kind) != ModelType.encoder_or_decoder.name:
         raise ConfigError(
             f"model type {getattr(kind, 'name', kind)} of chunk {number}: one tensor goes from "
             f"stage to stage here; use a model of type encoder_or_decoder {_INSTEAD}"
@@ -161,6 +162,8 @@ def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
 
 
 def _check_schedule(config: Any, num_chunks: int, name: str) -> None:
+    if name in ("auto", "file"):
+        return  # chosen among those that fit; held against the file where it is read
     # The shape of the pipeline is not the question here, only the chunks.
     wanted = placement_for(name, 2, num_chunks).num_chunks
     several = name in ("breadth-first", "interleaved")

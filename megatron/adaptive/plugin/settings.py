@@ -14,21 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.flags import FieldSpec, fields_of
+from megatron.adaptive.config.flags import FieldSpec, fields_of, flag
 from megatron.adaptive.config.parallel import AUTO, TRANSPORTS, TransportConfig
-from megatron.adaptive.config.schedule import ScheduleConfig
+from megatron.adaptive.config.schedule import RULES, SPLIT_SCHEDULES, ScheduleConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.schedule.registry import is_rule, policy_names, splits_backward
+from megatron.adaptive.schedule.registry import policy_names
 
 _LOOP = "lays stages there and back, and Megatron-LM lays them in a loop"
 _REFUSED = {
-    "auto": "tries several in turn, which only the trainer of this package does",
-    "file": "reads an order from a file, which only the trainer of this package does",
     "forward-only": "has no backwards; evaluation takes it by itself",
     "v-half": _LOOP,
     "zb-v": _LOOP,
 }
-CHOICES = ("megatron", *(name for name in policy_names() if name not in _REFUSED))
+_KNOWN = sorted(("auto", "file", *policy_names()))
+CHOICES = ("megatron", *(name for name in _KNOWN if name not in _REFUSED))
 """Values of ``schedule``."""
 
 
@@ -44,6 +43,18 @@ def _schedule(word: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _PluginFlags:
+    """Flags that our own trainer has no need of."""
+
+    keyed_dropout: bool = flag(
+        "Draw dropout's numbers from step, microbatch and layer, so that the order of work does "
+        "not change them; else they are Megatron-LM's own, in the order of the forwards.",
+        False,
+        takes_value=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of :func:`~megatron.adaptive.plugin.install`, which describes them.
 
@@ -52,10 +63,13 @@ class Settings:
     """
 
     schedule: str = "adaptive"
+    schedule_file: str | None = None
     activation_cap: float | None = None
     split_backward: bool = False
     weight_pieces: int = 4
+    keyed_dropout: bool = False
     trace_dir: str | None = None
+    diagnose_interval: int = ScheduleConfig.diagnose_interval
     transport: str = AUTO
     transport_silence_s: float = TransportConfig.transport_silence_s
     timeout_s: float = 600.0
@@ -64,6 +78,16 @@ class Settings:
         given = f"pipeline schedule {self.schedule}"
         if self.schedule not in CHOICES:
             raise ConfigError(_why_no_schedule(self.schedule))
+        if (self.schedule == "file") != (self.schedule_file is not None):
+            raise ConfigError(
+                f"{given} with schedule_file {self.schedule_file}: the two go together; give both "
+                "or neither"
+            )
+        if self.keyed_dropout and self.schedule == "megatron":
+            raise ConfigError(
+                f"keyed dropout with {given}, whose forwards megatron-core runs: drop it or use "
+                "adaptive"
+            )
         cap, rule = self.activation_cap, self.is_rule
         if cap is not None and not rule:
             raise ConfigError(
@@ -74,7 +98,7 @@ class Settings:
             raise ConfigError(
                 f"activation cap {cap:g}: every order keeps one microbatch at least; give 1 or more"
             )
-        if self.split_backward and not (rule or self.needs_split):
+        if self.split_backward and not (rule or self.needs_split or self.schedule == "file"):
             raise ConfigError(
                 f"split backwards with {given}, whose order has whole ones: use zb-h1 or "
                 "adaptive, or drop split_backward"
@@ -89,10 +113,12 @@ class Settings:
                 f"transport {self.transport} is unknown: choose one of {AUTO}, "
                 f"{', '.join(TRANSPORTS)}"
             )
-        try:
-            _flags()["transport_silence_s"].limits.check(self.transport_silence_s)
-        except ValueError as error:
-            raise ConfigError(f"transport silence: {error}") from None
+        for name in ("transport_silence_s", "diagnose_interval"):
+            try:
+                _flags()[name].limits.check(getattr(self, name))
+            except ValueError as error:
+                what = name.removesuffix("_s").replace("_", " ")
+                raise ConfigError(f"{what}: {error}") from None
         if self.weight_pieces < 1:
             raise ConfigError(f"weight pieces {self.weight_pieces}: give 1 or more")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -101,12 +127,12 @@ class Settings:
     @property
     def is_rule(self) -> bool:
         """Whether the order is chosen at run time."""
-        return self.schedule != "megatron" and is_rule(self.schedule)
+        return self.schedule in RULES
 
     @property
     def needs_split(self) -> bool:
         """Whether the order has weight gradients as work of their own."""
-        return self.schedule != "megatron" and splits_backward(self.schedule)
+        return self.schedule in SPLIT_SCHEDULES
 
     def overridden(self, arguments: Any) -> Settings:
         """Return these settings with those that ``arguments`` holds under a flag's name.
@@ -149,7 +175,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _flags() -> dict[str, FieldSpec]:
     """Return the trainer's flags of the same meaning, by setting."""
-    groups = (ScheduleConfig, TransportConfig)
+    groups = (ScheduleConfig, TransportConfig, _PluginFlags)
     specs = {spec.dest: spec for group in groups for spec in fields_of(group)}
     names = {"schedule": "pipeline_schedule", "timeout_s": "pipeline_timeout_s"}
     settings = [field.name for field in dataclasses.fields(Settings)]

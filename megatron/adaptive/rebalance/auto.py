@@ -8,16 +8,16 @@ placement: then the loop moves the stages first (``move_layers.py``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
+from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.gpt.setup import Run, payload_shape
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
 from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
@@ -25,6 +25,7 @@ from megatron.adaptive.schedule.auto import choose
 from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
+from megatron.adaptive.transport.interface import Transport
 
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
@@ -46,13 +47,49 @@ class Decision:
     move: Candidate | None = None
 
 
-class Tuner:
-    """Measures the first steps of a run and makes the choice; every rank has one."""
+@dataclass(frozen=True, kw_only=True)
+class TunedPipeline:
+    """Names what a schedule is chosen for: a pipeline as this rank sees it.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    Attributes:
+        job: this process within the job.
+        placement: where stages live.
+        pp_ranks: global ranks of this pipeline, by their position in the placement.
+        chunks: this rank's.
+        forward_backward: runs the steps.
+        transport: channels of this rank, ``None`` where it has none.
+        payload_shape, payload_dtype: tensors between stages.
+        layers: transformer layers of each stage, ``None`` where that is not known.
+        cap: most activations that the user allows, in microbatches; ``None`` for what fits.
+        splits: backwards can be split.
+        weight_pieces: most parts of a weight gradient.
+        can_turn: stages may be laid out otherwise.
+        timeout_s: limit of each wait for a neighbour.
+    """
+
+    job: Job
+    placement: Placement
+    pp_ranks: Sequence[int]
+    chunks: Sequence[torch.nn.Module]
+    forward_backward: ForwardBackward
+    transport: Transport | None
+    payload_shape: Sequence[int]
+    payload_dtype: torch.dtype
+    layers: Sequence[int] | None
+    cap: float | None
+    splits: bool
+    weight_pieces: int
+    can_turn: bool
+    timeout_s: float
+
+
+class Tuner:
+    """Measures the first steps of a pipeline and makes the choice; every rank has one."""
+
+    def __init__(self, pipeline: TunedPipeline) -> None:
+        self._pipeline = pipeline
         self._steps = 0
-        self._sample = Sample(pp_rank=parallel_state.get_pipeline_model_parallel_rank())
+        self._sample = Sample(pp_rank=pipeline.pp_ranks.index(pipeline.job.rank))
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
         """Adds a training step; after the last measured one, decides. Collective then.
@@ -72,40 +109,41 @@ class Tuner:
         if self._steps < LAST:
             return None
         sample = self._sample
-        sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(self._run)
+        pipeline, job = self._pipeline, self._pipeline.job
+        sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(
+            job, pipeline.forward_backward, pipeline.chunks
+        )
         sample.links = self._links()
-        samples = self._run.job.gather(sample)
-        decision = self._run.job.on_first(lambda: self._choose(samples, num_microbatches))
+        samples = job.gather(sample)
+        decision = job.on_first(lambda: self._choose(samples, num_microbatches))
         if decision.stay is not None and decision.move is None:
-            use(self._run, decision.stay)
+            pipeline.forward_backward.use(decision.stay)
         return decision
 
     def _choose(self, samples: list[Sample], num_microbatches: int) -> Decision:
-        run, config = self._run, self._run.job.config
-        cap = config.schedule.activation_cap
-        most = self._limits(samples)
+        pipeline, cap, most = self._pipeline, self._pipeline.cap, self._limits(samples)
         try:
             choice = choose(
-                profile_of(samples, run.placement, config.layers_per_stage),
-                present=run.placement,
+                profile_of(samples, pipeline.placement, pipeline.layers),
+                present=pipeline.placement,
                 num_microbatches=num_microbatches,
                 most=most if cap is None else {kind: min(most[kind], cap) for kind in most},
-                splittable=config.splits_backward,
-                pieces=config.schedule.weight_pieces,
+                splittable=pipeline.splits,
+                pieces=pipeline.weight_pieces,
             )
         except ScheduleError as error:
             return Decision(text=f"auto keeps adaptive: {error}")
-        if choice.best.placement.kind == run.placement.kind:
+        if choice.best.placement.kind == pipeline.placement.kind:
             return Decision(text=choice.reason, stay=choice.best)
         stay = None if choice.stay is None else choice.stay.best
         return Decision(text=choice.reason, stay=stay, move=choice.best)
 
     def _limits(self, samples: list[Sample]) -> dict[PlacementKind, float]:
         """Returns the activations that memory allows, by the ways in which stages may lie."""
-        present = self._run.placement
+        present = self._pipeline.placement
         # What runs now fits, whatever the estimate.
         found = {present.kind: max(1.0, most_of(samples, present, present))}
-        if self._run.job.config.schedule.pipeline_placement is None and present.num_chunks == 2:
+        if self._pipeline.can_turn and present.num_chunks == 2:
             kind: PlacementKind = "loop" if present.kind == "v" else "v"
             other = Placement(num_ranks=present.num_ranks, num_chunks=2, kind=kind)
             limit = most_of(samples, present, other)
@@ -115,50 +153,43 @@ class Tuner:
 
     def _links(self) -> dict[int, Link]:
         """Measures the links to the neighbours, one pair of the pipeline after the other."""
-        run = self._run
-        transport = None if run.wiring is None else run.wiring.transport
-        if transport is None:
+        pipeline, me = self._pipeline, self._sample.pp_rank
+        if pipeline.transport is None:
             return {}
-        pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        me = self._sample.pp_rank
-        config = run.job.config
-        shape = payload_shape(config) or (1,)
+        group = pipeline.job.control_group
         payload = torch.zeros(
-            shape, dtype=run.core.pipeline_dtype, device=run.job.accelerator.device
+            *pipeline.payload_shape,
+            dtype=pipeline.payload_dtype,
+            device=pipeline.job.accelerator.device,
         )
         found = {}
-        for low, high in run.placement.neighbours():
-            dist.barrier(group=run.job.control_group)
+        for low, high in pipeline.placement.neighbours():
+            dist.barrier(group=group)
             if me in (low, high):
                 other = high if me == low else low
                 found[other] = measure_link(
-                    transport,
-                    pp_ranks[other],
+                    pipeline.transport,
+                    pipeline.pp_ranks[other],
                     leads=me == low,
                     payload=payload,
-                    timeout_s=config.schedule.pipeline_timeout_s,
+                    timeout_s=pipeline.timeout_s,
                 )
-        dist.barrier(group=run.job.control_group)
+        dist.barrier(group=group)
         return found
 
 
-def memory_of(run: Run) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def memory_of(
+    job: Job, forward_backward: ForwardBackward, chunks: Sequence[torch.nn.Module]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Returns the memory of this rank between two steps.
 
     Returns:
         Bytes that activations may take; by chunk, bytes that one microbatch keeps and bytes of
         weights, gradients and optimizer state.
     """
-    assert isinstance(run.forward_backward, ForwardBackward)
-    free = free_memory_bytes(run.job.accelerator, run.job.environment.local_world_size)
+    free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
     held = tuple(
         sum(p.numel() * (p.element_size() + _OPTIMIZER_BYTES) for p in chunk.parameters())
-        for chunk in run.chunks
+        for chunk in chunks
     )
-    return free, run.forward_backward.activation_bytes(), held
-
-
-def use(run: Run, candidate: Candidate) -> None:
-    """Takes a schedule or rule from the next step on; all ranks do so alike."""
-    assert isinstance(run.forward_backward, ForwardBackward)
-    run.forward_backward.use(candidate)
+    return free, forward_backward.activation_bytes(), held

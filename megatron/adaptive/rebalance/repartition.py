@@ -209,8 +209,10 @@ class Repartitioner:
 
     def _measurements(self) -> StepMeasurements:
         assert self._share is not None
-        free, kept, held = memory_of(self._run)
-        chunks = range(self._run.placement.num_chunks)
+        run, runs = self._run, self._run.forward_backward
+        assert isinstance(runs, ForwardBackward)
+        free, kept, held = memory_of(run.job, runs, run.chunks)
+        chunks = range(run.placement.num_chunks)
         return StepMeasurements(
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             steps=tuple(lanes for lanes, _ in self._steps),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.local_disk import LocalDisk
@@ -24,12 +25,13 @@ from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
-from megatron.adaptive.gpt.setup import Run, make_loader, make_recording
+from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
 from megatron.adaptive.gpt.step import Step, StepResult, gather_parameters, params_norm
-from megatron.adaptive.rebalance.auto import Decision, Tuner, use
+from megatron.adaptive.rebalance.auto import Decision, TunedPipeline, Tuner
 from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.trace.files import Outage
@@ -311,7 +313,8 @@ class Rebalancing(RunHook):
         super().__init__(live)
         self._log = live.log
         settings = live.config.schedule
-        self._tuner = Tuner(live.run) if settings.pipeline_schedule == "auto" else None
+        is_tuned = settings.pipeline_schedule == "auto"
+        self._tuner = Tuner(_tuned(live.run)) if is_tuned else None
         self._repartitioner: Repartitioner | None = None
         if settings.repartition != "off":
             self._repartitioner = Repartitioner(live.run, live.log.message)
@@ -364,12 +367,12 @@ class Rebalancing(RunHook):
             if not hasattr(live, "run"):
                 raise
             if decision.stay is not None:
-                use(live.run, decision.stay)
+                _engine_of(live.run).use(decision.stay)
             self._log.message(f"  the stages stay as they are, without {decision.move}: {error}")
             return
         live.adopt(moved)
         live.connect(live.run)
-        use(live.run, decision.move)
+        _engine_of(live.run).use(decision.move)
         if self._repartitioner is not None:
             self._repartitioner.adopt(live.run)
         self._go_on_in_new_files()
@@ -383,6 +386,32 @@ class Rebalancing(RunHook):
         live.close_loader()
         live.open_loader()
         self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
+
+
+def _engine_of(run: Run) -> ForwardBackward:
+    assert isinstance(run.forward_backward, ForwardBackward)
+    return run.forward_backward
+
+
+def _tuned(run: Run) -> TunedPipeline:
+    config = run.job.config
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return TunedPipeline(
+        job=run.job,
+        placement=run.placement,
+        pp_ranks=dist.get_process_group_ranks(group),
+        chunks=run.chunks,
+        forward_backward=_engine_of(run),
+        transport=None if run.wiring is None else run.wiring.transport,
+        payload_shape=payload_shape(config),
+        payload_dtype=run.core.pipeline_dtype,
+        layers=config.layers_per_stage,
+        cap=config.schedule.activation_cap,
+        splits=config.splits_backward,
+        weight_pieces=config.schedule.weight_pieces,
+        can_turn=config.schedule.pipeline_placement is None,
+        timeout_s=config.schedule.pipeline_timeout_s,
+    )
 
 
 class SettlingSnapshots(RunHook):

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
+from megatron.adaptive.accelerator import lock_pages
 from megatron.adaptive.transport.header import KIND_CODE, Label, code_of, settled
 
 __all__ = ["Staging"]
 
-_PORTABLE = 1  # of cudaHostRegister: for all contexts of the process
 _DLPACK_HOST, _DLPACK_CUDA = (1, 0), 2
 
 
@@ -194,11 +194,10 @@ class Staging:
 
     def _pin(self, info: Mapping[str, Any]) -> None:
         """Lock the pages of a channel's slots, where it says where they are."""
-        runtime = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             for way in ("send", "receive"):
-                address, size = info.get(f"{way}_address"), info.get(f"{way}_bytes")
-                if address and int(runtime.cudaHostRegister(address, size, _PORTABLE)) == 0:
+                address = info.get(f"{way}_address")
+                if address and lock_pages(address, info[f"{way}_bytes"], self._device):
                     self._pinned.append(address)
 
     def _failed(self, error: Exception) -> None:
