@@ -7,6 +7,8 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 python=$(bash prerequisite.sh --test | tail -n 1)
 tools=$(dirname -- "$python")
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# mypy goes by the content of files, so that checkouts share what it found.
+export MYPY_CACHE_DIR=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-adaptive/mypy
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 failed=()

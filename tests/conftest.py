@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
 import signal
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +25,46 @@ FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
 # Folders whose files take minutes come first: a file that starts last leaves the others idle.
 LONGEST_FIRST = ("labs", "multiprocess", "cluster", "modules", "plugin", "cli")
+
+
+# Folders with functions that numba compiles, for half a minute of processor time each.
+COMPILED = ("planner", "schedule")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _machine_code() -> Iterator[None]:
+    """Keeps what numba compiles in the user's cache, for all checkouts of the same sources.
+
+    numba trusts machine code of a source with the same time: sources get one made of their content.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-adaptive"
+    kept = []
+    for name in COMPILED:
+        folder = Path(__file__).parents[1] / "megatron" / "adaptive" / name
+        digest = hashlib.sha256(f"{version('numba')} {platform.processor()}".encode())
+        for path in sorted(folder.glob("*.py")):
+            content = path.read_bytes()
+            digest.update(content)
+            time_s = int(hashlib.sha256(content).hexdigest()[:7], 16)
+            with contextlib.suppress(PermissionError):  # another user's checkout
+                os.utime(path, (time_s, time_s))
+        kept.append((folder / "__pycache__", cache / "numba" / digest.hexdigest()[:24]))
+        _copy_machine_code(*reversed(kept[-1]))
+    yield
+    for made, folder in kept:
+        _copy_machine_code(made, folder)
+
+
+def _copy_machine_code(source: Path, target: Path) -> None:
+    """Copies what is not there or holds less; other processes may do so as well."""
+    found = sorted(source.glob("*.nbc")) + sorted(source.glob("*.nbi"))  # an index comes last
+    for path in found:
+        there = target / path.name
+        if not there.exists() or there.stat().st_size < path.stat().st_size:
+            target.mkdir(parents=True, exist_ok=True)
+            draft = target / f"{path.name}.{os.getpid()}.new"
+            shutil.copy(path, draft)
+            draft.replace(there)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

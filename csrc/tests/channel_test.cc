@@ -161,7 +161,7 @@ void sending_never_waits_for_the_peer() {
 
 void slots_come_back_in_any_order_from_any_thread() {
   auto [low, high] = open_two(small_slots(8));
-  constexpr int kCount = 4000;
+  constexpr int kCount = 1000;
   std::mutex mutex;
   std::deque<Arrival> held;
   std::atomic<bool> done{false};

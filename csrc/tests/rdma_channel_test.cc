@@ -169,13 +169,13 @@ int main(int argc, char** argv) {
     o.slots = 64;
     o.num_qps = 3;
   });
-  test("both directions", [&] { both_directions_at_once(lab, small_slots(), 1000); });
+  test("both directions", [&] { both_directions_at_once(lab, small_slots(), 400); });
   test("both directions, one slot", [&] { both_directions_at_once(lab, small_slots(1), 300); });
   test("both directions, four queue pairs", [&] { both_directions_at_once(lab, four_pairs, 100); });
   test("both directions, MTU 512", [&] { both_directions_at_once(lab, small_mtu, 100); });
   test("both directions, default options", [&] { both_directions_at_once(lab, {}, 0); });
   test("both directions, 64 slots, three queue pairs",
-       [&] { both_directions_at_once(lab, many, 1000); });
+       [&] { both_directions_at_once(lab, many, 400); });
   test("different options", [&] { different_options_are_refused(lab); });
   test("returns while computing",
        [&] { returned_slots_reach_the_sender_while_the_receiver_computes(lab); });

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.multiprocess.launch import ROOT, environment, run_forked
+from tests.multiprocess.launch import ROOT, environment, forkserver, run_forked
 
 TRAINER = ROOT / "pretrain_gpt.py"
 FLAGS = (
@@ -104,7 +104,7 @@ class ElasticJob(JobFolder):
         script: that the ranks run.
         flags: of it, before the others.
         variables: further environment of all processes.
-        slots: processes of each node, which one process forks: two nodes import all twice.
+        slots: processes of each node.
     """
 
     def __init__(
@@ -125,10 +125,12 @@ class ElasticJob(JobFolder):
         self.log = folder / "log.txt"
         self.extra = extra
         self._write(names)
+        # Of its nodes; the parent of their fork servers, and so of their ranks, is the tests'.
+        self._parent, forked = forkserver().nodes()
         with self.log.open("w") as output:
             self.manager = subprocess.Popen(
                 command(self.machines, self.checkpoints, extra, *own, script=script, flags=flags),
-                env={**environment(), **(variables or {})},
+                env={**environment(), **forked, **(variables or {})},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -155,9 +157,14 @@ class ElasticJob(JobFolder):
 
     def rank_on(self, name: str) -> psutil.Process:
         """The rank of a node that has one."""
-        (forkserver,) = psutil.Process(self.agent(name)).children()
-        (rank,) = forkserver.children()
+        (rank,) = self._ranks_of(self.agent(name))
         return rank
+
+    def _ranks_of(self, agent: int) -> list[psutil.Process]:
+        """The processes of a node but for its agent's own."""
+        (asked,) = psutil.Process(agent).children()
+        (found,) = (one for one in self._parent.children() if one.name() == f"node-{asked.pid}")
+        return found.children()
 
     def trained(self, incarnation: int, steps: int = 4) -> int:
         """Wait until an epoch has done some steps; returns the last."""
@@ -175,7 +182,7 @@ class ElasticJob(JobFolder):
         family = []
         for name in names:
             agent = psutil.Process(self.agent(name))
-            family += [agent, *agent.children(recursive=True)]
+            family += [agent, *agent.children(recursive=True), *self._ranks_of(agent.pid)]
         for one in family:
             with contextlib.suppress(psutil.NoSuchProcess):  # a child goes with its parent
                 one.kill()
@@ -251,8 +258,8 @@ class ElasticJob(JobFolder):
 
     def _remember(self) -> None:
         try:
-            for one in psutil.Process(self.manager.pid).children(recursive=True):
-                self._family[one.pid] = one
+            for parent in (self._parent, psutil.Process(self.manager.pid)):
+                self._family |= {one.pid: one for one in parent.children(recursive=True)}
         except psutil.NoSuchProcess:
             return
 

@@ -29,6 +29,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 RANK = Path(__file__).with_name("forked_rank.py")
+NODES = Path(__file__).with_name("forked_nodes")
 START_LIMIT_S = 120.0
 GRACE_S = 2.0
 
@@ -60,6 +61,7 @@ class Forkserver:
         self._keys = itertools.count()
         self._ended: dict[str, int] = {}
         self._pids: dict[str, int] = {}
+        self._nodes: str | None = None
         atexit.register(self.close)
 
     @property
@@ -92,6 +94,23 @@ class Forkserver:
             if not self._read(end_s):
                 raise AssertionError(f"the fork server does not answer: {tail(self._log)}")
         return key
+
+    def nodes(self) -> tuple[psutil.Process, dict[str, str]]:
+        """Returns the parent of nodes' fork servers, and variables of jobs that are to use it.
+
+        See ``forked_nodes/sitecustomize.py``.
+        """
+        path = self._folder / "nodes"
+        if self._nodes is None:
+            words = [str(NODES / "sitecustomize.py"), str(path)]
+            given = {"output": self._log, "error": self._log, "variables": environment()}
+            self._nodes = self.start(words, **given)  # type: ignore[arg-type]
+            end_s = time.monotonic() + START_LIMIT_S
+            while not path.exists():
+                assert time.monotonic() < end_s, tail(self._log)
+                time.sleep(0.01)
+        variables = {"PYTHONPATH": f"{NODES}:{ROOT}", "TESTS_NODE_FORKSERVERS": str(path)}
+        return psutil.Process(self._pids[self._nodes]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
         """Waits until all programs have ended or one has failed; returns those statuses."""
@@ -159,6 +178,7 @@ def forkserver(python_path: str = str(ROOT)) -> Forkserver:
 def environment(**more: str) -> dict[str, str]:
     """Returns what programs of the tests run with."""
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    own["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of what an elastic job's fork server forks
     return {**os.environ, **own, **more}
 
 

@@ -197,7 +197,8 @@ FREE = tuple(
     )
     for file in ORIGINS
 )
-# The default is shared memory; few small slots make receivers copy and messages go in pieces.
+# The default is shared memory, which the shapes use; few small slots make receivers copy and
+# messages go in pieces.
 FEW = "--micro-batch-size 2 --transport-slot-bytes 4096 --transport-slots 2"
 TRANSPORTED = tuple(
     dataclasses.replace(case, extra=f"--transport {kind} {case.extra}".strip())
@@ -210,6 +211,7 @@ TRANSPORTED = tuple(
         Case("zb-v", pp=2, chunks=2, extra=f"{FEW} --transport-crc"),
         Case("interleaved", pp=2, chunks=2, extra=FEW),
     )
+    if kind != "shm" or case.extra
 )
 # First and last stage on the first rank; with three chunks the last one is on the last rank.
 PLACED = (

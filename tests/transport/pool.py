@@ -39,7 +39,7 @@ class Pool:
         self._folder = folder
         self._calls = 0
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "torch.testing"])
+        context.set_forkserver_preload(["torch.testing", "tests.transport.contract"])
         self._connections: list[Connection] = []
         self._processes = []
         for worker in range(size):

@@ -8,6 +8,7 @@ between two flags.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import types
@@ -259,6 +260,7 @@ class FieldSpec:
         return value
 
 
+@functools.cache
 def fields_of(group: type) -> tuple[FieldSpec, ...]:
     """Every field of a group in the order of its definition."""
     hints = typing.get_type_hints(group, include_extras=True)
