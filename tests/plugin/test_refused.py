@@ -48,7 +48,9 @@ def check(config: Any = None, *chunks: Any, replicas: int = 1, **settings: Any) 
 
 
 def test_weights_in_parts() -> None:
-    with pytest.raises(ConfigError, match="^gtp_weight_remat_size=2 of the model: parts of weights"):
+    with pytest.raises(
+        ConfigError, match="^gtp_weight_remat_size=2 of the model: parts of weights"
+    ):
         check(configuration(gtp_weight_remat_size=2))
 
 

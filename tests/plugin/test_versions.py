@@ -108,6 +108,8 @@ def test_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_newer_one_runs_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.package_info, "MINOR", versions.NEWEST[1] + 1)
-    with pytest.warns(UserWarning, match="is newer than the releases .*: its functions fit") as seen:
+    with pytest.warns(
+        UserWarning, match="is newer than the releases .*: its functions fit"
+    ) as seen:
         versions.check()
     assert len(seen) == 1

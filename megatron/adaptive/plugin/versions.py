@@ -59,8 +59,8 @@ def check() -> None:
     if (package_info.MAJOR, package_info.MINOR) > NEWEST:
         warnings.warn(
             f"megatron-core {megatron.core.__version__} is newer than the releases that "
-            f"megatron.adaptive is tested with, up to {NEWEST[0]}.{NEWEST[1]}: its functions fit, so "
-            "it runs; compare a few steps with schedule megatron",
+            f"megatron.adaptive is tested with, up to {NEWEST[0]}.{NEWEST[1]}: its functions fit, "
+            "so it runs; compare a few steps with schedule megatron",
             stacklevel=3,
         )
 
