@@ -48,7 +48,7 @@ TWO_RANKS: list[dict[str, Any]] = [
             "auto": {"schedule": "auto"},  # chooses after four steps
             "file": {"schedule": "file", "schedule_file": "order.json"},
             "interleaved": {"schedule": "interleaved"},
-            "by hand": {"schedule": "megatron"},
+            "by hand": {"schedule": "megatron", "trace_dir": "own"},
         },
     },
     {
@@ -174,6 +174,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert now is not None
         assert (now.doing, now.iteration) == (ENDED, 4)
 
+    own = read_run(tmp_path / "own").ranks[1].table()
+    assert Counter(own.of_kind("F", "B").iteration.tolist()) == dict.fromkeys(range(1, 7), 2 * 8)
     # How far the run is, as the trainer says it.
     snapshot = LiveRun(tmp_path / "traces").refresh()
     assert (snapshot.state, snapshot.detail, snapshot.iteration) == (

@@ -171,14 +171,17 @@ class DropoutKeys:
         """
         if not self._enabled:
             return
-        for chunk in chunks:
-            for module in chunk.modules():
-                if isinstance(module, TransformerLayer):
-                    assert module.layer_number < 1 << _LAYER_BITS
-                    # A layer that was here before a change of partition has one already.
-                    if (former := getattr(module, _HOOK, None)) is not None:
-                        former.remove()
-                    setattr(module, _HOOK, module.register_forward_pre_hook(self._enter))
+        self.detach(chunks)  # a layer that was here before a change of partition has one already
+        for layer in _layers_of(chunks):
+            assert layer.layer_number < 1 << _LAYER_BITS
+            setattr(layer, _HOOK, layer.register_forward_pre_hook(self._enter))
+
+    @staticmethod
+    def detach(chunks: Iterable[torch.nn.Module]) -> None:
+        """Have the layers of ``chunks`` draw from the generators as they are."""
+        for layer in _layers_of(chunks):
+            if (handle := layer.__dict__.pop(_HOOK, None)) is not None:
+                handle.remove()
 
     def apply(self, *, step: int, microbatch: int) -> None:
         """Set the generators for the forward of ``microbatch``, up to the first layer.
@@ -216,6 +219,13 @@ class DropoutKeys:
         # A new tensor each time: checkpoints of activations hold on to the old ones.
         states[_MODEL_PARALLEL_RNG_TRACKER_NAME] = own.get_state()
         self._tracker.set_states(states)
+
+
+def _layers_of(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                yield module
 
 
 # A bijection of 64-bit numbers in which every bit of the input flips about half of the output.

@@ -32,6 +32,7 @@ from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import Job, environment_of_rank
 from megatron.adaptive.engine.orders import Orders, given_schedule, weight_pieces
+from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.gpt.forward import DropoutKeys
 from megatron.adaptive.plugin.refused import check_call, check_model
@@ -49,16 +50,18 @@ class Engine:
 
     Args:
         settings: the plugin's, in force for all steps.
+        own: megatron-core's own function, to be traced from outside; the executor where ``None``.
 
     Attributes:
         left_open: it was closed after a failed step: threads still wait for messages.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, own: Callable[..., Any] | None = None) -> None:
         self._settings = settings
+        self._own = own
         self._accelerator = _this_device()
         self._chunks: list[torch.nn.Module] = []
-        self._forward_backward: ForwardBackward | None = None
+        self._forward_backward: ForwardBackward | OutsideTrace | None = None
         self._group: dist.ProcessGroup | None = None
         self._placement: Placement | None = None
         self._payload: tuple[int, ...] | None = None
@@ -87,14 +90,16 @@ class Engine:
             ConfigError: the model or an argument asks for what the engine does not do.
             TransportError: another rank is gone or silent.
         """
-        check_call(given)
+        if self._own is None:
+            check_call(given)
         model, trains = given["model"], not given.get("forward_only", False)
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         config = get_model_config(chunks[0])
         self._finish_step()
         if chunks != self._chunks:
             replicas = parallel_state.get_data_parallel_world_size()
-            check_model(config, chunks, self._settings, replicas=replicas)
+            if self._own is None:
+                check_model(config, chunks, self._settings, replicas=replicas)
             self._chunks, self._forward_backward = chunks, None
         self._connect(config, given)
         self._tune()
@@ -102,7 +107,8 @@ class Engine:
         trace = self._trace
         if trains:
             current = getattr(megatron_arguments(), "curr_iteration", None)
-            self._iteration = max(self._iteration, current or 0) + 1
+            # Megatron-LM may run a step again, to see whether its results are the same.
+            self._iteration = (self._iteration if current is None else current) + 1
             if self._dropout is not None:
                 given = {**given, "forward_step_func": self._keyed(given["forward_step_func"])}
             if trace is not None:
@@ -131,6 +137,8 @@ class Engine:
         if self._trace is not None:
             self._trace.close(is_orderly=not self._broken)
             self._trace = None
+        if self._dropout is not None:
+            self._dropout.detach(self._chunks)
         wiring, self._wiring = self._wiring, None
         if wiring is not None and self._broken:
             self.left_open = True
@@ -149,7 +157,7 @@ class Engine:
         group = parallel_state.get_pipeline_model_parallel_group()
         placement = Placement(num_ranks=group.size(), num_chunks=len(self._chunks))
         payload = _payload_shape(config, given, len(self._chunks))
-        if self._wiring is None:
+        if self._job is None:
             self._group, self._placement, self._payload = group, placement, payload
             self._job = Job(
                 environment=environment_of_rank(),
@@ -160,7 +168,8 @@ class Engine:
             self._orders = self._make_orders(config, placement)
             if self._settings.trace_dir is not None:
                 self._trace = self._open_trace(self._settings.trace_dir, given)
-            self._build(config, given["num_microbatches"])
+            if self._own is None:
+                self._build(config, given["num_microbatches"])
             atexit.register(self._close_at_exit)
         elif group is not self._group or placement != self._placement:
             raise ConfigError(
@@ -168,10 +177,14 @@ class Engine:
                 "each is not the one of the first step, which the engine is connected for: call "
                 "megatron.adaptive.uninstall() and install() on all ranks in between"
             )
-        elif self._payload is not None and payload != self._payload:
+        elif self._own is None and self._payload is not None and payload != self._payload:
             self._payload = None  # not all alike, as it seemed
             self._build(config, given["num_microbatches"])
-        if self._forward_backward is None:
+        if self._forward_backward is None and self._own is not None:
+            assert self._trace is not None
+            self._forward_backward = OutsideTrace(self._own, self._trace.tracing)
+            self._trace.tracing.watch(self._forward_backward.snapshot)
+        elif self._forward_backward is None:
             assert self._wiring is not None
             assert self._orders is not None
             self._forward_backward = ForwardBackward(
@@ -237,7 +250,7 @@ class Engine:
             return None
         assert self._job is not None
         assert self._wiring is not None
-        assert self._forward_backward is not None
+        assert isinstance(self._forward_backward, ForwardBackward)
         layers, _ = stage_sizes(
             self._job, orders.placement, orders.pp_rank, self._chunks, given["seq_length"]
         )
@@ -323,9 +336,10 @@ class Engine:
         """Take what the training step under way did, if one is; waits until its device is done."""
         step, self._step = self._step, None
         waits = self._trace is not None or self._tuner is not None
-        if step is None or not waits or self._wiring is None or self._broken:
+        if step is None or not waits or self._broken:
             return
-        self._done = (self._wiring.executor.finish_step(), step)
+        if self._wiring is not None:
+            self._done = (self._wiring.executor.finish_step(), step)
         if self._trace is not None:
             self._trace.end()
 

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.adaptive.errors import ConfigError
@@ -48,7 +47,6 @@ class Seam:
         self.engine = None
         self._settings = settings
         self._in_force = True
-        self._has_said = False
 
     def change(self, settings: Settings) -> None:
         """Take other settings.
@@ -76,11 +74,11 @@ class Seam:
         if not self._in_force:
             return chosen
         settings = self._settings_in_force()
-        own = settings.schedule == "megatron"
-        if own or chosen is schedules.forward_backward_no_pipelining:
-            self._say_no_trace(settings, "schedule megatron" if own else "one pipeline rank")
+        alone = chosen is schedules.forward_backward_no_pipelining
+        is_own = settings.schedule == "megatron" or alone
+        if is_own and settings.trace_dir is None:
             return chosen
-        if chosen not in (
+        if not is_own and chosen not in (
             schedules.forward_backward_pipelining_without_interleaving,
             schedules.forward_backward_pipelining_with_interleaving,
         ):
@@ -94,7 +92,8 @@ class Seam:
             if not self._in_force:  # taken out meanwhile
                 return chosen(**given)
             if self.engine is None:
-                self.engine = Engine(self._settings_in_force())
+                own = chosen if is_own else None
+                self.engine = Engine(self._settings_in_force(), own)
             return self.engine.run(given)
 
         return step
@@ -123,13 +122,6 @@ class Seam:
 
     def _settings_in_force(self) -> Settings:
         return self._settings.overridden(megatron_arguments())
-
-    def _say_no_trace(self, settings: Settings, reason: str) -> None:
-        if settings.trace_dir is None or self._has_said or not dist.is_initialized():
-            return
-        self._has_said = True
-        if dist.get_rank() == 0:
-            print(f"megatron.adaptive: no traces with {reason}", flush=True)
 
 
 def put(settings: Settings) -> None:

@@ -112,9 +112,10 @@ class StepTrace:
         """Begin a training step.
 
         Args:
-            iteration: its number, as the log has it.
+            iteration: its number, as the log has it; the next one where that step is run again.
             given: the arguments of megatron-core's function.
         """
+        iteration = max(iteration, self._done + 1)
         microbatches = given["num_microbatches"]
         replicas = parallel_state.get_data_parallel_world_size()
         samples = microbatches * given["micro_batch_size"] * replicas
