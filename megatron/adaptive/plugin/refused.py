@@ -114,8 +114,8 @@ def check_model(
             raise ConfigError(f"{name}={value} of the model: {reason}; turn it off {_INSTEAD}")
     if (parts := getattr(config, "gtp_weight_remat_size", 1)) > 1:
         raise ConfigError(
-            f"gtp_weight_remat_size={parts} of the model: parts of weights are gathered in the order of "
-            f"megatron-core's own loop; set it to 1 {_INSTEAD}"
+            f"gtp_weight_remat_size={parts} of the model: parts of weights are gathered in the "
+            f"order of megatron-core's own loop; set it to 1 {_INSTEAD}"
         )
     _check_fp8(config, settings, replicas)
     for number, chunk in enumerate(chunks):
