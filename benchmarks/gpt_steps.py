@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks import ranks
 from benchmarks.ranks import GPT, MICROBATCHES, GptRank, rank_main
@@ -93,11 +93,13 @@ class Rank(GptRank):
 
     Args:
         _: folder that it does not need.
-        job: one of ``ALL_JOBS``.
+        job: one of ``JOBS``.
     """
 
+    JOBS: ClassVar[Mapping[str, Job]] = ALL_JOBS
+
     def __init__(self, _: Path, job: str) -> None:
-        of_job = ALL_JOBS[job]
+        of_job = self.JOBS[job]
         size = ["--hidden-size", "256", "--pipeline-model-parallel-size", str(of_job.ranks)]
         super().__init__([*GPT, *size, *of_job.flags.split()])
 
@@ -145,7 +147,7 @@ class Rank(GptRank):
         for name, function in self._functions.items():
             self._prepare(name)
             reported = function(microbatches)
-            losses = torch.zeros(MICROBATCHES, dtype=torch.float64)
+            losses = torch.zeros(self._microbatches, dtype=torch.float64)
             for index, values in enumerate(reported):
                 (losses[index],) = (value.double().cpu() for value in values.values())
             # Only one rank has losses.
@@ -187,7 +189,7 @@ class Rank(GptRank):
         if name == "megatron":
             return self._fed(self._run.forward_backward)
         if self._name == OVER_TRANSPORTS:
-            return self._fed(self._ours("1f1b", name))
+            return self._fed(self._ours("1f1b", transport=name))
         if name.startswith("plug-in "):
             return self._fed(self._plugged_in(name.removeprefix("plug-in ")))
         return self._fed(self._ours(name))
@@ -196,23 +198,24 @@ class Rank(GptRank):
         """Call a function with megatron-core's signature with microbatches alone."""
         from megatron.adaptive.gpt.forward import ChunkFeed
 
-        chunks = self._run.chunks
+        chunks, count, config = self._run.chunks, self._microbatches, self._job.config
         single = len(chunks) == 1
 
         def run(microbatches: Any) -> list[Any]:
-            feeds = [ChunkFeed(microbatches, count=MICROBATCHES, step=0) for _ in chunks]
+            feeds = [ChunkFeed(microbatches, count=count, step=0) for _ in chunks]
             return forward_backward(
                 forward_step_func=self._forward,
                 data_iterator=feeds[0] if single else feeds,
                 model=chunks[0] if single else chunks,
-                num_microbatches=MICROBATCHES,
-                seq_length=256,
-                micro_batch_size=1,
+                num_microbatches=count,
+                seq_length=config.model.seq_length,
+                micro_batch_size=config.batch.micro_batch_size,
             )
 
         return run
 
-    def _ours(self, name: str, transport: str = "auto") -> Callable[..., list[Any]]:
+    def _ours(self, name: str, **transport: Any) -> Callable[..., list[Any]]:
+        """Our executor with a schedule, over channels as ``TransportConfig`` has them."""
         from megatron.core import parallel_state
 
         from megatron.adaptive.config.parallel import TransportConfig
@@ -231,7 +234,7 @@ class Rank(GptRank):
             payload_dtype=run.core.pipeline_dtype,
             timeout_s=120.0,
             recorder=None,
-            transport=TransportConfig(transport=transport),
+            transport=TransportConfig(**transport),
         )
         self._wirings.append(wiring)
         # As the trainer chooses it: a fixed order does each weight gradient in one go.
@@ -271,6 +274,7 @@ class Rank(GptRank):
         start = time.perf_counter()
         self._functions[name](microbatches)
         self._run.optimizer.step()
+        self._accelerator.synchronize()
         dist.barrier(group=self._job.control_group)
         return time.perf_counter() - start
 

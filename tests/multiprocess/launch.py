@@ -177,7 +177,8 @@ def forkserver(python_path: str = str(ROOT)) -> Forkserver:
 
 def environment(**more: str) -> dict[str, str]:
     """Returns what programs of the tests run with."""
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     own["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of what an elastic job's fork server forks
     return {**os.environ, **own, **more}
 

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Sets up and runs everything that needs a GPU within some minutes, and writes one page and one JSON
+# of what ran, failed and was left out: scripts/gpu_check.sh [--minutes 10] [--output FOLDER].
+# --rehearse runs the same without a GPU. docs/benchmarks.md says what the parts are.
+#
+# Without a network: carry what is missing there as wheels in a folder, and name it with
+# PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER. What cannot be had is left out by name.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+say() { printf '%s\n' "$*" >&2; }
+
+# Prints the Python to use as the last line. Where the usual set-up fails, whatever can be had goes
+# into a folder of its own: the environment that torch is in stays as it is.
+set_up() {
+  local python site=$PWD/build/gpu-check-site requirement
+  export PIP_RETRIES=${PIP_RETRIES:-0} PIP_DEFAULT_TIMEOUT=${PIP_DEFAULT_TIMEOUT:-15}
+  if ! python=$(bash prerequisite.sh | tail -n 1) || [[ ! -x $python ]]; then
+    say "prerequisite.sh failed: going on with what is there"
+    python=$(bash prerequisite.sh --print-python || true)
+    if [[ ! -x $python ]]; then python=$(command -v python3); fi
+    while IFS= read -r requirement; do
+      install "$python" "$site" "$requirement"
+    done < <("$python" scripts/environment.py | sed -n 's/^missing=//p')
+    PYTHONPATH=$PWD:$site "$python" setup.py -q build_ext --inplace >&2 ||
+      say "not installed: the C++ extension"
+  fi
+  if ! PYTHONPATH=$site "$python" -c 'import pytest' 2>/dev/null; then
+    install "$python" "$site" "$(grep '^pytest==' requirements-test.txt)"
+  fi
+  printf '%s\n' "$python"
+}
+
+# Installs one package without those that it needs, which the list names too.
+install() {
+  "$1" -m pip install -q --disable-pip-version-check --no-deps --upgrade --target "$2" "$3" >&2 ||
+    say "not installed: $3"
+}
+
+if [[ ${1:-} == --set-up ]]; then
+  set_up
+  exit
+fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+exec "$(command -v python3)" -m benchmarks.gpu_check "$@"

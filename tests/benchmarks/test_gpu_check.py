@@ -1,0 +1,153 @@
+"""The check of a GPU: parts with limits, and a rehearsal of all of it without one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Part, parts
+
+ROOT = Path(__file__).resolve().parents[2]
+# One process outlives its parent and leaves its session.
+HANGS = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("hangs", flush=True)
+time.sleep(600)
+"""
+WRITES = """
+import json, sys
+rows = [{"what": "a ratio", "value": float(sys.argv[2]), "goal": 1.0}]
+json.dump({"rows": rows, "facts": {"gpus": 1}}, open(sys.argv[1], "w"))
+"""
+
+
+def part(name: str, code: str, *words: str, **others: Any) -> Part:
+    limits = {"least_s": 1.0, "most_s": 20.0, **others}
+    return Part(name=name, command=("{python}", "-c", code, *words), **limits)
+
+
+def report(folder: Path) -> tuple[dict[str, Any], str]:
+    content = json.loads((folder / "gpu_check.json").read_text())
+    return content, (folder / "gpu_check.md").read_text()
+
+
+RUN = """
+import sys
+from pathlib import Path
+from tests.benchmarks.test_gpu_check import some_parts
+from benchmarks.gpu_check import Check
+sys.exit(Check(Path(sys.argv[1]), float(sys.argv[2]), rehearse=False).run(None, some_parts()))
+"""
+
+
+def some_parts() -> list[Part]:
+    return [
+        part("device", WRITES, "{json}", "0.5"),
+        part("hangs", HANGS, most_s=4.0),
+        part("fails", "raise SystemExit('no such thing')"),
+        part("misses", WRITES, "{json}", "1.5"),
+        part("two", "", needs=(("two GPUs", "there is only one"),)),
+        part("long", "", least_s=1000.0),
+        part("works", WRITES, "{json}", "0.5", needs=(("gpus", "there is no GPU"),)),
+    ]
+
+
+def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> None:
+    # A process of its own: it ends all that is below it.
+    command = [sys.executable, "-c", RUN, str(tmp_path), "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    content, page = report(tmp_path)
+    found = {one["name"]: (one["state"], one["reason"]) for one in content["parts"]}
+    assert found == {
+        "device": ("ok", ""),
+        "hangs": ("cut", "it took more than 4 s"),
+        "fails": ("failed", "status 1: no such thing"),
+        "misses": ("missed", "a ratio"),
+        "two": ("left out", "there is only one"),
+        "long": ("left out", "no time was left"),
+        "works": ("ok", ""),
+    }
+    assert content["gpus"] == 1
+    for one in content["parts"]:
+        assert f"| {one['name']} | {one['state']} |" in page
+    left = [one.pid for one in psutil.process_iter() if "time.sleep(600)" in " ".join(_words(one))]
+    assert not left
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+BARE = """
+import sys
+from benchmarks import gpu_check
+gpu_check.SET_UP = gpu_check.Part(name="set-up", command={command}, least_s=1, most_s=9)
+sys.exit(gpu_check.main(sys.argv[1:]))
+"""
+
+
+def test_a_machine_without_torch_is_one_line_and_status_2(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o755)
+    code = BARE.format(command=("echo", str(bare)))
+    command = [sys.executable, "-c", code, "--output", str(tmp_path / "out"), "--minutes", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "has no torch" in done.stderr
+    content, _ = report(tmp_path / "out")
+    assert {one["state"] for one in content["parts"][1:]} == {"left out"}
+    assert "nvidia-smi" in content
+
+
+def test_tests_are_counted_up_to_where_they_were_cut() -> None:
+    outcome = gpu_check.Outcome("tests")
+    text = """
+tests/gpu/test_one.py::test_a[x y] PASSED                 [ 10%]
+tests/gpu/test_one.py::test_b FAILED                      [ 20%]
+tests/gpu/test_one.py::test_c SKIPPED (no)                [ 30%]
+tests/gpu/test_one.py::test_d
+SKIPPED [1] tests/gpu/test_one.py:9: no
+FAILED tests/gpu/test_one.py::test_b - assert 1 == 2
+"""
+    gpu_check._read_tests(text, outcome)
+    assert outcome.facts["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert outcome.reason == "tests/gpu/test_one.py::test_b: assert 1 == 2"
+    assert outcome.facts["skips"] == [[1, "no"]]
+
+
+def test_what_is_worth_least_leaves_time_to_what_is_worth_more() -> None:
+    for rehearse in (False, True):
+        found = parts(rehearse=rehearse)
+        assert len({one.name for one in found}) == len(found)
+        needed = sum(one.least_s for one in (gpu_check.SET_UP, *found))
+        assert needed < 10 * 60, "ten minutes hold all parts"
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", "--minutes", "8"]
+    command += ["--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    content, page = report(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr + page
+    states = {one["name"]: one["state"] for one in content["parts"]}
+    expected = {"set-up", *(one.name for one in parts(rehearse=True))}
+    assert set(states) == expected
+    no_gpu = {name for name in expected if name.startswith("tests: ")} - {"tests: CUDA IPC"}
+    no_gpu |= {"PP 2, NCCL", "Transformer Engine, split"}
+    assert {name for name, state in states.items() if state == "left out"} <= no_gpu
+    assert {"PP 1", "PP 2", "PP 2, split, V", "memory"} <= set(states) - no_gpu
