@@ -341,7 +341,7 @@ def _substitute_streams() -> None:
     """There is one stream, in which nothing waits, whichever is asked for."""
     torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
     torch.cuda.current_stream = _NoStream  # type: ignore[assignment]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
 
 
 def _is_cuda_name(device: Any) -> bool:
