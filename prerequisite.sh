@@ -412,6 +412,11 @@ install_versions() {
       say "warning: pip could not fetch $pin: the tests that need it are skipped"
       continue
     }
+    # Their helper is for Python 3.12; its source is that of the environment's, which fits this one.
+    if [[ -d $fresh/megatron/core/datasets ]]; then
+      cp -n -- "$("$python" -c 'import megatron.core.datasets.helpers_cpp as h; print(h.__file__)')" \
+        "$fresh/megatron/core/datasets/" || true
+    fi
     rm -rf -- "$core_folder/$pin.new"
     mv -- "$fresh" "$core_folder/$pin.new"
     mv -T -- "$core_folder/$pin.new" "$core_folder/$pin"
@@ -470,9 +475,6 @@ set_up() {
   if ((slurm)); then
     install_slurm
   fi
-  if ((versions)); then
-    install_versions
-  fi
   if ((benchmarks)); then
     install_missing_packages 'benchmarks/transport.py does not compare with MPI and UCX' \
       "${benchmark_packages[@]}"
@@ -481,6 +483,7 @@ set_up() {
   # Before anything can fail: a half-done set-up must not look whole.
   rm -f -- "$(stamp_path)"
   install_requirements
+  if ((versions)); then install_versions; fi
   if ((made)); then keep_environment; fi
   look_at "$python"
   facts[executable]=$python

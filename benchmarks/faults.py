@@ -58,13 +58,14 @@ def main(words: list[str] | None = None) -> int:
 
         counts = (1500, 150, 30) if quick else (10_000, 1000, 60)
         jobs, real = ((16, 8), 1) if quick else ((200, 100), 3)
+        talk = (20_000, 30.0) if quick else (1_000_000, 900.0)
         minutes, every_s = (1.0, 5.0) if quick else (10.0, 60.0)
         events, limit_min = (12, 3.0) if quick else (100, 55.0)
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
             "checksums": lambda: checksums.measure(4 if quick else 12),
             "leases": lambda: leases.measure(folder("leases"), *jobs, seed, real),
-            "strangers": lambda: strangers.rows(2000 if quick else 1_000_000, seed),
+            "strangers": lambda: strangers.rows(*talk, seed),
             "secrets": lambda: look_for_secrets(seed),
             "commands": give_wrong_commands,
             "control": lambda: control_plane.measure(

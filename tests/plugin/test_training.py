@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("user_pretrain.py")
 REL = 1e-6
-SPLIT = {"split_backward": True}
 TWO_RANKS: list[dict[str, Any]] = [
     {
         # A microbatch of evaluation is smaller: tensors between stages change their shape.
@@ -59,11 +58,11 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        "shape": {"pp": 2, "chunks": 1, "deferring": True},
+        "shape": {"pp": 2, "chunks": 1},
         "runs": {
-            "adaptive": SPLIT,
-            "zb-h1": {"schedule": "zb-h1", **SPLIT},
-            "traced": {"schedule": "zb-h1", **SPLIT, "trace_dir": "traces"},
+            "whole": {"split_backward": False},
+            "zb-h1": {"schedule": "zb-h1"},
+            "traced": {"split_backward": True, "weight_pieces": 1, "trace_dir": "traces"},
         },
     },
 ]

@@ -52,7 +52,6 @@ class Shape:
         overlap: gradients are reduced while the backward still runs.
         deallocate: outputs are freed once they are sent, as Megatron-LM has it.
         timers: megatron-core's timers run.
-        deferring: layers can put their weight gradients off.
         llama: the model is of Llama's kind instead of GPT's.
         groups: process groups are handed to models and steps, as Megatron Bridge does.
         dropout: of attention and hidden state.
@@ -66,7 +65,6 @@ class Shape:
     overlap: bool = False
     deallocate: bool = True
     timers: bool = False
-    deferring: bool = False
     llama: bool = False
     groups: bool = False
     dropout: float = 0.0
@@ -148,10 +146,6 @@ def configuration(shape: Shape) -> TransformerConfig:
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
     """Build this rank's part of the model as Megatron-LM's ``get_model`` does."""
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
-    if shape.deferring:
-        from megatron.adaptive.plugin import deferring_spec
-
-        spec = deferring_spec(spec)
     chunks = []
     for vp_stage in range(shape.chunks):
         several = shape.chunks > 1

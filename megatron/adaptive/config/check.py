@@ -409,12 +409,6 @@ def _order(config: TrainerConfig, given: _Given) -> Rules:
         f"{', '.join((*RULES, *SPLIT_SCHEDULES))}, or drop it",
     )
     yield (
-        config.splits_backward and config.model.transformer_impl != "local",
-        f"{order} with split backwards and {given.transformer_impl}: its layers compute weight "
-        "gradients within the backward; use --transformer-impl local, or a schedule with whole "
-        "backwards",
-    )
-    yield (
         (schedule == "file") != (settings.schedule_file is not None),
         f"{order} with {given.schedule_file}: the two go together; give both or neither",
     )

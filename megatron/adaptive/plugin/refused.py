@@ -13,14 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_model_type, unwrap_model
 
-from megatron.adaptive.engine.deferred_layers import (
-    DeferringColumnParallelLinear,
-    DeferringRowParallelLinear,
-    why_not_split,
-)
+from megatron.adaptive.engine.deferred_layers import delays_by_itself
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.settings import Settings
 from megatron.adaptive.schedule.registry import placement_for
@@ -29,7 +24,7 @@ _GRAPHS = "a CUDA graph replays the order it was captured in"
 _CONFIG = {
     "num_moe_experts": "experts trade tokens with replicas whose order of work may differ",
     "overlap_moe_expert_parallel_comm": "it runs forwards and backwards merged into one",
-    "delay_wgrad_compute": "megatron-core's own loop computes the weight gradients it puts off",
+    "delay_wgrad_compute": "weight gradients are the engine's to delay, see split_backward",
     "defer_embedding_wgrad_compute": "megatron-core's own loop computes what it puts off",
     "num_microbatches_with_partial_activation_checkpoints": (
         "it counts on the order of megatron-core's own loop"
@@ -121,8 +116,6 @@ def check_model(
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk)
     _check_schedule(config, len(chunks), settings.schedule)
-    if settings.split_backward:
-        _check_split(config, chunks)
 
 
 def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
@@ -180,22 +173,18 @@ def _check_schedule(config: Any, num_chunks: int, name: str) -> None:
         )
 
 
-def _check_split(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
-    reason = why_not_split(config)
-    if reason is not None:
-        raise ConfigError(f"backwards cannot be split: {reason}; drop split_backward")
-    for number, chunk in enumerate(chunks):
-        for name, layer in unwrap_model([chunk])[0].named_modules():
-            if name.rpartition(".")[2].startswith("linear_") and not _defers(layer):
-                raise ConfigError(
-                    f"backwards cannot be split: {name} of chunk {number} is a "
-                    f"{type(layer).__name__}, which computes its weight gradient in its backward; "
-                    "build the model from deferring_spec of megatron.adaptive.plugin, or drop "
-                    "split_backward"
-                )
+def why_not_by_default(
+    config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
+) -> str | None:
+    """Return where split backwards may cost more than they gain, ``None`` where they do not.
 
-
-def _defers(layer: torch.nn.Module) -> bool:
-    if next(layer.parameters(), None) is None or isinstance(layer, IdentityOp):
-        return True  # there is no weight to put off
-    return isinstance(layer, (DeferringColumnParallelLinear, DeferringRowParallelLinear))
+    What a split backward keeps for its weight gradients is less than the activations it frees,
+    which the cap counts; not so in these cases, and reductions no longer hide behind backwards.
+    """
+    if getattr(config, "recompute_granularity", None) == "full":
+        return "full recomputation keeps less than weight gradients need"
+    if replicas > 1 and config.no_sync_func is not None:
+        return "gradients are reduced while the last backward still runs"
+    if delays_by_itself(chunks):
+        return "layers of Transformer Engine may keep gathered inputs"
+    return None
