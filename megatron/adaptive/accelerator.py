@@ -313,7 +313,7 @@ def install_for_trainer() -> bool:
     torch.cuda.set_device = lambda device: None
     # A part that needs no setting of its own to overlap messages with work.
     part = types.SimpleNamespace(name="CPU", major=10, minor=0)
-    torch.cuda.get_device_properties = lambda device=None: part  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: part  # type: ignore[assignment,return-value]
     return True
 
 

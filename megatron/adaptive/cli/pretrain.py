@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             "PYTHONPATH; pretrain-gpt runs with any"
         )
     if not hasattr(typing, "override"):  # before Python 3.12
-        typing.override = importlib.import_module("typing_extensions").override
+        vars(typing)["override"] = importlib.import_module("typing_extensions").override
     from megatron.adaptive import accelerator, plugin
 
     plugin.install()
@@ -149,21 +149,22 @@ def model(
 
 
 def _transformer_config(args: Any) -> Any:
-    """Returns megatron-core's configuration, by the function that a version keeps where it likes."""
+    """Returns megatron-core's configuration; where its function lies differs by version."""
     for module in ("arguments", "argument_utils"):
         found = importlib.import_module(f"megatron.training.{module}")
         if hasattr(found, "core_transformer_config_from_args"):
             return found.core_transformer_config_from_args(args)
     raise SetupError(
-        "this megatron.training has no core_transformer_config_from_args: use megatron-core 0.17-0.19"
+        "this megatron.training has no core_transformer_config_from_args: use that of "
+        "megatron-core 0.17 to 0.19"
     )
 
 
 def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
     """Builds the data of training, validation and test, on ranks of the first and last stages.
 
-    Every rank of a tensor-parallel group reads its own: files are mapped, so a node holds them once,
-    and nothing is broadcast.
+    Every rank of a tensor-parallel group reads its own: files are mapped, so a node holds them
+    once, and nothing is broadcast.
     """
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
