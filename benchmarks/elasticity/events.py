@@ -111,9 +111,9 @@ class Events:
             undo = partial((disk / "filler").unlink, missing_ok=True)
             fill(disk / "filler")
         elif name == "bit-flip":  # and a rank is lost, so that it is loaded
-            if not (ranks := node.ranks()):
+            if not (ranks := node.ranks()) or (flipped := self._flip_bit()) is None:
                 return None
-            what += f", {self._flip_bit()}"
+            what += f", {flipped}"
             send([self._draw.choice(ranks)], signal.SIGKILL)
         else:
             number = self._draw.choice((signal.SIGTERM, signal.SIGUSR1))
@@ -127,9 +127,16 @@ class Events:
         self._undo.append((time.monotonic() + lasts_s, f"{name} {what} is over", undo))
         return f"{name} {what} for {lasts_s:.1f} s"
 
-    def _flip_bit(self) -> str:
-        """Flip a bit of the newest complete checkpoint; names file and bit."""
-        iteration, folder = max(self._checkpoints.steps().items())
+    def _flip_bit(self) -> str | None:
+        """Flip a bit of the newest complete checkpoint; names file and bit.
+
+        Without a whole one before it nothing is left that the job could go on from: ``None``.
+        """
+        steps = sorted(self._checkpoints.steps().items())
+        inodes = {inode for _, _, inode in self.damaged}
+        if not any(path.stat().st_ino not in inodes for _, path in steps[:-1]):
+            return None
+        iteration, folder = steps[-1]
         path = self._draw.choice([one for one in sorted(folder.iterdir()) if one.stat().st_size])
         self.damaged.append((iteration, time.time_ns(), folder.stat().st_ino))
         return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"

@@ -41,6 +41,8 @@ DEADLINE_S, GONE_S = 450.0, 90.0
 _TOGETHER = 0.25
 """How often the next event comes before the job is over this one."""
 _LOOK_S = 0.2
+_MOST_ENDS = 3
+"""Ends with a reason from one event on, before the job must go on."""
 _OURS = re.compile(
     r'File ".*/(cluster/(?!rank_forkserver)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
@@ -208,12 +210,16 @@ class Soak:
             SoakError: it does neither go on nor end within the deadline.
         """
         begin_s = over_s = time.monotonic()
+        ends = 0
         while True:
             self._pass(_LOOK_S)
             if not self._events.are_over:
                 over_s = time.monotonic()
                 continue
             if not any(node.is_running for node in self._nodes.all):
+                ends += 1
+                if ends > _MOST_ENDS:
+                    raise SoakError(f"it ended {ends} times, one after the other; {self._tails()}")
                 self._all_ended()
                 over_s = time.monotonic()
                 continue

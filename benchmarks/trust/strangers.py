@@ -1,19 +1,22 @@
 """Strangers at the listeners of real jobs: they change nothing, end nothing and move no loss.
 
-An elastic job of two nodes that keep snapshots for each other, and a master of pods that waits for
-its worker, run on this machine. Meanwhile one client with many connections, from many addresses,
+An elastic job of two nodes that keep snapshots for each other and compare clocks, a master of pods
+that waits for its worker, ``doctor``, and ranks that wait for a peer over ``tcp`` and ``shm`` run
+on this machine. Meanwhile a process for each listener, with many connections from many addresses,
 says random bytes, what a node of a version without secrets would say, handshakes that are cut
-short, guessed, repeated or sent back, and holds hundreds of connections open without a word.
+short, guessed, repeated or sent back, and holds hundreds of connections open without a word. No
+connection is closed before the listener has ended it, so that all that was said could be read. At
+Unix sockets it is another user.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import dataclasses
 import json
+import multiprocessing
 import os
 import random
-import selectors
 import signal
 import socket
 import struct
@@ -22,7 +25,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +35,25 @@ from typing import Any
 import psutil
 
 from benchmarks.report import Result, Row
-from megatron.adaptive.handshake import Handshake, Session, StrangerError
+from benchmarks.trust.planted_secrets import NOBODY
+from megatron.adaptive import extension
+from megatron.adaptive.cli.doctor import check_way
+from megatron.adaptive.handshake import Handshake, Session, StrangerError, new_secret
 from tests.cluster.jobs import ElasticJob
 from tests.multiprocess.launch import ROOT, environment
 
 LIMIT_S = 200.0
-HELD = 300
+HELD = 200
 _AT_ONCE = 48
+_END_S = 6.0
+"""A listener ends who has said something wrong at once, and who says nothing in five seconds."""
 _ANSWER_BYTES = 72
 _MOST_COMPARED = 300
+_TRAINER = Path(__file__).with_name("observed_trainer.py")
+_STEP_S = 0.1
+_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: takes a port once it connects
+_SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
+"""Of the time that strangers have, by what they talk to."""
 _WORDS = (
     {"what": "join", "secret": "guessed", "name": "a", "host": "h", "pid": 1, "slots": 1},
     {"what": "hello", "host": "h", "gpus": 0, "processes": None, "node_rank": [], "address": ""},
@@ -94,6 +109,26 @@ def visits(draw: random.Random) -> Iterator[Visit]:
         )
 
 
+def hellos(draw: random.Random) -> Iterator[Visit]:
+    """Yields visits to a rank that waits for its peers, for ever."""
+    while True:
+        version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
+        token, purpose = draw.randbytes(16), draw.choice((b"tcp", b"shm", b"rdma", b"\xff" * 16))
+        rank, target = draw.choice((0, 1, -1, 1 << 30)), draw.choice((0, 1, -1))
+        form = struct.Struct("<IHBB16sii16s")
+        hello = form.pack(0x4D41484C, version, verdict, zero, token, rank, target, purpose)
+        record = struct.pack("<III", 0x4D415243, 0xFFFFFFFF, draw.randrange(4))
+        yield from (
+            Visit(hello),
+            Visit(form.pack(0x4D41484C, 1, 0, 0, bytes(16), 0, 1, b"tcp") + record),
+            Visit(hello[: draw.randrange(1, 48)]),
+            Visit(draw.randbytes(48)),
+            Visit(hello, lambda answer: answer),
+            Visit(hello + record + draw.randbytes(512)),
+            Visit(json.dumps(draw.choice(_WORDS)).encode() + b"\n"),
+        )
+
+
 def _guess(shake: Handshake, answer: bytes) -> bytes:
     """Goes on as if the secret had been the right one."""
     with contextlib.suppress(StrangerError):
@@ -101,134 +136,265 @@ def _guess(shake: Handshake, answer: bytes) -> bytes:
     return shake._prove("visitor") + Session(b"one", b"two").seal(b'{"what": "welcome"}')
 
 
-class Strangers:
-    """Visits listeners from many addresses of this machine over many connections at once.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Names a listener.
+
+    Attributes:
+        name: of it.
+        port: of TCP on the loopback, 0 for a Unix socket.
+        unix: abstract name of that.
+        kind: of its socket.
+        says: yields what is said there.
+    """
+
+    name: str
+    port: int = 0
+    unix: str = ""
+    kind: int = socket.SOCK_STREAM
+    says: Callable[[random.Random], Iterator[Visit]] = visits
+
+
+class Crowd:
+    """Talks to one listener from many addresses of this machine over many connections at once.
 
     Args:
-        ports: of the listeners.
+        place: where it listens.
         seed: of what is said.
     """
 
-    def __init__(self, ports: Sequence[int], seed: int) -> None:
-        self._ports = ports
-        self._visits = visits(random.Random(seed))
-        self._draw = random.Random(seed + 1)
-        self._selector = selectors.DefaultSelector()
-        self._open: dict[socket.socket, tuple[Visit, float]] = {}
+    def __init__(self, place: Place, seed: int) -> None:
+        self._place = place
+        self._draw = random.Random(seed)
+        self._visits = place.says(random.Random(seed + 1))
+        self._open: deque[tuple[socket.socket, Visit]] = deque()
         self._held: list[socket.socket] = []
-        self.said = 0
+        self.said = self.unheard = 0
 
-    def hold(self, count: int) -> None:
-        """Opens connections that say next to nothing and stay."""
-        for at in range(count):
-            with contextlib.suppress(OSError):
-                one = self._connect(self._ports[at % len(self._ports)])
-                self._held.append(one)
-
-    def speak(self, messages: int, until: Callable[[], object] = lambda: False) -> None:
+    def speak(self, messages: int, is_over: Callable[[], bool]) -> None:
         """Says so many messages, or until something has become true."""
-        end_said, turn = self.said + messages, 0
-        while self.said < end_said and not until():
-            while len(self._open) < _AT_ONCE:
-                turn += 1
-                with contextlib.suppress(OSError):
-                    one = self._connect(self._ports[turn % len(self._ports)])
-                    self._open[one] = next(self._visits), time.monotonic() + 1.0
-                    self._selector.register(one, selectors.EVENT_WRITE)
-            for key, events in self._selector.select(0.01):
-                self._advance(key.fileobj, events)  # type: ignore[arg-type]
-            now_s = time.monotonic()
-            for one in [one for one, (_, end_s) in self._open.items() if end_s < now_s]:
-                self._end(one)
-            if turn % 7 == 0 and self._held:  # one byte now and then keeps them open
-                with contextlib.suppress(OSError):
-                    self._draw.choice(self._held).send(b"M")
-
-    def close(self) -> None:
-        """Ends all connections."""
-        for one in list(self._open):
-            self._end(one)
+        visited = 0
+        while self.said < messages and not is_over():
+            visited += 1
+            if visited % 8 == 0 and self._place.port:
+                self._hold()
+            with contextlib.suppress(OSError):
+                visit = next(self._visits)
+                one = self._connect()
+                self._open.append((one, visit))
+                self._say(one, visit.first, is_last=visit.then is None)
+            if len(self._open) >= _AT_ONCE:
+                self._finish(*self._open.popleft())
+        while self._open:
+            self._finish(*self._open.popleft())
         for one in self._held:
             one.close()
-        self._selector.close()
 
-    def _connect(self, port: int) -> socket.socket:
+    def _hold(self) -> None:
+        """Sends a byte now and then on connections that stay; others come for those that ended."""
+        if len(self._held) >= HELD:
+            one = self._held.pop(self._draw.randrange(HELD))
+            with contextlib.suppress(OSError):
+                one.send(b"M")
+                self._held.append(one)
+                return
+            one.close()
+        with contextlib.suppress(OSError):
+            self._held.append(self._connect())
+
+    def _connect(self) -> socket.socket:
+        place = self._place
+        if not place.port:
+            one = socket.socket(socket.AF_UNIX, place.kind)
+            one.settimeout(_END_S)
+            one.connect(f"\0{place.unix}")
+            return one
         one = socket.socket()
-        one.setblocking(False)
+        one.settimeout(_END_S)
         # Closing resets the connection: else the machine runs out of ports within seconds.
         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        one.bind((f"127.{self._draw.randrange(1, 255)}.0.{self._draw.randrange(1, 255)}", 0))
-        code = one.connect_ex(("127.0.0.1", port))
-        if code not in (0, errno.EINPROGRESS):
+        one.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
+        try:
+            one.bind((f"127.{self._draw.randrange(1, 255)}.0.{self._draw.randrange(1, 255)}", 0))
+            one.connect(("127.0.0.1", place.port))
+        except OSError:
             one.close()
-            raise OSError(code, os.strerror(code))
+            raise
         return one
 
-    def _advance(self, one: socket.socket, events: int) -> None:
-        visit, _ = self._open[one]
-        try:
-            if events & selectors.EVENT_WRITE:
-                one.send(visit.first)
-                self.said += 1
-                self._selector.modify(one, selectors.EVENT_READ)
-                if len(visit.first) < 40:  # the listener would wait for more
-                    self._end(one)
-            else:
-                answer = one.recv(4096)
-                if not answer or visit.then is None or len(answer) < _ANSWER_BYTES:
-                    self._end(one)
-                else:
-                    one.send(visit.then(answer))
-                    self.said += 1
-                    self._open[one] = Visit(b""), time.monotonic() + 1.0
-        except OSError:
-            self._end(one)
+    def _say(self, one: socket.socket, data: bytes, *, is_last: bool) -> None:
+        self.said += 1
+        with contextlib.suppress(OSError):
+            one.sendall(data)
+            if is_last:
+                one.shutdown(socket.SHUT_WR)
 
-    def _end(self, one: socket.socket) -> None:
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(one)
-        del self._open[one]
+    def _finish(self, one: socket.socket, visit: Visit) -> None:
+        """Goes on once the listener has answered, and ends once it has ended."""
+        try:
+            answer = one.recv(4096)
+            if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
+                self._say(one, visit.then(answer), is_last=True)
+                self._open.append((one, Visit(b"")))
+                return
+            while answer:
+                answer = one.recv(4096)
+        except TimeoutError:
+            self.unheard += 1
+        except OSError:
+            pass  # it reset the connection
         one.close()
 
 
-def rows(messages: int, seed: int) -> Result:
+class Crowds:
+    """Lets strangers talk to listeners, each in a process of its own; use it as a context.
+
+    Args:
+        places: the listeners.
+        messages: to each of them.
+        seed: of what is said.
+    """
+
+    def __init__(self, places: Sequence[Place], messages: int, seed: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._over = context.Event()
+        self._links = []
+        self.all = []
+        for number, place in enumerate(places):
+            link, other = context.Pipe()
+            given = (place, messages, seed + 10 * number, other, self._over.is_set)
+            self.all.append(context.Process(target=_speak, args=given, daemon=True))
+            self._links.append((place.name, link))
+        self._begun_s = time.monotonic()
+        for one in self.all:
+            one.start()
+
+    def __enter__(self) -> Crowds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for one in self.all:
+            one.join(10.0)
+            one.kill()
+
+    def wait(self, limit_s: float, is_over: Callable[[], object]) -> None:
+        """Waits until all is said, the time is over or something has become true."""
+        end_s = self._begun_s + limit_s
+        while any(one.is_alive() for one in self.all) and time.monotonic() < end_s:
+            if is_over():
+                return
+            time.sleep(0.1)
+
+    def end(self, found: dict[str, Any]) -> None:
+        """Notes what was said to whom, after all have ended."""
+        self._over.set()
+        for name, link in self._links:
+            if not link.poll(LIMIT_S):
+                raise RuntimeError(f"the strangers at {name} came to no end")
+            said, unheard, took_s = link.recv()
+            found["said"][name] = said
+            found["per_s"][name] = said / max(0.1, took_s)
+            if unheard:
+                found["unheard"][name] = unheard
+
+
+def _speak(place: Place, messages: int, seed: int, link: Any, is_over: Callable[[], bool]) -> None:
+    """Is the process of a crowd."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if place.unix:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    crowd, begun_s = Crowd(place, seed), time.monotonic()
+    crowd.speak(messages, is_over)
+    link.send((crowd.said, crowd.unheard, time.monotonic() - begun_s))
+    os._exit(0)
+
+
+def _unix_names(kind: int = socket.SOCK_STREAM) -> list[str]:
+    """Lists the abstract Unix sockets of this package at which somebody listens.
+
+    Those of ranks are streams, at which nobody waits any more once their channels stand; those of
+    keepers keep the ends of messages.
+    """
+    rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
+    own = (row for row in rows if len(row) == 8 and row[3] == "00010000")
+    names = (row[7] for row in own if int(row[4], 16) == kind)
+    return [name[1:] for name in names if name.startswith("@megatron-adaptive-")]
+
+
+def rows(messages: int, limit_s: float, seed: int) -> Result:
     """Lets strangers say ``messages`` to every listener; see :func:`measure`."""
-    found = measure(messages, seed)
-    said = ", ".join(f"{count:,} to {job}" for job, count in found["said"].items())
-    named = {"ends": "jobs or nodes that ended", "effects": "other effects"}
-    table = [
-        Row(
-            what=f"strangers: {text}",
-            value=len(found[key]),
-            goal=0,
-            note="; ".join(found[key])[:300],
-        )
-        for key, text in named.items()
-    ]
-    note = (
-        f"{found['steps']} steps; {said}; {found['messages_per_s']:.0f} messages/s with all starts"
+    found = measure(messages, limit_s, seed)
+    least = min(found["said"].values())
+    said = ", ".join(
+        f"{name} {count:,} ({found['per_s'][name]:,.0f}/s)" for name, count in found["said"].items()
     )
+    table = [
+        Row(what=f"strangers: {text}", value=len(found[key]), goal=0, note=_short(found[key]))
+        for key, text in (("ends", "jobs or nodes that ended"), ("effects", "other effects"))
+    ]
     value = found["differences"] if found["steps"] else None
+    note = f"{found['steps']} steps"
     table.append(Row(what="strangers: losses that differ", value=value, goal=0, note=note))
+    note = f"of {messages:,}, in {found['talked_s']:.0f} s of talking; {said}"
+    table.append(
+        Row(what="strangers: messages to the least visited listener", value=least, note=note)
+    )
     return Result(rows=table, facts={"strangers": found})
 
 
-def measure(messages: int, seed: int) -> dict[str, Any]:
-    """Lets strangers say ``messages`` to each listener of two jobs.
+def _short(lines: Sequence[str]) -> str:
+    return "; ".join(lines)[:300].replace("|", "/").replace("\n", " ")
+
+
+def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
+    """Lets strangers say ``messages`` to each listener of jobs.
+
+    Args:
+        messages: to each.
+        limit_s: of all talking together.
+        seed: of what is said.
 
     Returns:
-        ``said``, messages by job; ``ports``, listeners by job; ``ends``, jobs and nodes that ended
-        or began anew; ``effects``, in words, what else they did; ``steps``, compared with a run of
-        its own, and ``differences``, losses among them that are not equal bit for bit;
-        ``messages_per_s``.
+        ``said`` and ``per_s``, messages, and how many a second, by listener; ``unheard``, visits
+        that a listener did not end, by listener; ``ends``, jobs and nodes that ended or began anew;
+        ``effects``, in words, what else they did; ``steps``, compared with a run of its own, and
+        ``differences``, losses among them that are not equal bit for bit; ``talked_s``.
     """
-    found: dict[str, Any] = {"said": {}, "ports": {}, "ends": [], "effects": []}
-    begun_s = time.monotonic()
+    found: dict[str, Any] = {
+        **{name: {} for name in ("said", "per_s", "unheard")},
+        **{name: [] for name in ("ends", "effects")},
+        "talked_s": 0.0,
+    }
+    limits_s = {name: share * limit_s for name, share in _SHARES.items()}
     with tempfile.TemporaryDirectory(prefix="strangers-") as name:
-        _elastic(Path(name), messages, seed, found)
-        _pods(Path(name), messages, seed, found)
-    found["messages_per_s"] = sum(found["said"].values()) / (time.monotonic() - begun_s)
+        folder = Path(name)
+        _elastic(folder, messages, limits_s["elastic"], seed, found)
+        _pods(folder, messages, limits_s["pods"], seed, found)
+        _doctor(folder, messages, limits_s["doctor"], seed, found)
+        for kind in ("tcp", "shm"):
+            _ranks(kind, messages, limits_s[kind], seed, found)
     return found
+
+
+def _talk(
+    places: Sequence[Place],
+    messages: int,
+    limit_s: float,
+    seed: int,
+    found: dict[str, Any],
+    is_over: Callable[[], object],
+    then: Callable[[], object] = lambda: None,
+) -> None:
+    """Lets strangers talk, and does something while they still do, without a goal, at the end."""
+    begun_s = time.monotonic()
+    with Crowds(places, messages, seed) as crowds:
+        crowds.wait(limit_s, is_over)
+        found["talked_s"] += time.monotonic() - begun_s
+        then()
+        crowds.end(found)
 
 
 def listening(process: psutil.Process) -> list[int]:
@@ -237,22 +403,40 @@ def listening(process: psutil.Process) -> list[int]:
     return sorted({one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN})
 
 
-def _elastic(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> None:
+def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
     flags = ["--train-iters", "1000000", "--save-interval", "100000"]
-    (folder / "elastic").mkdir()
-    begun_s = time.monotonic()
-    job = ElasticJob(folder / "elastic", "ab", flags, ["--replicate-every", "5"])
+    ports = folder / "ports"
+    variables = {"OBSERVED_PORTS": str(ports), "OBSERVED_STEP_S": str(_STEP_S)}
+    for path in (folder / "elastic", ports):
+        path.mkdir()
+    begun_s, former = time.monotonic(), set(_unix_names(socket.SOCK_SEQPACKET))
+    job = ElasticJob(
+        folder / "elastic",
+        "ab",
+        [*flags, "--trace-dir", str(folder / "traces")],
+        ["--replicate-every", "5"],
+        script=_TRAINER,
+        variables=variables,
+    )
     try:
         job.trained(1, 6)
         helpers = [job.manager.pid, job.agent("a"), job.agent("b")]
-        ports = [port for pid in helpers for port in listening(psutil.Process(pid))]
-        strangers = Strangers(ports, seed)
-        strangers.hold(HELD)
-        with contextlib.closing(strangers):
-            strangers.speak(messages * len(ports), lambda: job.manager.poll() is not None)
+        names = ("manager", "keeper a", "keeper b")
+        places = [
+            Place(name=name, port=port)
+            for name, pid in zip(names, helpers, strict=True)
+            for port in listening(psutil.Process(pid))
+        ]
+        places.append(Place(name="clocks", port=int((ports / "clocks").read_text())))
+        if os.geteuid() == 0:
+            own = sorted(set(_unix_names(socket.SOCK_SEQPACKET)) - former)
+            places += [
+                Place(name=f"keeper's Unix socket {number}", unix=name, kind=socket.SOCK_SEQPACKET)
+                for number, name in enumerate(own, 1)
+            ]
+        _talk(places, messages, limit_s, seed, found, lambda: job.manager.poll() is not None)
         job.trained(1, max(job.steps(1)) + 5)
         now = job.state()
-        found["said"]["elastic"], found["ports"]["elastic"] = strangers.said, len(ports)
         if len(now["epochs"]) > 1 or [job.agent("a"), job.agent("b")] != helpers[1:]:
             found["ends"].append(f"elastic: {now['epochs'][-1]['reason']}")
         found["effects"] += [
@@ -260,7 +444,9 @@ def _elastic(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> N
             for node in now["machines"]
             if node["name"] not in "ab"
         ]
-        lines = len(ports) * (1 + int(time.monotonic() - begun_s) // 60)  # one a minute each
+        if "off" in now["copies"]:
+            found["effects"].append(f"elastic: snapshots are {now['copies']}")
+        lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)  # one a minute each
         found["effects"] += _complaints(job.said(), lines)
         job.stop()
     except AssertionError as error:
@@ -289,60 +475,137 @@ def _complaints(said: str, most: int) -> list[str]:
     return found + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
 
 
-def _pods(folder: Path, messages: int, seed: int, found: dict[str, Any]) -> None:
-    conf, logs = folder / "pods" / "conf.sh", folder / "pods" / "logs"
-    conf.parent.mkdir()
-    conf.write_text(_CONF)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    variables = {**environment(), "PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1"}
-    variables["MASTER_PORT"] = str(port)
-    pods: dict[str, subprocess.Popen[str]] = {}
-    begun_s = time.monotonic()
-    said: dict[str, list[str]] = {"master": [], "worker": []}
+class _Programs:
+    """Runs programs and reads what they say; use it as a context, which ends them."""
 
-    def start(name: str, *words: str | Path) -> None:
-        pods[name] = subprocess.Popen(
-            ["bash", str(ROOT / f"run_{name}.sh"), *map(str, words)],
-            env=variables,
+    def __init__(self, **variables: str) -> None:
+        self.all: dict[str, subprocess.Popen[str]] = {}
+        self.said: dict[str, list[str]] = {}
+        self._variables = {**environment(), **variables}
+
+    def __enter__(self) -> _Programs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.all.values():
+            if one.poll() is None:
+                os.killpg(one.pid, signal.SIGKILL)
+                one.wait(10)
+
+    def start(self, name: str, *command: str | Path) -> subprocess.Popen[str]:
+        """Starts one."""
+        program = self.all[name] = subprocess.Popen(
+            [*map(str, command)],
+            env=self._variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
-        reading = threading.Thread(
-            target=lambda: said[name].extend(pods[name].stdout or ()), daemon=True
-        )
+        lines = self.said[name] = []
+        reading = threading.Thread(target=lambda: lines.extend(program.stdout or ()), daemon=True)
         reading.start()
+        return program
 
-    try:
-        start("master", conf, "--timeout", "3000")
-        waiting, end_s = logs / "master.json", time.monotonic() + LIMIT_S
+    def wait(self, found: dict[str, Any]) -> None:
+        """Waits for the end of all, which must be a good one."""
+        for name, one in self.all.items():
+            if status := one.wait(LIMIT_S):
+                said = "".join(self.said[name])[-2000:]
+                found["ends"].append(f"{name}: status {status}: {said}")
+
+
+def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+    conf, logs = folder / "pods" / "conf.sh", folder / "pods" / "logs"
+    conf.parent.mkdir()
+    conf.write_text(_CONF)
+    port, begun_s = _free_port(), time.monotonic()
+    waiting, end_s = logs / "master.json", time.monotonic() + LIMIT_S
+    variables = {"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with _Programs(**variables) as pods:
+        master = pods.start("master", "bash", ROOT / "run_master.sh", conf, "--timeout", "3000")
         while not waiting.exists() or not _is_open(port):
-            assert time.monotonic() < end_s, said
+            assert time.monotonic() < end_s, pods.said
             time.sleep(0.05)
-        strangers = Strangers([port], seed)
-        strangers.hold(HELD)
-        with contextlib.closing(strangers):
-            strangers.speak(messages, lambda: pods["master"].poll() is not None)
-            start("worker", "--log-dir", logs)
-            # They go on until the nodes have met; then the port is torch's.
-            strangers.speak(10**9, lambda: not waiting.exists() or time.monotonic() > end_s)
-        found["said"]["pods"], found["ports"]["pods"] = strangers.said, 1
-        for name, pod in pods.items():
-            status = pod.wait(LIMIT_S)
-            if status:
-                found["ends"].append(
-                    f"pods: {name}, status {status}: {''.join(said[name])[-2000:]}"
-                )
+
+        def join() -> None:
+            """Lets the worker come while strangers still do: until the nodes have met."""
+            end_s = time.monotonic() + LIMIT_S
+            with Crowds([place], 10**9, seed + 1):
+                pods.start("worker", "bash", ROOT / "run_worker.sh", "--log-dir", logs)
+                while waiting.exists() and time.monotonic() < end_s:
+                    time.sleep(0.02)
+
+        place = Place(name="master of pods", port=port)
+        is_over = lambda: master.poll() is not None  # noqa: E731
+        _talk([place], messages, limit_s, seed, found, is_over, join)
+        pods.wait(found)
         lines = 1 + int(time.monotonic() - begun_s) // 60
-        found["effects"] += _complaints("".join(said["master"]), lines)
-    finally:
-        for pod in pods.values():
-            if pod.poll() is None:
-                os.killpg(pod.pid, signal.SIGKILL)
-                pod.wait(10)
+        found["effects"] += _complaints("".join(pods.said["master"]), lines)
+
+
+def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+    """Lets strangers talk to ``doctor`` as it waits for another node, which then comes."""
+    secret, port = new_secret(), _free_port()
+    with _Programs(MEGATRON_ADAPTIVE_SECRET=secret) as programs:
+        words = ["doctor", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        words += ["--timeout", "3000", "--json"]
+        doctor = programs.start("doctor", sys.executable, "-m", "megatron.adaptive", *words)
+        end_s = time.monotonic() + LIMIT_S
+        while not _is_open(port):
+            assert doctor.poll() is None, programs.said
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+        def come() -> None:
+            for check in check_way("127.0.0.1", port, LIMIT_S, secret):
+                if check.state == "error":
+                    found["ends"].append(f"doctor: {check.text}")
+
+        place = Place(name="doctor", port=port)
+        _talk([place], messages, limit_s, seed, found, lambda: doctor.poll() is not None, come)
+        doctor.wait(LIMIT_S)  # its status is about the machine
+        said = "".join(programs.said["doctor"])
+        found["effects"] += _complaints(said, 0)
+        if "reaches this node and is reached" not in said:
+            found["ends"].append(f"doctor: {said[-500:]}")
+
+
+def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
+    """Lets strangers talk to a rank that waits for another one, which then comes."""
+    if kind == "shm" and os.geteuid() != 0:
+        return
+    module, token = extension.require("this part"), os.urandom(16)
+    low, high = (module.Node(rank, token, 1, 2) for rank in range(2))
+    former = set(_unix_names())
+    address = high.listen("unix") if kind == "shm" else high.listen("tcp", "127.0.0.1")
+    place = Place(name=f"ranks over {kind}", says=hellos)
+    if kind == "shm":
+        (unix,) = set(_unix_names()) - former
+        place = dataclasses.replace(place, unix=unix)
+    else:
+        place = dataclasses.replace(place, port=int(address.rpartition(":")[2]))
+    options = {"slot_bytes": 4096, "slots": 8}
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(high.open, kind, 0, "", limit_s + LIMIT_S, **options)
+
+        def come() -> None:
+            try:
+                low.open(kind, 1, address, LIMIT_S, **options)
+                waiting.result(LIMIT_S)
+            except Exception as error:
+                found["ends"].append(f"ranks over {kind}: {error}")
+
+        _talk([place], messages, limit_s, seed, found, waiting.done, come)
+        closing = [pool.submit(one.close, 10.0) for one in (low, high)]
+        for one in closing:
+            one.result(LIMIT_S)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _is_open(port: int) -> bool:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import logging
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.enums import ModelType
+from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.training import Progress
 from megatron.adaptive.engine.lease import Lease
-from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 from ..multiprocess.launch import run_ranks, tail
 
@@ -27,7 +35,9 @@ Make = Callable[..., Any]
 def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
     """Runs a scenario of the worker on several ranks; returns its status and what they wrote."""
     log = folder.with_name(f"{folder.name}.log")
-    status = run_ranks(WORKER, [scenario, str(folder)], world_size=count, log=log, limit_s=240.0)
+    status = run_ranks(
+        [str(WORKER), scenario, str(folder)], world_size=count, log=log, limit_s=240.0
+    )
     return status, tail(log)
 
 
@@ -98,6 +108,86 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     worker.require_equal(resumed.state(), end, "resumed")
     if "fp16" in flags:
         assert end["loss scale"] < 2**32
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"bf16": None, "swiglu": None}, {"use_distributed_optimizer": None}],
+    ids=str,
+)
+def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
+    make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
+) -> None:
+    """The run goes on as it would have; without trust one line refuses what holds pickles."""
+    flags = {**flags, "attention_dropout": "0", "hidden_dropout": "0"}  # drawn from other states
+    run = make(**flags)
+    run.learn(0, 3)
+    path = save_as_megatron_lm(run, tmp_path, 3)
+    losses = run.learn(3, 12)
+    with pytest.raises(CheckpointError, match="give --trust-checkpoint if you know") as caught:
+        make(load=tmp_path, **flags).checkpoints.load()
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert "\n" not in str(caught.value)
+    resumed = make(load=tmp_path, trust_checkpoint=None, **flags)
+    progress = dataclasses.replace(worker.progress(3), skipped_iterations=0)
+    assert resumed.checkpoints.load() == progress
+    assert resumed.learn(3, 12) == losses
+    worker.require_equal(resumed.state(), run.state(), "resumed")
+    with pytest.raises(CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint and 48"):
+        make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
+    common = torch.load(path / "common.pt", weights_only=False)
+    torch.save({**common, "evil": Evil(tmp_path / "ran")}, path / "common.pt")
+    with pytest.raises(CheckpointError, match=r"common\.pt cannot be read"):
+        make(load=tmp_path, trust_checkpoint=None, **flags).checkpoints.load()
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    """Runs a program where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._path}",)
+
+
+def save_as_megatron_lm(run: Any, folder: Path, iteration: int) -> Path:
+    """Saves by megatron-core what Megatron-LM's trainer saves, and returns the folder of it."""
+    config, path = run.config, folder / f"iter_{iteration:07d}"
+    samples = iteration * config.batch.global_batch_size
+    rows = unwrap_model(run.chunks[0]).vocab_size
+    arguments = argparse.Namespace(
+        **{**vars(config.model), **vars(config.parallel), **vars(config.optimizer)},
+        **vars(config.precision),
+        consumed_train_samples=samples,
+        consumed_valid_samples=5,
+        padded_vocab_size=rows,
+        params_dtype=torch.float32,
+        exit_signal=signal.SIGTERM,
+        model_type=ModelType.encoder_or_decoder,
+        data_cache_path=folder,
+    )
+    content = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    model = unwrap_model(run.chunks[0]).sharded_state_dict(metadata=content)
+    whole = {
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": 10,
+        "model": model,
+        "optimizer": run.optimizer.sharded_state_dict({"model": model}, metadata=content),
+        "opt_param_scheduler": run.scheduler.state_dict(),
+        "rng_state": ShardedObject("rng_state", [{"python": 1}], (1, 1), (0, 0)),
+    }
+    path.mkdir()
+    dist_checkpointing.save(whole, str(path), ("torch_dist", 1), content_metadata=content)
+    (folder / TRACKER).write_text(str(iteration))
+    return path
 
 
 def test_what_is_written_behind_training_is_the_state_of_its_moment(

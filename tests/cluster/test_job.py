@@ -60,6 +60,19 @@ def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) ->
     incarnation.begun_at(None)
 
 
+def test_steps_of_a_damaged_checkpoint_are_lost_too(tmp_path: Path) -> None:
+    """The ranks fall back to an older one, after the manager has counted from the newest."""
+    incarnation = Incarnation(
+        number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
+    )
+    incarnation.resumed, incarnation.lost_steps, incarnation.source = 20, 3, "copies in memory"
+    write(tmp_path, {"total_iterations": 99, "start_iteration": 10})
+    for _ in range(2):
+        incarnation.begun_at(ProgressReader().read(tmp_path).start)
+    assert (incarnation.resumed, incarnation.lost_steps) == (10, 13)
+    assert incarnation.source == "checkpoint: that of iteration 20 did not load"
+
+
 def test_only_what_was_added_is_read(tmp_path: Path) -> None:
     """A manager read the whole file every two seconds, for as long as a job ran."""
     reader, path = ProgressReader(), tmp_path / PROGRESS_NAME

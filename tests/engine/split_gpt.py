@@ -27,7 +27,10 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.rerun_state_machine import (  # noqa: E402
     RerunMode,
     destroy_rerun_state_machine,
@@ -39,16 +42,13 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
     VocabParallelEmbedding,
 )
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron.adaptive.engine.deferred_layers import (  # noqa: E402
-    DeferringColumnParallelLinear,
-    DeferringRowParallelLinear,
-    DeferringVocabParallelEmbedding,
     attach_store,
     attach_stores,
-    defer_outer_layers,
-    deferring_spec,
+    defer_layers,
 )
 from megatron.adaptive.engine.stages import (  # noqa: E402
     ActivationMeter,
@@ -111,29 +111,29 @@ def core_config(**changes: Any) -> TransformerConfig:
 def build(
     core: TransformerConfig,
     *,
-    splits: bool,
     chunks: int = 1,
     tied: bool = False,
     rope: bool = False,
     settings: DistributedDataParallelConfig | None = None,
+    spec: ModuleSpec | None = None,
 ) -> list[Any]:
-    """Build chunks that start from the same weights whether they can split or not."""
+    """Build chunks that start from the same weights."""
     seed()
-    spec = get_gpt_layer_local_spec()
+    spec = spec or get_gpt_layer_local_spec()
+    predicting = get_gpt_mtp_block_spec(core, spec, False) if core.mtp_num_layers else None
     made = []
     for chunk in range(chunks):
         model = GPTModel(
             core,
-            deferring_spec(spec) if splits else spec,
+            spec,
             VOCABULARY,
             SEQUENCE,
             pre_process=chunk == 0,
             post_process=chunk == chunks - 1,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope" if rope else "learned_absolute",
+            mtp_block_spec=predicting,
         )
-        if splits:
-            defer_outer_layers(model)
         module = Float16Module(core, model) if core.bf16 else model
         made.append(
             DistributedDataParallel(
@@ -280,10 +280,10 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def check_tensor_parallel() -> None:
     """Split steps of two tensor-parallel ranks, outer layers included."""
     core = core_config(tensor_model_parallel_size=2)
-    plain = build(core, splits=False, tied=True)
+    plain = build(core, tied=True)
     run_step(plain, pairs(1, 3))
     expected = gradients(plain)
-    chunks = build(core, splits=True, tied=True)
+    chunks = build(core, tied=True)
     stores = attach_stores(chunks)
     for late, pieces in ((0, 1), (1, 3)):
         run_step(chunks, with_weights(pairs(1, 3), late=late, pieces=pieces), stores)
@@ -293,19 +293,15 @@ def check_tensor_parallel() -> None:
 class SequenceParallel(torch.nn.Module):
     """The layers of a sequence-parallel model; megatron-core's norms of torch refuse to be one."""
 
-    def __init__(self, core: TransformerConfig, *, splits: bool) -> None:
+    def __init__(self, core: TransformerConfig) -> None:
         super().__init__()
         given = {"config": core, "init_method": torch.nn.init.xavier_normal_}
         linear = {**given, "bias": True, "skip_bias_add": False}
         self.word_embeddings = VocabParallelEmbedding(
             VOCABULARY, HIDDEN, reduce_scatter_embeddings=True, **given
         )
-        columns, rows = ColumnParallelLinear, RowParallelLinear
-        if splits:
-            self.word_embeddings.__class__ = DeferringVocabParallelEmbedding
-            columns, rows = DeferringColumnParallelLinear, DeferringRowParallelLinear
-        self.fc1 = columns(HIDDEN, 4 * HIDDEN, **linear)
-        self.fc2 = rows(4 * HIDDEN, HIDDEN, input_is_parallel=True, **linear)
+        self.fc1 = ColumnParallelLinear(HIDDEN, 4 * HIDDEN, **linear)
+        self.fc2 = RowParallelLinear(4 * HIDDEN, HIDDEN, input_is_parallel=True, **linear)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[b, s] -> [s / ranks, b, h]``."""
@@ -320,7 +316,9 @@ def check_sequence_parallel() -> None:
     results = []
     for splits in (False, True):
         seed()
-        model = SequenceParallel(core, splits=splits)
+        model = SequenceParallel(core)
+        if splits:
+            assert defer_layers(model) == []
         store = WeightGradientStore()
         assert attach_store(model, store) == (3 if splits else 0)
         store.active = splits
@@ -344,7 +342,7 @@ def check_data_parallel(overlap: bool, distributed: bool, explicit: bool) -> Non
     results = []
     for splits in (False, True):
         core = core_config()
-        chunks = build(core, splits=splits, chunks=2, settings=settings)
+        chunks = build(core, chunks=2, settings=settings)
         if overlap:
             core.no_sync_func = [chunk.no_sync for chunk in chunks]
             if explicit:

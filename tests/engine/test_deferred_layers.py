@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,20 +32,18 @@ from .split_gpt import (
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.adaptive.engine import deferred_layers
 from megatron.adaptive.engine.deferred_layers import (
     DeferringColumnParallelLinear,
-    DeferringRowParallelLinear,
-    attach_store,
     attach_stores,
-    deferring_spec,
-    why_not_split,
+    defer_layers,
 )
-from megatron.adaptive.engine.weight_gradient import WeightGradientStore
+
+from .te_layers import TELayerNormLinear, TELinear
 
 MICROBATCHES = 3
 
@@ -57,46 +54,29 @@ def one_process() -> Iterator[None]:
         yield
 
 
-def linears(spec: ModuleSpec) -> dict[str, Any]:
-    attention = spec.submodules.self_attention.submodules
-    mlp = spec.submodules.mlp.submodules
-    return {
-        "qkv": attention.linear_qkv,
-        "proj": attention.linear_proj,
-        "fc1": mlp.linear_fc1,
-        "fc2": mlp.linear_fc2,
-    }
-
-
-def test_spec_is_copied_with_other_linear_layers() -> None:
-    spec = get_gpt_layer_local_spec()
-    column, row = DeferringColumnParallelLinear, DeferringRowParallelLinear
-    expected = {"qkv": column, "proj": row, "fc1": column, "fc2": row}
-    rewritten = deferring_spec(spec)
-    assert linears(rewritten) == expected
-    assert linears(deferring_spec(rewritten)) == expected
-    column, row = ColumnParallelLinear, RowParallelLinear
-    assert linears(spec) == {"qkv": column, "proj": row, "fc1": column, "fc2": row}
-    assert rewritten.module is spec.module
-    assert rewritten.submodules.input_layernorm is spec.submodules.input_layernorm
-    attention, plain = rewritten.submodules.self_attention, spec.submodules.self_attention
-    assert attention.params == plain.params
-
-
 def check(core: Any, late: int, pieces: int, **model: Any) -> None:
     """Compare a model's split step with a whole one, then its own whole step."""
-    plain = build(core, splits=False, **model)
+    plain = build_held(core, **model)
     order = pairs(len(plain), MICROBATCHES)
     run_step(plain, order)
     expected = gradients(plain)
-    chunks = build(core, splits=True, **model)
-    assert list(plain[0].state_dict()) == list(chunks[0].state_dict())
+    chunks = build_held(core, **model)
+    names = list(plain[0].state_dict())
     stores = attach_stores(chunks)
+    assert list(chunks[0].state_dict()) == names
     run_step(chunks, with_weights(order, late=late, pieces=pieces), stores)
     assert_equal(gradients(chunks), expected)
     assert not any(store.active or store.pending for store in stores)
     run_step(chunks, order)
     assert_equal(gradients(chunks), expected)
+
+
+def build_held(core: Any, **model: Any) -> list[Any]:
+    """Build chunks that hold reductions back until the last backward where they overlap it."""
+    chunks = build(core, **model)
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        core.no_sync_func = [chunk.no_sync for chunk in chunks]
+    return chunks
 
 
 @pytest.mark.parametrize(("late", "pieces"), [(0, 1), (0, 40), (1, 3), (MICROBATCHES, 2)])
@@ -125,8 +105,10 @@ WIDER = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         (MODERN, 1, 2, {"rope": True}),
         ({"deterministic_mode": True}, 1, 2, {}),
         (BF16, 1, 2, {"tied": True, "settings": WIDER}),
+        ({"mtp_num_layers": 2}, 1, 3, {"tied": True}),
+        ({"mtp_num_layers": 1, **MODERN}, 2, 2, {"rope": True}),
     ],
-    ids=["tied", "chunks", "modern", "deterministic", "wider gradients"],
+    ids=["tied", "chunks", "modern", "deterministic", "wider gradients", "mtp", "modern mtp"],
 )
 def test_other_models(
     changes: dict[str, Any], late: int, pieces: int, model: dict[str, Any]
@@ -177,15 +159,14 @@ def test_fused_accumulation(
     )
     monkeypatch.setattr(deferred_layers, "_fused", kernels)
     core = core_config(add_bias_linear=False)
-    spec = deferring_spec(get_gpt_layer_local_spec())
-    layer = spec.submodules.mlp.submodules.linear_fc1(
+    layer = ColumnParallelLinear(
         HIDDEN, HIDDEN, config=core, init_method=core.init_method, bias=False
     )
     layer.gradient_accumulation_fusion = True
     if dtype is not None:
         layer.weight.main_grad = torch.zeros(HIDDEN, HIDDEN, dtype=dtype)
-    store = WeightGradientStore()
-    store.active = attach_store(layer, store) == 1
+    (store,) = attach_stores([layer])
+    store.active = True
     with store.collect(0):
         layer(torch.ones(SEQUENCE, SAMPLES, HIDDEN))[0].sum().backward()
     store.run(0, 0, 1)
@@ -199,7 +180,7 @@ def test_frozen_weights_stay_without_gradient() -> None:
     core = core_config()
     results = []
     for splits in (False, True):
-        chunks = build(core, splits=splits)
+        chunks = build(core)
         for name, parameter in chunks[0].named_parameters():
             if "layers.0.mlp.linear_fc1.weight" in name or "linear_qkv.bias" in name:
                 parameter.requires_grad_(False)
@@ -218,7 +199,7 @@ def test_evaluation_runs_the_plain_layers() -> None:
     core = core_config(attention_dropout=0.0, hidden_dropout=0.0)
     losses = []
     for splits in (False, True):
-        chunks = build(core, splits=splits)
+        chunks = build(core)
         stores = attach_stores(chunks) if splits else None
         stages = make_stages(chunks, 1, stores, forward_only=True)
         with torch.no_grad():
@@ -229,7 +210,7 @@ def test_evaluation_runs_the_plain_layers() -> None:
 
 
 def test_embedding_backward_is_all_weight_gradient() -> None:
-    (chunk,) = chunks = build(core_config(), splits=True)
+    (chunk,) = chunks = build(core_config())
     (store,) = attach_stores(chunks)
     chunk.zero_grad_buffer()
     stages = make_stages(chunks, 1, [store])
@@ -248,50 +229,112 @@ def test_embedding_backward_is_all_weight_gradient() -> None:
     stages.finish()
 
 
-def test_a_model_that_cannot_defer_is_refused() -> None:
-    chunks = build(core_config(), splits=False)
-    with pytest.raises(ConfigError, match="chunk 0 was to split .* build it with deferring_spec"):
-        attach_stores(chunks)
-    # A stage without layers owes nothing.
-    (store,) = attach_stores([torch.nn.Identity()])
-    assert store.pending == 0
+def engine_spec() -> ModuleSpec:
+    """A layer of the stand-ins for Transformer Engine's, norms fused into the linear layers."""
+    spec = get_gpt_layer_local_spec()
+    attention, mlp = spec.submodules.self_attention, spec.submodules.mlp
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
+    attention.submodules.linear_qkv = mlp.submodules.linear_fc1 = TELayerNormLinear
+    attention.submodules.linear_proj = mlp.submodules.linear_fc2 = TELinear
+    return spec
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({}, {}),
+        ({}, {"fuse_wgrad_accumulation": True}),
+        ({}, {"fp8": True}),
+        ({"add_bias_linear": False}, {"fuse_wgrad_accumulation": True, "fp8": True}),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+            {},
+        ),
+    ],
+    ids=["", "fused", "fp8", "fused fp8", "recompute"],
+)
+def test_layers_of_transformer_engine(
+    changes: dict[str, Any],
+    settings: dict[str, bool],
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TELinear, "settings", settings)
+    wrapper = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+    for late, pieces in ((0, 1), (2, 3)):
+        check(core_config(**changes), late, pieces, spec=engine_spec(), settings=wrapper)
+
+
+def test_what_a_delayed_call_keeps_is_counted() -> None:
+    core = core_config(add_bias_linear=False)
+    kept = []
+    for spec in (engine_spec(), get_gpt_layer_local_spec()):
+        chunks = build(core, spec=spec)
+        stores = attach_stores(chunks)
+        run_step(chunks, with_weights(pairs(1, 1), late=0, pieces=1), stores)
+        kept.append(stores[0].microbatch_bytes)
+    assert kept[0] == kept[1] > 0
+
+
+def test_layers_that_cannot_defer_run_whole() -> None:
+    core = core_config()
+    plain = build(core, rope=True)
+    order = pairs(1, MICROBATCHES)
+    run_step(plain, order)
+    (chunk,) = chunks = build(core, rope=True)
+    block = chunk.module.decoder
+    block.layers[0].cuda_graphs = []
+    own = type("OwnLinear", (ColumnParallelLinear,), {})
+    block.layers[1].mlp.linear_fc1.__class__ = own
+    assert defer_layers(chunk) == [
+        *(
+            f"module.decoder.layers.0.{name} is a {kind}ParallelLinear, a CUDA graph replays its "
+            "backward as it was captured"
+            for name, kind in (
+                ("self_attention.linear_proj", "Row"),
+                ("self_attention.linear_qkv", "Column"),
+                ("mlp.linear_fc1", "Column"),
+                ("mlp.linear_fc2", "Row"),
+            )
+        ),
+        "module.decoder.layers.1.mlp.linear_fc1 is a OwnLinear, which computes its weight gradient "
+        "in its backward",
+    ]
+    assert type(chunk.module.output_layer) is DeferringColumnParallelLinear
+    stores = attach_stores(chunks)
+    run_step(chunks, with_weights(order, late=1, pieces=2), stores)
+    assert_equal(gradients(chunks), gradients(plain))
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "line"),
     [
-        ({}, None),
-        ({"fp8": "hybrid"}, "fp8 layers compute weight gradients"),
-        ({"fp4": "e2m1"}, "fp4 layers"),
-        ({"num_moe_experts": 8}, "mixture of experts"),
-        ({"mtp_num_layers": 1}, "multi-token prediction"),
-        ({"cuda_graph_impl": "local"}, "CUDA graph"),
-        ({"cpu_offloading": True}, "offloading"),
-        ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute"),
+        ({}, "is a Linear, which computes its weight gradient in its backward"),
+        ({"cpu_offloading": True}, "is a TELinear, with CPU offloading, which takes away what"),
+        ({"tp_comm_overlap": True}, "is a TELinear, with tp_comm_overlap, which computes the"),
+        ({"old": True}, "is a TELinear, of a Transformer Engine without backward_dw .before 2.3"),
     ],
 )
-def test_reasons_not_to_split(changes: dict[str, Any], text: str | None) -> None:
-    given = {field.name: getattr(core_config(), field.name) for field in _config_fields()}
-    found = why_not_split(SimpleNamespace(**{**given, **changes}), get_gpt_layer_local_spec())
-    assert (found is None) if text is None else (found is not None and text in found)
-
-
-def _config_fields() -> Any:
-    return [field for field in dataclasses.fields(core_config()) if field.init]
-
-
-class FusedColumnParallelLinear(torch.nn.Module):
-    """Stands for a layer of Transformer Engine."""
-
-
-def test_other_linear_layers_are_named() -> None:
-    core, spec = core_config(), deferring_spec(get_gpt_layer_local_spec())
-    assert why_not_split(core, spec) is None
-    spec.submodules.mlp.submodules.linear_fc1 = IdentityOp
-    assert why_not_split(core, spec) is None
-    spec.submodules.mlp.submodules.linear_fc1 = ModuleSpec(module=FusedColumnParallelLinear)
-    reason = "FusedColumnParallelLinear (linear_fc1) computes weight gradients in its backward"
-    assert why_not_split(core, spec) == reason
+def test_where_nothing_can_defer_the_first_layer_is_named(
+    changes: dict[str, bool], line: str
+) -> None:
+    layer: Any = torch.nn.Linear(2, 2)
+    if changes:
+        core = SimpleNamespace(delay_wgrad_compute=False, **changes)
+        layer = TELinear(2, 2, config=core, bias=False, skip_bias_add=False)
+    if "old" in changes:
+        del layer.wgrad_store
+    chunk = torch.nn.ModuleDict({"fc": layer})
+    with pytest.raises(ConfigError, match=f"^backwards cannot be split: fc {line}"):
+        attach_stores([torch.nn.Identity(), chunk])
+    # A stage without layers owes nothing.
+    (store,) = attach_stores([torch.nn.Identity()])
+    assert store.pending == 0
 
 
 @pytest.mark.multiprocess

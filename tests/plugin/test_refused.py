@@ -16,8 +16,10 @@ accelerator.install()
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron.adaptive.plugin.refused import check_model  # noqa: E402
+from megatron.adaptive.plugin.refused import check_model, why_not_by_default  # noqa: E402
 from megatron.adaptive.plugin.settings import Settings  # noqa: E402
+
+from ..engine.te_layers import TELinear  # noqa: E402
 
 
 class Chunk(torch.nn.Module):
@@ -47,6 +49,19 @@ def check(config: Any = None, *chunks: Any, replicas: int = 1, **settings: Any) 
     )
 
 
+def test_weights_in_parts() -> None:
+    with pytest.raises(
+        ConfigError, match="^gtp_weight_remat_size=2 of the model: parts of weights"
+    ):
+        check(configuration(gtp_weight_remat_size=2))
+
+
+def test_groups_of_another_job_than_ours() -> None:
+    line = "^chunk 0 was built with a pipeline group that is not parallel_state's"
+    with pytest.raises(ConfigError, match=line):
+        check(None, Chunk(pg_collection=SimpleNamespace(pp=None)))
+
+
 def test_what_is_not_refused() -> None:
     check()
     check(configuration(fp8="hybrid", fp8_recipe="delayed"))
@@ -63,6 +78,11 @@ def test_what_is_not_refused() -> None:
         ("num_moe_experts", 8, "experts trade tokens with replicas whose order of work may differ"),
         ("cuda_graph_impl", "local", "a CUDA graph replays the order it was captured in"),
         ("hybrid_context_parallel", True, "it has a loop of its own"),
+        (
+            "delay_wgrad_compute",
+            True,
+            "weight gradients are the engine's to delay, see split_backward",
+        ),
     ],
 )
 def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) -> None:
@@ -99,7 +119,7 @@ def test_models(chunk: Any, line: str) -> None:
     ("chunks", "settings", "line"),
     [
         (1, {"schedule": "breadth-first"}, "schedule breadth-first with 1 model chunk on a rank"),
-        (3, {"schedule": "zb-h1", "split_backward": True}, "schedule zb-h1 with 3 model chunks"),
+        (3, {"schedule": "zb-h1"}, "schedule zb-h1 with 3 model chunks"),
         (1, {"schedule": "varuna"}, "schedule varuna without recompute_granularity=full: it"),
     ],
 )
@@ -108,11 +128,18 @@ def test_schedules(chunks: int, settings: dict[str, Any], line: str) -> None:
         check(None, *[Chunk() for _ in range(chunks)], **settings)
 
 
-def test_layers_that_do_not_defer() -> None:
-    layer = Chunk(self_attention=torch.nn.ModuleDict({"linear_qkv": torch.nn.Linear(2, 2)}))
-    line = "^backwards cannot be split: self_attention.linear_qkv of chunk 1 is a Linear, which"
-    with pytest.raises(ConfigError, match=line):
-        check(None, Chunk(), layer, split_backward=True)
-    fp8 = configuration(fp8="hybrid", fp8_recipe="tensorwise")
-    with pytest.raises(ConfigError, match="^backwards cannot be split: fp8 layers compute"):
-        check(fp8, split_backward=True)
+def test_where_splitting_may_cost_more_than_it_gains() -> None:
+    def why(config: Any, *chunks: Any, replicas: int = 2) -> str | None:
+        return why_not_by_default(config, chunks, replicas=replicas)
+
+    overlapped = configuration(no_sync_func=[])
+    assert why(configuration()) is None
+    assert why(overlapped, replicas=1) is None
+    assert why(overlapped) == "gradients are reduced while the last backward still runs"
+    full = configuration(recompute_granularity="full")
+    assert why(full) == "full recomputation keeps less than weight gradients need"
+    config = configuration()
+    layer = TELinear(2, 2, config=config, bias=True, skip_bias_add=True)
+    assert why(config, Chunk(layer=layer)) == (
+        "layers of Transformer Engine may keep gathered inputs"
+    )

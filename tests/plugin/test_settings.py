@@ -16,8 +16,11 @@ from megatron.adaptive.plugin.settings import CHOICES, Settings, add_arguments, 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice_is_possible(name: str) -> None:
     path = "order.csv" if name == "file" else None
-    settings = Settings(schedule=name, split_backward=name == "zb-h1", schedule_file=path)
+    settings = Settings(schedule=name, schedule_file=path)
     assert settings.is_rule == (name in ("adaptive", "auto", "bfc", "dfc", "hinted"))
+    # Of itself where the order needs it; with these the model decides.
+    expected = None if name in ("adaptive", "auto", "file", "hinted") else name == "zb-h1"
+    assert settings.splits is expected
 
 
 @pytest.mark.parametrize(
@@ -52,10 +55,9 @@ def test_every_choice_is_possible(name: str) -> None:
             "or adaptive, or drop split_backward",
         ),
         (
-            {"schedule": "zb-h1"},
-            r"pipeline schedule zb-h1 has weight gradients as work of their own: give "
-            r"split_backward=True \(--split-backward True\) with a model whose layers defer them, "
-            r"or use 1f1b",
+            {"schedule": "zb-h1", "split_backward": False},
+            r"pipeline schedule zb-h1 has weight gradients as work of their own: drop "
+            r"split_backward=False \(--split-backward False\), or use 1f1b",
         ),
         ({"weight_pieces": 0}, "weight pieces 0: give 1 or more"),
         ({"timeout_s": float("inf")}, "timeout of inf s: give a number of seconds above 0"),

@@ -16,13 +16,12 @@ from megatron.adaptive.trace.live import LiveRun
 from megatron.adaptive.trace.live_state import ENDED, read_now
 from megatron.adaptive.trace.read import read_run
 
-from ..multiprocess.launch import torchrun
+from ..multiprocess.launch import ROOT, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("user_pretrain.py")
 REL = 1e-6
-SPLIT = {"split_backward": True}
 TWO_RANKS: list[dict[str, Any]] = [
     {
         # A microbatch of evaluation is smaller: tensors between stages change their shape.
@@ -59,11 +58,11 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        "shape": {"pp": 2, "chunks": 1, "deferring": True},
+        "shape": {"pp": 2, "chunks": 1},
         "runs": {
-            "adaptive": SPLIT,
-            "zb-h1": {"schedule": "zb-h1", **SPLIT},
-            "traced": {"schedule": "zb-h1", **SPLIT, "trace_dir": "traces"},
+            "whole": {"split_backward": False},
+            "zb-h1": {"schedule": "zb-h1"},
+            "traced": {"split_backward": True, "weight_pieces": 1, "trace_dir": "traces"},
         },
     },
 ]
@@ -78,7 +77,12 @@ FOUR_RANKS: list[dict[str, Any]] = [
 
 
 def run(
-    cases: list[dict[str, Any]], world_size: int, folder: Path, *, fresh: bool = True
+    cases: list[dict[str, Any]],
+    world_size: int,
+    folder: Path,
+    *,
+    fresh: bool = True,
+    python_path: str = str(ROOT),
 ) -> list[dict[str, Any]]:
     """Run each case on megatron-core's own loop and then with the plugin, in one job.
 
@@ -94,6 +98,7 @@ def run(
         log=folder / "output.txt",
         limit_s=120.0,
         fresh=fresh,
+        python_path=python_path,
     )
     results: list[dict[str, Any]] = json.loads(taken.read_text())
     return results

@@ -411,6 +411,9 @@ class Manifest:
 
 
 _KNOWN = frozenset(one.name for one in dataclasses.fields(Manifest))
+_NO_MANIFEST = Manifest(
+    progress={}, config={}, shape={}, padded_vocab_size=0, has_optimizer=False, has_rng=False
+)
 
 
 class CheckpointFolder(StepFolders):
@@ -473,7 +476,8 @@ class CheckpointFolder(StepFolders):
 
         Args:
             iteration: that it is of.
-            trust: also one of a former version, which has pickles.
+            trust: also one of a former version or of Megatron-LM, which has pickles; the manifest
+                of the latter lists files alone, as nothing says what else it should be.
 
         Raises:
             CheckpointError: it is of a newer format, not of this program or not trusted.
@@ -487,6 +491,9 @@ class CheckpointFolder(StepFolders):
                 f"{path} does not exist, and the checkpoint of iteration {iteration} should be "
                 f"there: {others}"
             )
+        if trust and self._is_megatrons(path):
+            files = {one.name: one.stat().st_size for one in sorted(path.iterdir())}
+            return path, dataclasses.replace(_NO_MANIFEST, files=files)
         body = self._read(path, iteration, others, trust=trust)
         if _CORE_METADATA not in body["files"]:
             raise DamagedCheckpointError(
@@ -500,11 +507,18 @@ class CheckpointFolder(StepFolders):
                 f"{path} is in Megatron-LM's old torch format and only torch_dist is read: "
                 f"convert it with Megatron-LM, or start without --load: {remedy}"
             )
-        if (path / _CORE_METADATA).exists() and not (path / INDEX).exists():
+        if self._is_megatrons(path):
             return CheckpointError(
-                f"{path} was not written by this program (it has no {self._manifest}): {remedy}"
+                f"{path} was written by Megatron-LM (it has no {self._manifest}) and holds pickles,"
+                f" which can run code as they are loaded: give {self._trust} if you know who wrote"
+                " it"
             )
         return super()._lacks_manifest(path, remedy)
+
+    def _is_megatrons(self, path: Path) -> bool:
+        """Return whether a folder holds a checkpoint of Megatron-LM, in its form of today."""
+        has = {name: (path / name).exists() for name in (self._manifest, INDEX, _CORE_METADATA)}
+        return has == {self._manifest: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
         """Return the remedy where the checkpoint of ``iteration`` cannot be used."""

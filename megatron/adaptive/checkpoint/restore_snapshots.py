@@ -27,6 +27,7 @@ from megatron.adaptive.checkpoint.folder import (
     write_files,
 )
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotFile
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.engine.lease import Lease
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
 
@@ -37,10 +38,10 @@ _MESSAGE = 1 << 16
 
 def main(arguments: Sequence[str]) -> int:
     """Do one part; returns the exit status."""
-    order = json.loads(arguments[0])
+    order = parse_json(arguments[0])
     try:
         (assemble if order["what"] == "assemble" else write)(order)
-    except (AdaptiveError, OSError) as error:
+    except (AdaptiveError, OSError, ValueError) as error:
         print(f"error: copies of iteration {order['step']}: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
@@ -77,7 +78,7 @@ def write(order: Mapping[str, Any]) -> None:
             raise CheckpointError(f"the copy of rank {part['rank']} is gone")
         if not file.is_whole(slot):
             raise CheckpointError(f"the copy of rank {part['rank']} is damaged")
-        lines.append(json.loads(_extra(file, slot)[0]))
+        lines.append(parse_json(_extra(file, slot)[0], strict=False))
         needed = [entry for entry in file.head["entries"] if entry["need"] in part["needs"]]
         for entry in needed:
             at, kind = file.tensors_offset(slot) + entry["at"], getattr(torch, entry["type"])
@@ -116,14 +117,14 @@ def assemble(order: Mapping[str, Any]) -> None:
     blocks: dict[str, str] = {}
     for number in range(order["count"]):
         path = partial / f"part-{number}.json"
-        part = json.loads(path.read_text(encoding="utf-8"))
+        part = parse_json(path.read_bytes(), strict=False)
         entries += part["entries"]
         lines += part["lines"]
         blocks[_shard(number)] = part["sum"][1]
         path.unlink()
     _require_whole(entries)
     once = indices_of(entries)
-    head = json.loads((partial / _HEAD).read_text(encoding="utf-8"))
+    head = parse_json((partial / _HEAD).read_bytes(), strict=False)
     (partial / _HEAD).unlink()
     if isinstance(folder, PipelineFolder):
         write_files(partial, once)
@@ -172,7 +173,7 @@ def _write_common(folder: Path, file: SnapshotFile, slot: int) -> bytes:
     if rest:
         write_files(folder, {file.head["common"]: rest})
     head = {name: file.head[name] for name in ("manifest", "format") if name in file.head}
-    (folder / _HEAD).write_text(json.dumps({**head, **json.loads(line)}))
+    (folder / _HEAD).write_text(json.dumps({**head, **parse_json(line, strict=False)}))
     return rest
 
 

@@ -9,9 +9,10 @@ A tensor's part lies in a file as its bytes alone, from ``at`` on, and is read i
 wants it; an object as :mod:`megatron.adaptive.checkpoint.values` has it. Each block of a file is
 checked first, and nothing that is read can run code.
 
-Checkpoints of former versions have ``.metadata`` in place of an index, and a file of ``torch.save``
-in place of each of both. Whoever opened one said that it is trusted; even so it is read by
-unpicklers that build tensors, plain values and the parts of an index alone.
+Checkpoints of former versions and of Megatron-LM have ``.metadata`` in place of an index, and a
+file of ``torch.save`` in place of each of both. Whoever opened one said that it is trusted; even so
+it is read by unpicklers that build tensors, plain values and the parts of an index alone. Objects
+of other classes, such as the enumerations among Megatron-LM's arguments, become empty ones.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _KNOWN = {
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),
 }
+_PLANS = "torch.distributed.checkpoint.planner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +336,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if module == _PLANS:  # megatron-core keeps how the ranks shared out the writing
+            return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise _Refused(f"it names {module}.{name}, which is no part of an index")
         return super().find_class(module, name)
@@ -345,7 +349,19 @@ def _unpickled(data: bytearray) -> Any:
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)
     former = (rebuild, "numpy.core.multiarray._reconstruct")
-    with torch.serialization.safe_globals(
-        [rebuild, former, np.ndarray, np.dtype, kind, io.BytesIO]
-    ):
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    known: list[Any] = [rebuild, former, np.ndarray, np.dtype, kind, io.BytesIO]
+    file = io.BytesIO(data)
+    with torch.serialization.safe_globals(known):
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    file.seek(0)
+    with torch.serialization.safe_globals([*known, *((UnreadObject, name) for name in others)]):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class UnreadObject:
+    """Stands for an object of a class that is not loaded; has its attributes, as far as they are
+    plain values.
+    """
+
+    def __init__(self, *_: object) -> None:
+        pass

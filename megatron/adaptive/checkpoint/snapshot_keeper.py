@@ -91,7 +91,7 @@ class SnapshotFile:
         self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         head_bytes, self._slot_bytes = _LENGTHS.unpack_from(self.memory)
         self.raw_head = self.memory[_LENGTHS.size : _LENGTHS.size + head_bytes]
-        self.head: dict[str, Any] = json.loads(self.raw_head)
+        self.head: dict[str, Any] = parse_json(self.raw_head, strict=False)
         self._first = _rounded(_LENGTHS.size + head_bytes, _PAGE)
 
     @classmethod
@@ -106,7 +106,7 @@ class SnapshotFile:
         Raises:
             OSError: the memory cannot be had.
         """
-        sizes = json.loads(head)
+        sizes = parse_json(head, strict=False)
         tensor_bytes = sizes["tensor_bytes" if whole else "sent_bytes"]
         size = slot_bytes(sizes["extra_bytes"], tensor_bytes)
         descriptor = os.memfd_create("megatron-adaptive-copies", os.MFD_CLOEXEC)
@@ -342,7 +342,7 @@ class SnapshotKeeper:
 
     def _serve_local(self, connection: socket.socket) -> None:
         data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 1)
-        message = json.loads(data)
+        message = parse_json(data)
         if message["what"] == "store":
             self._serve_rank(connection, message, SnapshotFile(descriptors[0]))
         elif (store := self._find(message)) is not None:
@@ -360,7 +360,7 @@ class SnapshotKeeper:
         stream = None
         try:
             while data := connection.recv(_MESSAGE):
-                message = json.loads(data)
+                message = parse_json(data)
                 self._count(store)
                 answer: dict[str, Any] = {"kept": message["step"]}
                 if file.head["sent_bytes"]:

@@ -36,6 +36,7 @@ from megatron.adaptive.checkpoint.snapshot_keeper import (
     slot_bytes,
 )
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece, entry_of, overlay
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.profiling.memory import available_host_bytes
 
@@ -73,7 +74,7 @@ class SnapshotSettings:
     @classmethod
     def read(cls, text: str) -> SnapshotSettings:
         """Read the environment variable."""
-        return cls(**json.loads(text))
+        return cls(**parse_json(text))
 
 
 class SnapshotState(Protocol):
@@ -347,7 +348,7 @@ class Snapshots(NoSnapshots):
             return f"rank {rank}: {error}"
         if not data:
             return f"rank {rank}: the node's agent does not keep copies"
-        return str(json.loads(data).get("failed", ""))
+        return str(parse_json(data).get("failed", ""))
 
     def _announce(self, sent: int, copied: int) -> None:
         every = "step" if self._settings.every == 1 else f"{self._settings.every} steps"

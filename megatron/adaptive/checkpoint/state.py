@@ -280,6 +280,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     kept = [_without(group, "params", "step") for group in inner.param_groups]
     # Groups are in the same order on all ranks, but megatron-core pairs them by their multipliers,
     # which are equal in the groups with and without a decoupled learning rate.
+    _move_step_to_groups(state)  # Megatron-LM has it elsewhere
     tree = state.get("optimizer", state)
     saved = tree["param_groups"]
     if _is_torch_adam(leaf) and not isinstance(leaf, DistributedOptimizer):

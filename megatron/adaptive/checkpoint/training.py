@@ -36,6 +36,7 @@ from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
+from megatron.adaptive.checkpoint.megatron_lm import make_manifest, require_reshardable
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, load_first_whole
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
 from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
@@ -294,6 +295,12 @@ class Checkpoints:
         """Return the checkpoint of an iteration; on rank 0 only."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
+        if not manifest.config:
+            with CheckpointReader(path, path, manifest.files, {}) as reader:
+                common = _common(reader)
+            manifest = make_manifest(path, manifest.files, common, self._config)
+            if self._loads_optimizer and self._config.parallel.use_distributed_optimizer:
+                require_reshardable(path, common.get(_CONTENT) or {})
         rows = state.padded_vocab_size(self._chunks)
         require_same_model(manifest, self._config, rows, f"--load {path}")
         if rows != manifest.padded_vocab_size:
@@ -327,7 +334,7 @@ class Checkpoints:
     def _read(self, reader: CheckpointReader, near: Path, manifest: Manifest) -> None:
         """Read a checkpoint, files that need no check from ``near``."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
-        content = common[_CONTENT]
+        content = common.get(_CONTENT) or {}  # versions of Megatron-LM before 0.14 have none
         weights = state.sharded_model(self._chunks, content)
         whole: dict[str, Any] = dict(weights)
         if self._loads_optimizer:

@@ -19,11 +19,9 @@ from megatron.adaptive.checkpoint.folder import (
     named_as_checkpoint,
     verify,
 )
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
-
-__all__ = ["main"]
 
 _EXIT_DAMAGED = 1
 _MIB = 1 << 20
@@ -64,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     what = "verify reads all of them; list looks at manifests; show describes the newest, or one"
     parser.add_argument("what", choices=("verify", "list", "show"), help=what)
     parser.add_argument("folder", metavar="DIR", help="folder of checkpoints, or one of them")
-    parser.add_argument("--step", type=int, metavar="N", help="this one alone")
+    parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="this one alone")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
 from megatron.adaptive.cluster.host import loopback_variables
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.command_parser import count
 from megatron.adaptive.errors import ConfigError, SetupError
 
 _TRAINER = "pretrain_gpt.py"
@@ -72,7 +73,9 @@ def _read_options(argv: Sequence[str]) -> Any:
 
     parser = get_args_parser()
     parser.add_argument(
-        "--world-size", type=int, help="processes of all nodes, where nodes have different numbers"
+        "--world-size",
+        type=count,
+        help="processes of all nodes, where nodes have different numbers",
     )
 
     def complain(message: str) -> NoReturn:
@@ -86,18 +89,18 @@ def _read_options(argv: Sequence[str]) -> Any:
         raise ConfigError(
             f"--rdzv-backend {options.rdzv_backend}: not one of {', '.join(_MEETINGS)}"
         )
-    count = options.nproc_per_node
+    word = options.nproc_per_node
     try:
-        number = int(count) if count.lstrip("+-").isdigit() else determine_local_world_size(count)
+        number = int(word) if word.lstrip("+-").isdigit() else determine_local_world_size(word)
     except ValueError as error:
-        reason = "is no number" if count in str(error) else str(error).rstrip(".")
+        reason = "is no number" if word in str(error) else str(error).rstrip(".")
         raise ConfigError(
-            f"--nproc-per-node {count}: {reason}; write how many processes, or cpu or gpu for one "
+            f"--nproc-per-node {word}: {reason}; write how many processes, or cpu or gpu for one "
             "on each"
         ) from None
     if not 1 <= number <= _MAX_PROCESSES:
         raise ConfigError(
-            f"--nproc-per-node {count}: there must be at least 1 process, at most {_MAX_PROCESSES}"
+            f"--nproc-per-node {word}: there must be at least 1 process, at most {_MAX_PROCESSES}"
         )
     options.nproc_per_node = str(number)
     return options

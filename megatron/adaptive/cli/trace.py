@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.command_parser import CommandParser, count
+from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
 from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, RunFigures, run_figures
@@ -33,8 +33,6 @@ from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.order import legacy_name
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
-
-__all__ = ["main", "process", "visualize"]
 
 PROGRAM = "python -m megatron.adaptive trace"
 DIAGNOSE = "diagnose"
@@ -205,7 +203,7 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--iteration",
-        type=int,
+        type=number(int, 0, 1 << 62),
         metavar="I",
         help="iteration to look at (default: the last complete one)",
     )
@@ -223,7 +221,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
     """Add the flags that choose a replica, the views and the place of the results."""
     parser.add_argument(
         "--dp-rank",
-        type=int,
+        type=number(int, 0, 1_000_000),
         metavar="D",
         help="data-parallel replica to look at (default: 0; in the page and for Perfetto all)",
     )

@@ -106,10 +106,19 @@ class Incarnation:
     step_s: float | None = None
 
     def begun_at(self, iteration: int | None) -> None:
-        """Records where its ranks resumed, if they found something newer on their own disks."""
-        if iteration is not None and iteration > self.resumed:
-            self.lost_steps = max(0, self.lost_steps - (iteration - self.resumed))
-            self.resumed, self.source = iteration, "checkpoint on the nodes' own disks"
+        """Records where its ranks resumed, where that is not the newest checkpoint.
+
+        They may find a newer one on their own disks, or the newest one damaged.
+        """
+        if iteration is None or iteration == self.resumed:
+            return
+        self.lost_steps = max(0, self.lost_steps - (iteration - self.resumed))
+        if iteration > self.resumed:
+            self.source = "checkpoint on the nodes' own disks"
+        else:
+            self.source = "checkpoint" if iteration else "start"
+            self.source += f": that of iteration {self.resumed} did not load"
+        self.resumed = iteration
 
     def to_dict(self) -> dict[str, Any]:
         """Returns its entry in the state of the job."""

@@ -518,10 +518,10 @@ class Manager:
             return
         incarnation = self._incarnations[-1]
         now = self._progress.read(incarnation_folder(self._folder, incarnation.number, self._name))
+        incarnation.begun_at(now.start)
         self._iteration = max(now.iteration or 0, incarnation.resumed)
         self._total = now.total or self._total
         self._copies_text = now.copies
-        incarnation.begun_at(now.start)
         incarnation.phases_s, incarnation.step_s = phases(incarnation, now), now.step_s
         self._has_slow = bool(now.slow)
 

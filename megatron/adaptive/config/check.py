@@ -30,8 +30,6 @@ from megatron.adaptive.config.schedule import (
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["check_config", "check_output_folders", "check_world_size", "chunks_of"]
-
 _MAX_SPLITS = 3
 _MAX_EXAMPLE = 64
 _MIN_PIPELINE_WITHOUT_OVERLAP = 3
@@ -407,12 +405,6 @@ def _order(config: TrainerConfig, given: _Given) -> Rules:
         split and not settings.is_rule and schedule not in (*SPLIT_SCHEDULES, "file"),
         f"--split-backward True with {order}, whose order has whole backwards: use one of "
         f"{', '.join((*RULES, *SPLIT_SCHEDULES))}, or drop it",
-    )
-    yield (
-        config.splits_backward and config.model.transformer_impl != "local",
-        f"{order} with split backwards and {given.transformer_impl}: its layers compute weight "
-        "gradients within the backward; use --transformer-impl local, or a schedule with whole "
-        "backwards",
     )
     yield (
         (schedule == "file") != (settings.schedule_file is not None),

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megatron.adaptive.config.flags import Count, Folder, Iterations, Natural, Samples, flag, switch
 
-__all__ = ["CheckpointConfig", "LoggingConfig", "RunConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -78,7 +76,9 @@ class CheckpointConfig:
     ckpt_step: Natural | None = flag(
         "Iteration to load.", unit="ITERATION", derived="the latest one that is whole"
     )
-    trust_checkpoint: bool = switch("Load also checkpoints of former versions, which hold pickles.")
+    trust_checkpoint: bool = switch(
+        "Load also checkpoints of Megatron-LM and of former versions, which hold pickles."
+    )
     no_load_optim: bool = switch("Do not load the optimizer.")
     no_load_rng: bool = switch("Do not load random states.")
     finetune: bool = switch("Load weights only and start from iteration 0 with fresh data.")

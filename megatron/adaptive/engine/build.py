@@ -136,7 +136,7 @@ def build_executor(
 
 def gather_places() -> list[dict[str, Any]]:
     """Return where every rank runs, by global rank; see ``liveness.here``. Collective."""
-    return _gather(here(parallel_state.get_pipeline_model_parallel_rank()))
+    return gather(here(parallel_state.get_pipeline_model_parallel_rank()))
 
 
 def open_trace(
@@ -197,7 +197,7 @@ def open_trace(
     return Tracing(recorder, job.accelerator.clock(), sync)
 
 
-def _gather(value: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """Return what every rank passed, by global rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -224,7 +224,7 @@ def _connect(
         return None
     rank, device = dist.get_rank(), accelerator.device
     common: dict[str, Any] = {
-        "gather": _gather,
+        "gather": gather,
         "payloads": payloads,
         "describe": describe,
         "timeout_s": timeout_s,
@@ -273,7 +273,7 @@ def _build_agreement(
     members = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
     if len(members) == 1:  # on all ranks alike
         return Agreement()
-    group = gloo_group(members, _gather)
+    group = gloo_group(members, gather)
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()
     usable: list[Any] = [None] * len(members)

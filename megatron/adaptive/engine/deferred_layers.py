@@ -1,17 +1,24 @@
 """megatron-core's layers with a backward in two halves.
 
-Subclasses take the place of megatron-core's own by layer spec (:func:`deferring_spec`) or by
-instance (:func:`defer_outer_layers`); parameters, names and checkpoints stay what they are. A layer
-without an active store is the plain layer: evaluation, unsplit schedules and the first forward of
-a recomputed layer run megatron-core's code.
+A model is built as always; :func:`attach_stores` then changes the class of its layers, instance by
+instance. Parameters, names and checkpoints stay what they are, and a layer without an active store
+is the plain layer: evaluation, unsplit schedules and the first forward of a recomputed layer run
+megatron-core's code. A layer that cannot defer stays as it is and leaves nothing for W.
+
+Layers of Transformer Engine delay their weight gradients themselves: B leaves what one call needs
+in a ``wgrad_store``, and ``backward_dw()`` takes it from there. Which store a call uses is seen in
+its forward, so each call of a split step gets one of its own, and the layer's other calls the one
+that it was built with.
 
 Biases that a layer adds itself are deferred with its weight. Those it hands on to be fused with
-what follows, norms and position embeddings are not: their gradients come with B.
+what follows, norms (that of a ``LayerNormLinear`` as well) and position embeddings are not: their
+gradients come with B.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,9 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron.adaptive.engine.weight_gradient import (
@@ -116,6 +121,97 @@ class ParallelLinearCall:
             _fused.wgrad_gemm_accum_fp16(given, gradient, main_grad)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DelayedCall:
+    """A call of a layer of Transformer Engine, which keeps by itself what its W needs.
+
+    Attributes:
+        layer: the layer.
+        weight: its first weight, ``[out, in]``.
+        delayed: the ``wgrad_store`` of this call alone.
+    """
+
+    layer: Any
+    weight: torch.nn.Parameter
+    delayed: Any
+
+    def output(self, given: torch.Tensor) -> torch.Tensor:
+        """Never asked for: the layer runs its own forward."""
+        raise AssertionError("a layer of Transformer Engine computes its own output")
+
+    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Never asked for: the layer runs its own backward."""
+        raise AssertionError("a layer of Transformer Engine computes its own input gradient")
+
+    def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
+        """Announce the call's weight gradient, right before the layer's own B.
+
+        Tensors without memory stand for those that the layer keeps. A hook of megatron-core's
+        data-parallel wrapper that overlaps reductions demands a gradient of every weight after B:
+        it gets one that adds nothing.
+        """
+        given = gradient.new_empty(
+            (*gradient.shape[:-1], self.weight.shape[1]), device=torch.device("meta")
+        )
+        store.add(self, given, torch.empty_like(gradient, device="meta"))
+        biases = [] if getattr(self.layer, "te_return_bias", False) else _biases(self.layer)
+        fuses = getattr(self.layer, "fuse_wgrad_accumulation", False)
+        for parameter in (*(() if fuses else _weights(self.layer)), *biases):
+            if parameter.grad is None and hasattr(parameter, "main_grad"):
+                if parameter.dim() > 1:
+                    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                    parameter.grad = parameter.new_zeros(()).expand_as(parameter)
+                else:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def weight_gradients(
+        self, given: torch.Tensor, gradient: torch.Tensor
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`.
+
+        Nothing is returned of a weight that the layer has added to ``main_grad``.
+        """
+        layer, weights, biases = self.layer, _weights(self.layer), _biases(self.layer)
+        before = {parameter: parameter.grad for parameter in (*weights, *biases)}
+        computed = self.delayed.pop()
+        self.delayed.pop = lambda: computed
+        # What came with B, as in fp8, is not here, and backward_dw() would miss it.
+        absent = computed[0][1] is None
+        for parameter in before:
+            parameter.grad = None
+        for bias in biases if absent else ():
+            bias.grad = torch.empty_like(bias)
+        own, layer.wgrad_store = layer.wgrad_store, self.delayed
+        try:
+            # megatron-core's wrapper only does it where its configuration has the delay.
+            _engine_class(type(layer)).backward_dw(layer)
+        finally:
+            layer.wgrad_store = own
+            found = {parameter: parameter.grad for parameter in before}
+            for parameter, former in before.items():
+                parameter.grad = former
+        for parameter in (*weights, *(() if absent else biases)):
+            if (computed_here := found[parameter]) is not None:
+                yield parameter, computed_here
+
+    def flops(self, gradient: torch.Tensor) -> float:
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        return 2.0 * gradient.numel() * self.weight.shape[1]
+
+
+def _weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return _trained(layer, "weight")
+
+
+def _biases(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [bias for bias in _trained(layer, "bias") if bias.numel()]
+
+
+def _trained(layer: torch.nn.Module, prefix: str) -> list[torch.nn.Parameter]:
+    named = layer.named_parameters(recurse=False)
+    return [each for name, each in named if name.startswith(prefix) and each.requires_grad]
+
+
 class _Deferring:
     """Holds the store of a deferring layer's chunk, if there is one."""
 
@@ -127,7 +223,8 @@ class _DeferringLinear(_Deferring):
         self, input: torch.Tensor, weight: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         store = self.weight_gradient_store
-        if store is None or not is_deferring(store, weight):
+        by_itself = kwargs.get("grad_output_buffer") is not None
+        if store is None or by_itself or not is_deferring(store, weight):
             output: torch.Tensor = super()._forward_impl(  # type: ignore[misc]
                 input, weight, *args, **kwargs
             )
@@ -179,6 +276,29 @@ class DeferringVocabParallelEmbedding(_Deferring, VocabParallelEmbedding):  # ty
         return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
 
 
+class _DelayingLayer(_Deferring):
+    """A layer of Transformer Engine that delays its weight gradient while its store is active."""
+
+    wgrad_store: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward, in a split step with a ``wgrad_store`` of its own."""
+        store = self.weight_gradient_store
+        weights = _weights(self)  # type: ignore[arg-type]
+        if store is None or not weights or not is_deferring(store, weights[0]):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        own = self.wgrad_store
+        call = DelayedCall(self, weights[0], type(own)(True))
+        self.wgrad_store = call.delayed
+        try:
+            answer = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.wgrad_store = own
+        output = answer[0] if isinstance(answer, tuple) else answer
+        output.register_hook(lambda gradient: call.begin(gradient, store))
+        return answer
+
+
 _DEFERRING: dict[type, type] = {
     ColumnParallelLinear: DeferringColumnParallelLinear,
     RowParallelLinear: DeferringRowParallelLinear,
@@ -186,40 +306,95 @@ _DEFERRING: dict[type, type] = {
 }
 
 
+@functools.cache
+def _delaying(layer: type) -> type:
+    return type(f"Delaying{layer.__name__}", (_DelayingLayer, layer), {})
+
+
+def _engine_class(layer: type) -> Any:
+    """Return the class of Transformer Engine itself that a layer's is made of, ``None`` without."""
+    bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
+    return next(bases, None)
+
+
 def deferring_spec(spec: ModuleSpec) -> ModuleSpec:
-    """Return a copy of a layer spec whose linear layers defer; ``spec`` stays as it is."""
-    rewritten: ModuleSpec = _rewrite(spec)
-    return rewritten
-
-
-def _rewrite(value: Any) -> Any:
-    if isinstance(value, type):
-        return _DEFERRING.get(value, value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_rewrite(element) for element in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {name: _rewrite(given) for name, given in _fields(value)}
-        return dataclasses.replace(value, **fields)
-    return value
-
-
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of what an instance of a dataclass is made from."""
-    for field in dataclasses.fields(value):
-        if field.init:
-            yield field.name, getattr(value, field.name)
+    """Returns ``spec``: layers need no other one any more. For programs that call it."""
+    return spec
 
 
 def defer_outer_layers(model: GPTModel) -> None:
-    """Let the word embedding and the output layer of ``model`` defer, where it holds them.
+    """Let the layers of a model defer, as the first split step does. For programs that call it."""
+    defer_layers(model)
 
-    Changes the class of the two instances; nothing else of them changes.
+
+def defer_layers(chunk: torch.nn.Module) -> list[str]:
+    """Let every layer of a chunk that can defer its weight gradient do so once it has a store.
+
+    Changes the class of the instances; nothing else of them changes.
+
+    Returns:
+        A clause for each other layer with a matrix, such as ``"layers.0.linear is a Linear, which
+        computes its weight gradient in its backward"``.
     """
-    embedding = getattr(model, "embedding", None)
-    outer = [getattr(embedding, "word_embeddings", None), getattr(model, "output_layer", None)]
-    for layer in outer:
-        if type(layer) in _DEFERRING:
+    whole: list[str] = []
+    captured: tuple[str, ...] = ()
+    for name, layer in chunk.named_modules():
+        if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
+            captured = (*captured, f"{name}.")
+        # An output layer may use the embedding's weight and have none of its own.
+        if isinstance(layer, _Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
+            continue
+        reason = _why_whole(layer)
+        if name.startswith(captured):
+            reason = "a CUDA graph replays its backward as it was captured"
+        if reason is not None:
+            whole.append(f"{name} is a {type(layer).__name__}, {reason}")
+        elif type(layer) in _DEFERRING:
             layer.__class__ = _DEFERRING[type(layer)]
+        else:
+            layer.__class__ = _delaying(type(layer))  # type: ignore[arg-type]
+    return whole
+
+
+def _has_matrix(layer: torch.nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in layer.parameters(recurse=False))
+
+
+def _why_whole(layer: Any) -> str | None:
+    """Return what keeps a layer from deferring, ``None`` if nothing does."""
+    config = getattr(layer, "config", None)
+    if getattr(config, "cpu_offloading", False):
+        return "with CPU offloading, which takes away what its weight gradient needs"
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        return "whose weight is gathered from several ranks for each use"
+    engine = _engine_class(type(layer))
+    if engine is None:
+        return None if type(layer) in _DEFERRING else _IN_ITS_BACKWARD
+    store = getattr(layer, "wgrad_store", None)
+    if not hasattr(engine, "backward_dw") or not hasattr(store, "delay_wgrad_compute"):
+        return "of a Transformer Engine without backward_dw (before 2.3)"
+    if getattr(config, "tp_comm_overlap", False):
+        return "with tp_comm_overlap, which computes the weight gradient while it communicates"
+    return None
+
+
+_IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
+
+
+def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Returns whether there are layers of Transformer Engine among the chunks'."""
+    return any(_engine_class(type(layer)) for chunk in chunks for layer in chunk.modules())
+
+
+def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
+    """Let the layers of a rank's chunks defer, see :func:`defer_layers`.
+
+    Returns:
+        Why none of them can, by the first one; ``None`` if one can or there is none.
+    """
+    whole = [reason for chunk in chunks for reason in defer_layers(chunk)]
+    layers = (layer for chunk in chunks for layer in chunk.modules())
+    return whole[0] if whole and not any(isinstance(each, _Deferring) for each in layers) else None
 
 
 def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> int:
@@ -235,67 +410,18 @@ def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> i
 
 
 def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore]:
-    """Give each chunk a store of its own.
+    """Let the layers of each chunk defer, and give each chunk a store of its own.
 
     Raises:
-        ConfigError: a chunk has linear layers and none of them defers.
+        ConfigError: there are layers with weight gradients, and none of them can defer.
     """
-    stores = []
-    for number, chunk in enumerate(chunks):
-        store = WeightGradientStore()
-        if attach_store(chunk, store) == 0:
-            plain = [module for module in chunk.modules() if type(module) in _DEFERRING]
-            if plain:
-                raise ConfigError(
-                    f"chunk {number} was to split its backward, but none of its layers defers a "
-                    "weight gradient; build it with deferring_spec and defer_outer_layers"
-                )
-        stores.append(store)
+    reason = why_not_split(chunks)
+    if reason is not None:
+        raise ConfigError(
+            f"backwards cannot be split: {reason}; choose a schedule with whole backwards, or "
+            "leave split_backward (--split-backward) out"
+        )
+    stores = [WeightGradientStore() for _ in chunks]
+    for chunk, store in zip(chunks, stores, strict=True):
+        attach_store(chunk, store)
     return stores
-
-
-def why_not_split(config: TransformerConfig, spec: ModuleSpec | None = None) -> str | None:
-    """Return what forbids to split the backward of a model, ``None`` if nothing does.
-
-    Args:
-        config: megatron-core's configuration of the model.
-        spec: its layer spec, before or after :func:`deferring_spec`.
-
-    Returns:
-        A clause such as ``"fp8 layers compute their weight gradients within their backward"``.
-    """
-    if config.fp8 or config.fp4:
-        return f"{'fp8' if config.fp8 else 'fp4'} layers compute weight gradients in their backward"
-    if config.num_moe_experts:
-        return "experts of a mixture of experts compute weight gradients in their backward"
-    if config.mtp_num_layers:
-        return "multi-token prediction uses the embedding and the output layer a second time"
-    if config.cuda_graph_impl != "none":
-        return "a CUDA graph replays the backward as it was captured, weight gradients included"
-    if config.cpu_offloading:
-        return "CPU offloading takes activations away that weight gradients still need"
-    if config.defer_embedding_wgrad_compute:
-        return "defer_embedding_wgrad_compute puts off the output layer's weight gradient itself"
-    for name, layer in _linear_layers(spec):
-        if layer is not IdentityOp and layer not in (*_DEFERRING, *_DEFERRING.values()):
-            return f"{layer.__name__} ({name}) computes weight gradients in its backward"
-    return None
-
-
-def _linear_layers(value: Any, name: str = "") -> Iterator[tuple[str, type]]:
-    """Yield the classes of a spec's fields that are linear layers by their name."""
-    if isinstance(value, ModuleSpec):
-        if name.startswith("linear_"):
-            value = value.module
-        else:
-            yield from _linear_layers(value.submodules, name)
-            return
-    if isinstance(value, type):
-        if name.startswith("linear_"):
-            yield name, value
-    elif isinstance(value, (list, tuple)):
-        for element in value:
-            yield from _linear_layers(element, name)
-    elif dataclasses.is_dataclass(value):
-        for field, given in _fields(value):
-            yield from _linear_layers(given, field)

@@ -63,8 +63,7 @@ def given_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule
     if given.weight_pieces and not splits:
         raise ConfigError(
             f"--schedule-file {path} has weight gradients as work of their own, which this run's "
-            "layers do within the backward: give --split-backward True, with layers that can "
-            "(--transformer-impl local)"
+            "layers do within the backward: give --split-backward True"
         )
     return given
 

@@ -280,7 +280,8 @@ class WeightGradientStore:
         self._backlog.append(_Backlog(microbatch, deque(units.values())))
         if not self._microbatch_bytes:
             tensors = [tensor for task in tasks for tensor in (task.given, task.gradient)]
-            kept = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+            # By their object: those without memory all lie at one address.
+            kept = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
             self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, given: torch.Tensor, gradient: torch.Tensor) -> None:

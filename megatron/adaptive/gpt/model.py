@@ -39,12 +39,6 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
-from megatron.adaptive.engine.deferred_layers import (
-    defer_outer_layers,
-    deferring_spec,
-    why_not_split,
-)
-from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.placement import (
     PlacedLayout,
     placement_of,
@@ -337,7 +331,7 @@ def _build_chunk(
         core.output_layer_init_method = init.normal(
             model.init_method_std / math.sqrt(2.0 * model.num_layers)
         )
-    chunk = GPTModel(
+    return GPTModel(
         config=core,
         transformer_layer_spec=_layer_spec(config, core),
         vocab_size=padded_vocab_size,
@@ -355,17 +349,10 @@ def _build_chunk(
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
     )
-    if config.splits_backward:
-        defer_outer_layers(chunk)
-    return chunk
 
 
 def _layer_spec(config: TrainerConfig, core: TransformerConfig) -> ModuleSpec:
-    """Return what a transformer layer is built of.
-
-    Raises:
-        ConfigError: backwards are to be split, and its layers cannot.
-    """
+    """Return what a transformer layer is built of."""
     model = config.model
     if model.transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
@@ -373,14 +360,6 @@ def _layer_spec(config: TrainerConfig, core: TransformerConfig) -> ModuleSpec:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=model.qk_layernorm, normalization=model.normalization
         )
-    if config.splits_backward:
-        reason = why_not_split(core, spec)
-        if reason is not None:
-            raise ConfigError(
-                f"backwards cannot be split: {reason}; pass --split-backward False, or choose a "
-                "schedule with whole backwards"
-            )
-        spec = deferring_spec(spec)
     if core.use_cpu_initialization:
         spec = ModuleSpec(
             module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules

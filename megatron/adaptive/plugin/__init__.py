@@ -36,7 +36,7 @@ def install(
     *,
     schedule_file: str | os.PathLike[str] | None = None,
     activation_cap: float | None = None,
-    split_backward: bool = False,
+    split_backward: bool | None = None,
     weight_pieces: int = 4,
     keyed_dropout: bool = False,
     trace_dir: str | os.PathLike[str] | None = None,
@@ -60,8 +60,8 @@ def install(
         schedule_file: the order of ``file``: JSON, or the CSV of ``torch.distributed.pipelining``.
         activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
             a rule. Chosen from the shape of the pipeline where ``None``.
-        split_backward: compute weight gradients as work of their own. The model's layers must be
-            made for it, see :func:`deferring_spec`.
+        split_backward: compute weight gradients as work of their own. Of itself with ``zb-h1``, and
+            with ``adaptive`` and ``hinted`` where it costs nothing (see docs/plugin.md).
         weight_pieces: parts into which a rule may cut each weight gradient, with
             ``split_backward``.
         keyed_dropout: draw dropout's numbers from step, microbatch and layer, as our own trainer

@@ -24,10 +24,11 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.build import (
     Wiring,
     build_executor,
+    gather,
     gather_places,
     open_trace,
 )
-from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.deferred_layers import attach_stores, why_not_split
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import Job, environment_of_rank
@@ -35,7 +36,7 @@ from megatron.adaptive.engine.orders import Orders, given_schedule, weight_piece
 from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.gpt.forward import DropoutKeys
-from megatron.adaptive.plugin.refused import check_call, check_model
+from megatron.adaptive.plugin.refused import check_call, check_model, why_not_by_default
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.plugin.trace import StepTrace, stage_sizes
 from megatron.adaptive.rebalance.auto import TunedPipeline, Tuner
@@ -65,6 +66,7 @@ class Engine:
         self._group: dist.ProcessGroup | None = None
         self._placement: Placement | None = None
         self._payload: tuple[int, ...] | None = None
+        self._splits = False
         self._wiring: Wiring | None = None
         self._orders: Orders | None = None
         self._job: Job | None = None
@@ -165,6 +167,7 @@ class Engine:
                 control_group=dist.group.WORLD,
                 places=gather_places(),
             )
+            self._splits = self._choose_split(config)
             self._orders = self._make_orders(config, placement)
             if self._settings.trace_dir is not None:
                 self._trace = self._open_trace(self._settings.trace_dir, given)
@@ -190,7 +193,7 @@ class Engine:
             self._forward_backward = ForwardBackward(
                 executor=self._wiring.executor,
                 orders=self._orders,
-                stores=attach_stores(self._chunks) if self._settings.split_backward else None,
+                stores=attach_stores(self._chunks) if self._splits else None,
                 span=None if self._trace is None else self._trace.tracing.span,
             )
             self._dropout = self._make_keys(config)
@@ -266,7 +269,7 @@ class Engine:
                 payload_dtype=config.pipeline_dtype or torch.float32,
                 layers=layers or None,
                 cap=settings.activation_cap,
-                splits=settings.split_backward,
+                splits=self._splits,
                 weight_pieces=settings.weight_pieces,
                 can_turn=False,  # the model is Megatron-LM's
                 timeout_s=settings.timeout_s,
@@ -282,6 +285,24 @@ class Engine:
         if decision is not None:
             self._say(decision.text)
             self._tuner = None
+
+    def _choose_split(self, config: Any) -> bool:
+        """Return whether backwards are split, on all ranks alike; collective over all of them."""
+        wanted, reason = self._settings.splits, None
+        if self._own is not None:
+            return bool(wanted)
+        if wanted is None and self._settings.schedule != "file":
+            replicas = parallel_state.get_data_parallel_world_size()
+            reason = why_not_by_default(config, self._chunks, replicas=replicas)
+        if wanted is not False:
+            reason = reason or why_not_split(self._chunks)
+        reasons = [each for each in gather(reason) if each is not None]
+        if wanted and reasons:
+            raise ConfigError(
+                f"backwards cannot be split: {reasons[0]}; choose a schedule with whole backwards "
+                "such as 1f1b, or drop split_backward"
+            )
+        return wanted is not False and not reasons
 
     def _build(self, config: Any, num_microbatches: int) -> None:
         """Connect this rank with the others; collective over all ranks of the job."""
@@ -317,7 +338,7 @@ class Engine:
 
     def _make_orders(self, config: Any, placement: Placement) -> Orders:
         settings = self._settings
-        given, splits = None, settings.split_backward
+        given, splits = None, self._splits
         pieces = weight_pieces(settings.weight_pieces, splits=splits, is_rule=settings.is_rule)
         if settings.schedule_file is not None:
             given = given_schedule(settings.schedule_file, placement, splits=splits)

@@ -13,14 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_model_type, unwrap_model
 
-from megatron.adaptive.engine.deferred_layers import (
-    DeferringColumnParallelLinear,
-    DeferringRowParallelLinear,
-    why_not_split,
-)
+from megatron.adaptive.engine.deferred_layers import delays_by_itself
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.settings import Settings
 from megatron.adaptive.schedule.registry import placement_for
@@ -29,12 +24,13 @@ _GRAPHS = "a CUDA graph replays the order it was captured in"
 _CONFIG = {
     "num_moe_experts": "experts trade tokens with replicas whose order of work may differ",
     "overlap_moe_expert_parallel_comm": "it runs forwards and backwards merged into one",
-    "delay_wgrad_compute": "megatron-core's own loop computes the weight gradients it puts off",
+    "delay_wgrad_compute": "weight gradients are the engine's to delay, see split_backward",
     "defer_embedding_wgrad_compute": "megatron-core's own loop computes what it puts off",
     "num_microbatches_with_partial_activation_checkpoints": (
         "it counts on the order of megatron-core's own loop"
     ),
     "fine_grained_activation_offloading": "it counts on the order of megatron-core's own loop",
+    "moe_paged_stash": "megatron-core's own loop resets what it puts aside",
     "hybrid_context_parallel": "it has a loop of its own",
     "cuda_graph_impl": _GRAPHS,
     "enable_cuda_graph": _GRAPHS,
@@ -42,6 +38,7 @@ _CONFIG = {
 }
 _OFF = (None, False, "none")
 _INSTEAD = "or use schedule megatron"
+_GROUPS = {"pipeline": "pp", "tensor-parallel": "tp", "context-parallel": "cp"}
 # By an attribute of the unwrapped chunk.
 _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
@@ -63,17 +60,34 @@ def check_call(given: Mapping[str, Any]) -> None:
             "adjust_tensor_shapes_fn was given (distillation does): stages exchange one tensor of "
             f"its own shape here; leave it out {_INSTEAD}"
         )
-    for name, attribute in (("pg_collection", "pp"), ("p2p_communicator", "pp_group")):
-        other = given.get(name)
-        if other is not None and not _is_our_pipeline(getattr(other, attribute, None)):
+    _check_groups("pg_collection was given", given.get("pg_collection"))
+    communicator = given.get("p2p_communicator")
+    if communicator is not None:
+        _check_groups("p2p_communicator was given", communicator, {"pipeline": "pp_group"})
+
+
+def _check_groups(what: str, groups: Any, names: Mapping[str, str] = _GROUPS) -> None:
+    """Refuse groups of processes that are not those of ``parallel_state``.
+
+    Also those of several models at once, which exchange a dictionary of tensors: they have none by
+    these names.
+    """
+    for kind, name in names.items() if groups is not None else ():
+        if not _is_ours(kind, getattr(groups, name, None)):
             raise ConfigError(
-                f"{name} was given with a pipeline group that is not parallel_state's: the engine "
-                f"connects the ranks of that one; leave it out {_INSTEAD}"
+                f"{what} with a {kind} group that is not parallel_state's: the engine connects "
+                f"the ranks of that one; leave it out {_INSTEAD}"
             )
 
 
-def _is_our_pipeline(group: Any) -> bool:
-    ours = parallel_state.get_pipeline_model_parallel_group()
+def _is_ours(kind: str, group: Any) -> bool:
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    ours = {
+        "pipeline": parallel_state.get_pipeline_model_parallel_group,
+        "tensor-parallel": parallel_state.get_tensor_model_parallel_group,
+        "context-parallel": parallel_state.get_context_parallel_group,
+    }[kind]()
     if group is ours:
         return True
     if not isinstance(group, dist.ProcessGroup):
@@ -93,12 +107,15 @@ def check_model(
         value = getattr(config, name, None)
         if value not in _OFF:
             raise ConfigError(f"{name}={value} of the model: {reason}; turn it off {_INSTEAD}")
+    if (parts := getattr(config, "gtp_weight_remat_size", 1)) > 1:
+        raise ConfigError(
+            f"gtp_weight_remat_size={parts} of the model: parts of weights are gathered in the "
+            f"order of megatron-core's own loop; set it to 1 {_INSTEAD}"
+        )
     _check_fp8(config, settings, replicas)
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk)
     _check_schedule(config, len(chunks), settings.schedule)
-    if settings.split_backward:
-        _check_split(config, chunks)
 
 
 def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
@@ -129,6 +146,7 @@ def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
                 f"chunk {number} is a {type(model).__name__}, {what}: one tensor goes from stage "
                 f"to stage here; use a model with one input {_INSTEAD}"
             )
+    _check_groups(f"chunk {number} was built", getattr(model, "pg_collection", None))
     if "FullyShardedDataParallel" in type(chunk).__name__:
         raise ConfigError(
             f"chunk {number} is a {type(chunk).__name__}: replicas gather parameters in the order "
@@ -155,22 +173,18 @@ def _check_schedule(config: Any, num_chunks: int, name: str) -> None:
         )
 
 
-def _check_split(config: Any, chunks: Sequence[torch.nn.Module]) -> None:
-    reason = why_not_split(config)
-    if reason is not None:
-        raise ConfigError(f"backwards cannot be split: {reason}; drop split_backward")
-    for number, chunk in enumerate(chunks):
-        for name, layer in unwrap_model([chunk])[0].named_modules():
-            if name.rpartition(".")[2].startswith("linear_") and not _defers(layer):
-                raise ConfigError(
-                    f"backwards cannot be split: {name} of chunk {number} is a "
-                    f"{type(layer).__name__}, which computes its weight gradient in its backward; "
-                    "build the model from deferring_spec of megatron.adaptive.plugin, or drop "
-                    "split_backward"
-                )
+def why_not_by_default(
+    config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
+) -> str | None:
+    """Return where split backwards may cost more than they gain, ``None`` where they do not.
 
-
-def _defers(layer: torch.nn.Module) -> bool:
-    if next(layer.parameters(), None) is None or isinstance(layer, IdentityOp):
-        return True  # there is no weight to put off
-    return isinstance(layer, (DeferringColumnParallelLinear, DeferringRowParallelLinear))
+    What a split backward keeps for its weight gradients is less than the activations it frees,
+    which the cap counts; not so in these cases, and reductions no longer hide behind backwards.
+    """
+    if getattr(config, "recompute_granularity", None) == "full":
+        return "full recomputation keeps less than weight gradients need"
+    if replicas > 1 and config.no_sync_func is not None:
+        return "gradients are reduced while the last backward still runs"
+    if delays_by_itself(chunks):
+        return "layers of Transformer Engine may keep gathered inputs"
+    return None

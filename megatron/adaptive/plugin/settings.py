@@ -26,6 +26,7 @@ _REFUSED = {
     "v-half": _LOOP,
     "zb-v": _LOOP,
 }
+_MAY_SPLIT = ("adaptive", "auto", "file", "hinted")
 _KNOWN = sorted(("auto", "file", *policy_names()))
 CHOICES = ("megatron", *(name for name in _KNOWN if name not in _REFUSED))
 """Values of ``schedule``."""
@@ -65,7 +66,7 @@ class Settings:
     schedule: str = "adaptive"
     schedule_file: str | None = None
     activation_cap: float | None = None
-    split_backward: bool = False
+    split_backward: bool | None = None
     weight_pieces: int = 4
     keyed_dropout: bool = False
     trace_dir: str | None = None
@@ -103,10 +104,10 @@ class Settings:
                 f"split backwards with {given}, whose order has whole ones: use zb-h1 or "
                 "adaptive, or drop split_backward"
             )
-        if self.needs_split and not self.split_backward:
+        if self.needs_split and self.split_backward is False:
             raise ConfigError(
-                f"{given} has weight gradients as work of their own: give split_backward=True "
-                "(--split-backward True) with a model whose layers defer them, or use 1f1b"
+                f"{given} has weight gradients as work of their own: drop split_backward=False "
+                "(--split-backward False), or use 1f1b"
             )
         if self.transport not in (AUTO, *TRANSPORTS):
             raise ConfigError(
@@ -133,6 +134,13 @@ class Settings:
     def needs_split(self) -> bool:
         """Whether the order has weight gradients as work of their own."""
         return self.schedule in SPLIT_SCHEDULES
+
+    @property
+    def splits(self) -> bool | None:
+        """Whether backwards are split, ``None`` where the model decides."""
+        if self.split_backward is None and self.schedule in _MAY_SPLIT:
+            return None
+        return self.needs_split or bool(self.split_backward)
 
     def overridden(self, arguments: Any) -> Settings:
         """Return these settings with those that ``arguments`` holds under a flag's name.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.accelerator import detect
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import DeadlineError, SetupError, TransportError
@@ -278,4 +279,4 @@ class StoreGather:
                 f"ranks {missing} did not come to exchange {count} of the transports within "
                 f"{self._timeout_s:g} s; are they alive and do they reach the store?"
             ) from error
-        return [json.loads(self._store.get(key)) for key in keys]
+        return [parse_json(self._store.get(key), strict=False) for key in keys]

@@ -1,0 +1,157 @@
+"""Linear layers that keep what Transformer Engine documents of delayed weight gradients.
+
+The real ones need a GPU. A layer has a ``wgrad_store``; while that one delays, a backward puts what
+the weight gradient needs there, and ``backward_dw()`` takes it. Like the real ones they fuse the
+gradient into ``main_grad`` or write ``grad`` without adding, give a weight with fusion a gradient
+that means nothing, and compute the gradient of a bias with B where they run in fp8.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+
+class WeightGradStore:
+    """What delayed backwards left, first in, first out."""
+
+    def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
+        assert not (delay_wgrad_compute and ub_bulk_wgrad)
+        self.enabled = delay_wgrad_compute
+        self.context: queue.Queue[Any] | None = queue.Queue() if delay_wgrad_compute else None
+
+    def delay_wgrad_compute(self) -> bool:
+        return self.enabled
+
+    def put(self, tensors: list[torch.Tensor], function: Callable[..., Any]) -> None:
+        assert self.context is not None
+        self.context.put((tensors, function))
+
+    def pop(self) -> Any:
+        assert self.context is not None
+        tensors, function = self.context.get_nowait()
+        return function(*tensors), tensors
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Any, given: Any, bias: Any, layer: Any, store: Any) -> Any:
+        ctx.save_for_backward(given)
+        ctx.layer, ctx.store, ctx.has_bias = layer, store, bias is not None
+        return F.linear(given, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (given,), (gradient,), layer = ctx.saved_tensors, gradients, ctx.layer
+        weight = layer.weight
+        rows, given = gradient.reshape(-1, gradient.shape[-1]), given.reshape(-1, given.shape[-1])
+        early = layer.fp8 and ctx.has_bias
+        bias_gradient = rows.sum(dim=0) if early else None
+
+        def product(given: torch.Tensor, rows: torch.Tensor) -> Any:
+            late = rows.sum(dim=0) if ctx.has_bias and not early else None
+            whole = rows.t().mm(given)
+            if layer.fuse_wgrad_accumulation:
+                weight.main_grad.add_(whole)
+            return whole, late
+
+        weight_gradient = None
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.put([given, rows], product)
+        else:
+            weight_gradient, late = product(given, rows)
+            bias_gradient = bias_gradient if early else late
+        if layer.fuse_wgrad_accumulation:
+            weight.grad_added_to_main_grad = True
+            weight_gradient = torch.full_like(weight, torch.nan)
+        return weight_gradient, gradient.matmul(weight), bias_gradient, None, None
+
+
+class Linear(torch.nn.Module):
+    """``transformer_engine.pytorch.Linear``."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        return_bias: bool,
+        fuse_wgrad_accumulation: bool,
+        fp8: bool,
+        normalizes: bool = False,
+        delay_wgrad_compute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features))
+        torch.nn.init.xavier_normal_(self.weight)
+        self.bias = torch.nn.Parameter(torch.zeros(out_features)) if bias else torch.empty(0)
+        if normalizes:
+            self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features))
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features))
+        self.use_bias, self.apply_bias = bias, bias and not return_bias
+        self.normalizes, self.fp8 = normalizes, fp8
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.wgrad_store = WeightGradStore(delay_wgrad_compute)
+
+    def forward(self, given: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        if self.normalizes:
+            given = F.layer_norm(
+                given, given.shape[-1:], self.layer_norm_weight, self.layer_norm_bias
+            )
+        bias = self.bias if self.apply_bias else None
+        output = _Linear.apply(self.weight, given, bias, self, self.wgrad_store)
+        return (output, self.bias) if self.use_bias and not self.apply_bias else output
+
+    def need_backward_dw(self) -> bool:
+        return self.wgrad_store.delay_wgrad_compute()
+
+    def backward_dw(self) -> None:
+        if not self.need_backward_dw():
+            return
+        (weight_gradient, bias_gradient), _ = self.wgrad_store.pop()
+        if not self.fuse_wgrad_accumulation:
+            self.weight.grad = weight_gradient.to(self.weight.dtype)
+        if self.use_bias and self.bias.grad is None:
+            self.bias.grad = bias_gradient.to(self.bias.dtype)
+
+
+Linear.__module__ = "transformer_engine.pytorch.module.linear"
+
+
+class TELinear(Linear):
+    """megatron-core's wrapper of it: output and bias, a delay by the model's configuration."""
+
+    normalizes_input = False
+    settings: dict[str, bool] = {}  # noqa: RUF012
+
+    def __init__(self, given: int, out: int, *, config: Any, **settings: Any) -> None:
+        self.te_return_bias = settings["skip_bias_add"] and settings["bias"]
+        super().__init__(
+            given,
+            out,
+            bias=settings["bias"],
+            return_bias=self.te_return_bias,
+            normalizes=self.normalizes_input,
+            delay_wgrad_compute=config.delay_wgrad_compute,
+            **{"fuse_wgrad_accumulation": False, "fp8": False, **self.settings},
+        )
+        self.config = config
+
+    def forward(self, given: torch.Tensor) -> Any:
+        answer = super().forward(given, is_first_microbatch=None)
+        return answer if self.te_return_bias else (answer, None)
+
+    def backward_dw(self) -> None:
+        if self.config.delay_wgrad_compute:
+            super().backward_dw()
+
+
+class TELayerNormLinear(TELinear):
+    """As :class:`TELinear`, with the norm before it."""
+
+    normalizes_input = True
