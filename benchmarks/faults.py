@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.elasticity.soak import end_in_order, soaked  # noqa: E402
-from benchmarks.report import Result, Row, describe_machine, finish, one_line, parser_of, run  # noqa: E402
+from benchmarks.report import Result, Row, describe_machine, finish, one_line, parser_of, run, write  # noqa: E402
 from benchmarks.trust import (  # noqa: E402
     checksums,
     commands,
@@ -60,7 +60,7 @@ def main(words: list[str] | None = None) -> int:
         jobs, real = ((16, 8), 1) if quick else ((200, 100), 3)
         talk = (20_000, 30.0) if quick else (1_000_000, 900.0)
         minutes, every_s = (1.0, 5.0) if quick else (10.0, 60.0)
-        events, limit_min = (12, 3.0) if quick else (100, 55.0)
+        events, limit_min = (6, 1.5) if quick else (100, 55.0)
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
             "checksums": lambda: checksums.measure(4 if quick else 12),
@@ -73,8 +73,12 @@ def main(words: list[str] | None = None) -> int:
             ),
             "soak": lambda: soaked(base, events, limit_min, seed, FIRST_EVENTS),
         }
-        total = run({part: parts[part] for part in PARTS if part in options.part})
-    return finish(total, options.json, machine=machine, seed=seed)
+        more = {"machine": machine, "seed": seed}
+        total = run(
+            {part: parts[part] for part in PARTS if part in options.part},
+            lambda total: write(total, options.json, **more),  # kept where a later one never ends
+        )
+    return finish(total, options.json, **more)
 
 
 def look_for_secrets(seed: int) -> Result:

@@ -177,10 +177,16 @@ def others_busy(seconds: float = 1.0) -> float:
     return 1.0 - (idle_after - idle) / max(1, total_after - total)
 
 
-def run(parts: Mapping[str, Callable[[], Result]]) -> Result:
+def run(
+    parts: Mapping[str, Callable[[], Result]], keep: Callable[[Result], None] = lambda total: None
+) -> Result:
     """Run parts one after the other; prints the table of each as soon as it is there.
 
     A part that fails is a goal missed, with its error as the note; the others are measured as ever.
+
+    Args:
+        parts: by name.
+        keep: called after each part with all that was measured by then.
     """
     total = Result()
     for name, part in parts.items():
@@ -198,23 +204,33 @@ def run(parts: Mapping[str, Callable[[], Result]]) -> Result:
             print(f"as {name} began, other programs used {busy:.0%} of the processors\n")
         total.facts[f"{name}, seconds"] = round(took_s, 1)
         print(f"### {name}, {took_s:.0f} s\n\n{markdown(found.rows)}", flush=True)
+        keep(total)
     return total
+
+
+def write(total: Result, path: Path | None, **more: Any) -> None:
+    """Write the JSON file.
+
+    Args:
+        total: everything measured.
+        path: of the file, ``None`` for none.
+        more: for the file.
+    """
+    if path is not None:
+        result = {**more, **total.facts, "rows": [row.as_dict() for row in total.rows]}
+        path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def finish(total: Result, path: Path | None, **more: Any) -> int:
     """Write the JSON file, and name the goals that were missed.
 
     Args:
-        total: everything measured.
-        path: of the file, ``None`` for none.
-        more: for the file.
+        total, path, more: as of :func:`write`.
 
     Returns:
         Exit status: 1 where a goal is missed.
     """
-    if path is not None:
-        result = {**more, **total.facts, "rows": [row.as_dict() for row in total.rows]}
-        path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
+    write(total, path, **more)
     missed = [row.what for row in total.rows if row.met is False]
     print("all goals met" if not missed else "missed: " + "; ".join(missed))
     return 1 if missed else 0

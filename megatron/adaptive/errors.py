@@ -23,21 +23,6 @@ its traceback.
 
 from __future__ import annotations
 
-__all__ = [
-    "AdaptiveError",
-    "CheckpointError",
-    "ConfigError",
-    "DamagedCheckpointError",
-    "DataError",
-    "DeadlineError",
-    "DeviceMemoryError",
-    "PeerLostError",
-    "ScheduleError",
-    "SetupError",
-    "TraceError",
-    "TransportError",
-]
-
 
 class AdaptiveError(Exception):
     """Base of all expected errors; its text is one complete line for the user."""

@@ -35,18 +35,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "Gate",
-    "Handshake",
-    "SealedSocket",
-    "Session",
-    "StrangerError",
-    "bind",
-    "dial",
-    "new_secret",
-    "write_private",
-]
-
 _MAGIC = b"MAdaptv1"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32

@@ -22,7 +22,10 @@ def test_a_part_that_fails_is_missed_and_the_others_stay(
     def work() -> Result:
         return Result(rows=[Row(what="it", value=1, goal=1)])
 
-    total = report.run({"first": work, "second": fail, "third": work})
+    kept: list[int] = []
+    parts = {"first": work, "second": fail, "third": work}
+    total = report.run(parts, lambda total: kept.append(len(total.rows)))
+    assert kept == [1, 2, 3]
     assert [row.met for row in total.rows] == [True, False, True]
     assert total.rows[1].note == "RuntimeError: no disk / here"
     assert report.finish(total, None) == 1

@@ -16,7 +16,7 @@ from megatron.adaptive.trace.live import LiveRun
 from megatron.adaptive.trace.live_state import ENDED, read_now
 from megatron.adaptive.trace.read import read_run
 
-from ..multiprocess.launch import torchrun
+from ..multiprocess.launch import ROOT, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -77,7 +77,12 @@ FOUR_RANKS: list[dict[str, Any]] = [
 
 
 def run(
-    cases: list[dict[str, Any]], world_size: int, folder: Path, *, fresh: bool = True
+    cases: list[dict[str, Any]],
+    world_size: int,
+    folder: Path,
+    *,
+    fresh: bool = True,
+    python_path: str = str(ROOT),
 ) -> list[dict[str, Any]]:
     """Run each case on megatron-core's own loop and then with the plugin, in one job.
 
@@ -93,6 +98,7 @@ def run(
         log=folder / "output.txt",
         limit_s=120.0,
         fresh=fresh,
+        python_path=python_path,
     )
     results: list[dict[str, Any]] = json.loads(taken.read_text())
     return results

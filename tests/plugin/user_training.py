@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,6 +37,9 @@ VOCAB_SIZE = 64
 MICRO_BATCH_SIZE = 2
 NUM_MICROBATCHES = 4
 Batch = dict[str, torch.Tensor]
+# megatron-core 0.15 does not know it.
+_KNOWN = signature(schedules.forward_backward_no_pipelining).parameters
+LAST_ARGUMENTS = {name: False for name in ("force_all_reduce",) if name in _KNOWN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +52,8 @@ class Shape:
         overlap: gradients are reduced while the backward still runs.
         deallocate: outputs are freed once they are sent, as Megatron-LM has it.
         timers: megatron-core's timers run.
+        llama: the model is of Llama's kind instead of GPT's.
+        groups: process groups are handed to models and steps, as Megatron Bridge does.
         dropout: of attention and hidden state.
         eval_micro_batch_size: samples of a microbatch in evaluation.
     """
@@ -57,6 +65,8 @@ class Shape:
     overlap: bool = False
     deallocate: bool = True
     timers: bool = False
+    llama: bool = False
+    groups: bool = False
     dropout: float = 0.0
     eval_micro_batch_size: int = MICRO_BATCH_SIZE
 
@@ -101,6 +111,13 @@ def setup(shape: Shape) -> Job:
 
 def configuration(shape: Shape) -> TransformerConfig:
     """Return the model's configuration."""
+    llama: dict[str, Any] = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "num_query_groups": 2,
+    }
     return TransformerConfig(
         num_layers=4,
         hidden_size=32,
@@ -122,12 +139,13 @@ def configuration(shape: Shape) -> TransformerConfig:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **(llama if shape.llama else {}),
     )
 
 
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
     """Build this rank's part of the model as Megatron-LM's ``get_model`` does."""
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
     chunks = []
     for vp_stage in range(shape.chunks):
         several = shape.chunks > 1
@@ -142,12 +160,31 @@ def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
             max_sequence_length=SEQ_LENGTH,
             pre_process=first,
             post_process=last,
-            share_embeddings_and_output_weights=True,
+            share_embeddings_and_output_weights=not shape.llama,
+            position_embedding_type="rope" if shape.llama else "learned_absolute",
             vp_stage=vp_stage if several else None,
+            pg_collection=process_groups() if shape.groups else None,
         )
         chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(chunk)
     return chunks
+
+
+def process_groups() -> ProcessGroupCollection:
+    """Return the groups by which the user names what parallel_state has."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    return groups
+
+
+def handed_over(job: Job) -> dict[str, Any]:
+    """Return what a step gets besides model and data."""
+    if not job.shape.groups:
+        return {}
+    groups = process_groups()
+    communicator = P2PCommunicator(pp_group=groups.pp, config=job.config)
+    return {"pg_collection": groups, "p2p_communicator": communicator}
 
 
 def batches(micro_batch_size: int) -> Iterator[Batch]:
@@ -209,7 +246,8 @@ def train(job: Job, steps: int) -> dict[str, list[float]]:
             decoder_seq_length=None,
             forward_only=False,
             adjust_tensor_shapes_fn=None,
-            force_all_reduce=False,
+            **LAST_ARGUMENTS,
+            **handed_over(job),
         )
         updated, norm, _ = job.optimizer.step()
         assert updated
@@ -231,6 +269,7 @@ def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
         "seq_length": SEQ_LENGTH,
         "micro_batch_size": job.shape.eval_micro_batch_size,
         "forward_only": True,
+        **handed_over(job),
     }
     forward_backward_func = get_forward_backward_func()
     timers, job.config.timers = job.config.timers, None

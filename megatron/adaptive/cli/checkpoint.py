@@ -23,8 +23,6 @@ from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["main"]
-
 _EXIT_DAMAGED = 1
 _MIB = 1 << 20
 _LONG = ("config", "files", "blocks", "options", "states")  # of manifests

@@ -16,8 +16,6 @@ from megatron.adaptive.cli.preprocess_data import (
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``make_corpus`` with ``argv`` (the process's arguments by default)."""

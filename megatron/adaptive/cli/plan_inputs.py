@@ -25,15 +25,6 @@ from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
 
-__all__ = [
-    "Inputs",
-    "add_input_arguments",
-    "calibrated",
-    "parse_counts",
-    "read_inputs",
-    "traced_runs",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(PlanInputs):

@@ -24,8 +24,6 @@ from megatron.adaptive.data.preprocess import (
 from megatron.adaptive.data.tokenizer import TOKENIZER_TYPES
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["available_cores", "main", "progress_display", "tidy_on_sigterm"]
-
 
 def available_cores() -> int:
     """Return how many cores this process may use."""

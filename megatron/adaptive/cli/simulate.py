@@ -24,8 +24,6 @@ from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
-__all__ = ["main"]
-
 _BAR = 40
 _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
@@ -121,55 +119,16 @@ def _parser() -> argparse.ArgumentParser:
     work = parser.add_argument_group("work")
     add = work.add_argument
     add("--profile", type=Path, metavar="FILE", help="measured times; see docs/schedules.md")
-    add(
-        "--forward",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="seconds of a rank's forward",
-    )
-    add(
-        "--backward",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="the same, backward by inputs",
-    )
-    add(
-        "--weight",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="the same, weight gradients",
-    )
-    add(
-        "--latency",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="of a message between ranks",
-    )
-    add(
-        "--occupancy",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="a message's time on its link",
-    )
-    add(
-        "--jitter",
-        type=float,
-        default=0.0,
-        metavar="SIGMA",
-        help="lognormal, per action",
-    )
-    add(
-        "--microbatch-jitter",
-        type=float,
-        default=0.0,
-        metavar="SIGMA",
-        help="per microbatch",
-    )
+    for name, default, unit, text in (
+        ("forward", 1.0, "S", "seconds of a rank's forward"),
+        ("backward", 1.0, "S", "the same, backward by inputs"),
+        ("weight", 1.0, "S", "the same, weight gradients"),
+        ("latency", 0.0, "S", "of a message between ranks"),
+        ("occupancy", 0.0, "S", "a message's time on its link"),
+        ("jitter", 0.0, "SIGMA", "lognormal, per action"),
+        ("microbatch-jitter", 0.0, "SIGMA", "per microbatch"),
+    ):
+        add(f"--{name}", type=float, default=default, metavar=unit, help=text)
     add(
         "--slow-rank",
         action="append",
@@ -179,12 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
-    add(
-        "--cap",
-        type=float,
-        metavar="MICROBATCHES",
-        help="activations a rank may hold",
-    )
+    add("--cap", type=float, metavar="MICROBATCHES", help="activations a rank may hold")
     add(
         "--weight-pieces",
         type=number(int, 0, 1000),

@@ -22,8 +22,6 @@ from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.trace.live import LiveRun, Snapshot, find_live
 
-__all__ = ["main"]
-
 PERIOD_S = 0.5
 PIPE_COLUMNS = 160
 """Width used where the output is no terminal."""

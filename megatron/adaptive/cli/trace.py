@@ -34,8 +34,6 @@ from megatron.adaptive.trace.order import legacy_name
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
 
-__all__ = ["main", "process", "visualize"]
-
 PROGRAM = "python -m megatron.adaptive trace"
 DIAGNOSE = "diagnose"
 EVENT_ITERATIONS = 20

@@ -40,9 +40,6 @@ from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.read import trace_files
 
-__all__ = ["main"]
-
-
 OWN = "own runs"
 
 

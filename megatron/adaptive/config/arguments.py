@@ -24,8 +24,6 @@ from megatron.adaptive.config.refused import reason_for, refused_flags
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["FlagRow", "flag_table", "make_parser", "only_groups", "options_of", "parse"]
-
 _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
 _HELP_FLAGS = ("-h", "--help")
 _LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")

@@ -30,8 +30,6 @@ from megatron.adaptive.config.schedule import (
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["check_config", "check_output_folders", "check_world_size", "chunks_of"]
-
 _MAX_SPLITS = 3
 _MAX_EXAMPLE = 64
 _MIN_PIPELINE_WITHOUT_OVERLAP = 3

@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["CommandParser", "count", "last_value", "number"]
-
 
 class CommandParser(argparse.ArgumentParser):
     """Raises :class:`ConfigError` for a wrong command line.

@@ -16,8 +16,6 @@ from megatron.adaptive.config.flags import (
     switch,
 )
 
-__all__ = ["BatchConfig", "DataConfig"]
-
 _DEFAULT_SPLIT = "969,30,1"
 _NO_PACKAGE = (
     "its package is not among the requirements; tokenize with it yourself and train on the "

@@ -22,21 +22,6 @@ from typing import Any
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import ConfigError
 
-__all__ = [
-    "EXIT_MEASURED",
-    "Environment",
-    "FROM_CONF",
-    "Installed",
-    "JOB_VARIABLE",
-    "JobOrder",
-    "MASK",
-    "OVER_SSH",
-    "is_secret",
-    "job_secret",
-    "masked",
-    "masked_text",
-]
-
 _EVERYWHERE = (
     *("NCCL_", "GLOO_", "UCX_", "OMP_", "MKL_", "HF_", "TIKTOKEN_", "TORCH_", "TORCHELASTIC_"),
     *("PYTORCH_", "NVTE_", "TRITON_", "MEGATRON_ADAPTIVE_", "PYTHONUNBUFFERED"),

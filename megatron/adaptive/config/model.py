@@ -22,8 +22,6 @@ from megatron.adaptive.config.flags import (
 )
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["MODELS", "ModelConfig", "RecomputeConfig", "model_flags"]
-
 _SWIGLU_MULTIPLE = 64
 
 

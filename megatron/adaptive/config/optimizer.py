@@ -20,8 +20,6 @@ from megatron.adaptive.config.flags import (
     switch,
 )
 
-__all__ = ["OptimizerConfig", "PrecisionConfig"]
-
 _NO_MUON = "it supports neither the distributed optimizer nor torch_dist checkpoints; use adam"
 
 

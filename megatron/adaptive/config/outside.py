@@ -14,8 +14,6 @@ from typing import Any
 
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
-__all__ = ["MAX_BYTES", "MAX_LEVELS", "parse_json", "printable", "read_json", "read_text"]
-
 MAX_BYTES = 1 << 28
 """Size of the largest file that is read at once."""
 MAX_LEVELS = 64

@@ -9,16 +9,6 @@ from typing import Annotated
 from megatron.adaptive.config.flags import Count, Layers, Limits, Natural, Ranks, flag, switch
 from megatron.adaptive.config.schedule import parse_widths
 
-__all__ = [
-    "AUTO",
-    "MOST_SLOTS",
-    "NATIVE",
-    "PINNED",
-    "ParallelConfig",
-    "TRANSPORTS",
-    "TransportConfig",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:

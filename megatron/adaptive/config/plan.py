@@ -15,20 +15,6 @@ from megatron.adaptive.config.flags import FieldSpec
 from megatron.adaptive.config.outside import read_json
 from megatron.adaptive.errors import ConfigError
 
-__all__ = [
-    "PLAN_FLAG",
-    "PLAN_FORMAT",
-    "PLAN_HELP",
-    "expand_plan",
-    "load_plan",
-    "plan_flags",
-    "plan_variables",
-    "read_plan",
-    "run_flags",
-    "world_size_of",
-]
-
-
 PLAN_FORMAT = 1
 _DEGREES = {
     "tensor": "TENSOR_MP_SIZE",

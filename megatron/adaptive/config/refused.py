@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-__all__ = ["FAMILIES", "Family", "reason_for", "refused_flags"]
-
 # Below each reason its flags, without leading dashes; a prefix ends in a star.
 _TABLE = """\
 the model is a dense GPT without experts; drop the flag

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megatron.adaptive.config.flags import Count, Folder, Iterations, Natural, Samples, flag, switch
 
-__all__ = ["CheckpointConfig", "LoggingConfig", "RunConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:

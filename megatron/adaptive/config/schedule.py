@@ -18,22 +18,6 @@ from megatron.adaptive.config.flags import (
     flag,
 )
 
-__all__ = [
-    "KEEPING_ALL",
-    "PlacementKind",
-    "RULES",
-    "SPLIT_SCHEDULES",
-    "ScheduleConfig",
-    "UNEQUAL_SCHEDULES",
-    "V_SCHEDULES",
-    "default_placement",
-    "even_split",
-    "format_partition",
-    "nearly_even_split",
-    "parse_partition",
-    "parse_widths",
-]
-
 PlacementKind = Literal["loop", "v"]
 
 RULES = ("adaptive", "auto", "bfc", "dfc", "hinted")

@@ -23,8 +23,6 @@ from megatron.adaptive.config.schedule import (
 )
 from megatron.adaptive.errors import ConfigError
 
-__all__ = ["TrainerConfig", "groups"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:

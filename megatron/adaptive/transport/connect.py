@@ -43,17 +43,6 @@ from megatron.adaptive.transport.select import (
     size_of_channel,
 )
 
-__all__ = [
-    "CompositeTransport",
-    "Gather",
-    "Payloads",
-    "TorchGroups",
-    "connect_ranks",
-    "network_address",
-    "own_endpoint",
-]
-
-
 Gather = Callable[[Any], list[Any]]
 """Returns what every rank of the job passed, by rank. Collective."""
 

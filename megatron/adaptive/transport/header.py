@@ -15,19 +15,6 @@ import torch
 from megatron.adaptive.errors import TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
 
-__all__ = [
-    "CODE_OF",
-    "DTYPE_OF",
-    "HEADER_WORDS",
-    "KINDS",
-    "KIND_CODE",
-    "MAX_DIMENSIONS",
-    "Header",
-    "Label",
-    "code_of",
-    "settled",
-]
-
 HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
 """Kinds of actions that take a message; the position is its code."""

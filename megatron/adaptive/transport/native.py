@@ -38,8 +38,6 @@ from megatron.adaptive.transport.header import DTYPE_OF, KIND_CODE, KINDS, Label
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Item, Listener
 from megatron.adaptive.transport.staging import Staging
 
-__all__ = ["DeviceArrival", "NativeQueue", "NativeTransport", "make_tensors_with"]
-
 _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()

@@ -23,18 +23,6 @@ from megatron.adaptive.config.parallel import MOST_SLOTS
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.transport.interface import Endpoint
 
-__all__ = [
-    "DEFAULT_SLOT_BYTES",
-    "Choice",
-    "ChannelSize",
-    "candidates",
-    "choose",
-    "is_loopback",
-    "log_lines",
-    "size_of_channel",
-    "why_not",
-]
-
 DEFAULT_SLOT_BYTES = 1 << 20
 _DEFAULT_SLOTS = 8
 # Of a channel: what its receiver leaves free, and what its sender may have reserved and not sent.

@@ -29,8 +29,6 @@ import torch
 from megatron.adaptive.accelerator import lock_pages
 from megatron.adaptive.transport.header import KIND_CODE, Label, code_of, settled
 
-__all__ = ["Staging"]
-
 _DLPACK_HOST, _DLPACK_CUDA = (1, 0), 2
 
 
