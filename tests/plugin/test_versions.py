@@ -25,7 +25,11 @@ INSTALLED = metadata.version("megatron-core")
 CASES: list[dict[str, Any]] = [
     {
         "shape": {"pp": 2, "chunks": 2, "deallocate": False, "llama": llama, "groups": llama},
-        "runs": {"adaptive": {}, "interleaved": {"schedule": "interleaved"}},
+        "runs": {
+            "adaptive": {},
+            "split": {"split_backward": True},
+            "interleaved": {"schedule": "interleaved"},
+        },
     }
     for llama in (False, True)
 ]
