@@ -13,8 +13,8 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--all] [--benchmarks]
-                       [--examples] [--print-python]
+usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--versions] [--all]
+                       [--benchmarks] [--examples] [--print-python]
 
   --test          also what scripts/test.sh and scripts/check.sh need
   --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core,
@@ -25,7 +25,10 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--all] [--
                   kernel is compiled with, and QEMU for those with sanitizers (Debian 12)
   --slurm         also the system packages of the Slurm cluster in tests/labs; their services are
                   not started (Debian 12)
-  --all           --test, --rdma, --views, --lab and --slurm: what scripts/test.sh --all needs
+  --versions      also the other releases of megatron-core that the plug-in is tested with, unpacked
+                  under build/megatron-core, outside the environment (700 MB, most of it triton)
+  --all           --test, --rdma, --views, --lab, --slurm and --versions: what scripts/test.sh --all
+                  needs
   --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
   --examples      also what examples/cutpoint takes models from: transformers (in --test as well)
   --print-python  only print the Python that is or would be used; set nothing up
@@ -46,6 +49,7 @@ rdma=0
 views=0
 lab=0
 slurm=0
+versions=0
 benchmarks=0
 examples=0
 print_only=0
@@ -56,7 +60,8 @@ for argument in "$@"; do
     --views) views=1 ;;
     --lab) lab=1 ;;
     --slurm) slurm=1 ;;
-    --all) test=1 rdma=1 views=1 lab=1 slurm=1 ;;
+    --versions) versions=1 ;;
+    --all) test=1 rdma=1 views=1 lab=1 slurm=1 versions=1 ;;
     --benchmarks) benchmarks=1 ;;
     --examples) examples=1 ;;
     --print-python) print_only=1 ;;
@@ -83,6 +88,12 @@ slurm_packages=(
   openssh-client openssh-server
 )
 benchmark_packages=(openmpi-bin)
+# Each in a folder of its own; triton is what those from 0.18 on import.
+core_versions=(
+  megatron-core==0.15.3 megatron-core==0.17.1 megatron-core==0.18.2 megatron-core==0.19.2
+  triton==3.9.0
+)
+core_folder=$root/build/megatron-core
 
 # ---- which Python
 
@@ -193,9 +204,17 @@ stamp_path() {
     "$(printf '%s' "$root" | sha256sum | cut -c1-12)"
 }
 
+missing_versions() {
+  local pin
+  for pin in "${core_versions[@]}"; do
+    if [[ ! -d $core_folder/$pin ]]; then printf '%s\n' "$pin"; fi
+  done
+}
+
 is_set_up() {
   local stamp fields key value
   ((${#missing[@]} == 0)) || return 1
+  if ((versions)) && [[ -n $(missing_versions) ]]; then return 1; fi
   stamp=$(stamp_path)
   [[ -r $stamp ]] || return 1
   declare -A fields=()
@@ -376,6 +395,34 @@ install_requirements() {
     fail "pip could not install the packages above into ${facts[prefix]}"
 }
 
+# NVIDIA declares Python 3.12, but nothing in these packages needs it.
+install_versions() {
+  local pin fresh
+  mkdir -p -- "$core_folder"
+  for pin in $(missing_versions); do
+    say "unpacking $pin under $core_folder"
+    fresh=$work/$pin
+    if [[ $pin == megatron-core* ]]; then
+      pip_install -q --no-deps --target "$fresh" --python-version 3.12 --only-binary :all: \
+        --ignore-requires-python "$pin"
+    else
+      pip_install -q --no-deps --target "$fresh" "$pin" &&
+        rm -rf -- "$fresh"/triton/backends/*/bin "$fresh"/triton/backends/*/lib
+    fi || {
+      say "warning: pip could not fetch $pin: the tests that need it are skipped"
+      continue
+    }
+    # Their helper is for Python 3.12; its source is that of the environment's, which fits this one.
+    if [[ -d $fresh/megatron/core/datasets ]]; then
+      cp -n -- "$("$python" -c 'import megatron.core.datasets.helpers_cpp as h; print(h.__file__)')" \
+        "$fresh/megatron/core/datasets/" || true
+    fi
+    rm -rf -- "$core_folder/$pin.new"
+    mv -- "$fresh" "$core_folder/$pin.new"
+    mv -T -- "$core_folder/$pin.new" "$core_folder/$pin"
+  done
+}
+
 extension_file() {
   PYTHONPATH=$root "$python" - <<'PYTHON'
 from megatron.adaptive import extension
@@ -436,6 +483,7 @@ set_up() {
   # Before anything can fail: a half-done set-up must not look whole.
   rm -f -- "$(stamp_path)"
   install_requirements
+  if ((versions)); then install_versions; fi
   if ((made)); then keep_environment; fi
   look_at "$python"
   facts[executable]=$python

@@ -131,7 +131,7 @@ def parts(*, rehearse: bool) -> list[Part]:
         tests("tests: CUDA IPC", 30, 100, "gpu/test_cuda_ipc.py", *standin),
         steps("PP 1", 45, 130, *gpu),
         steps("PP 2", 45, 150, *gpu),
-        steps("memory", 10, 45, *gpu),
+        steps("memory", 10, 90, *gpu),
         tests("tests: out of memory", 20, 80, memory_test),
         tests("tests: transports", 20, 60, "gpu/test_transport.py"),
         tests(
@@ -257,6 +257,8 @@ class Check:
         self.facts["not installed"] = [
             line.partition(": ")[2] for line in lines if line.startswith("not installed: ")
         ]
+        if self.facts["not installed"]:
+            outcome.tail = "\n".join(lines[-_LAST_LINES:])
 
     def _add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
-from tests.cluster.jobs import environment
-from tests.multiprocess.launch import kill_tree
+from tests.multiprocess.launch import environment, kill_tree
 
 GPT = (
     "--num-layers 4 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256"

@@ -21,14 +21,23 @@ set_up() {
     if [[ ! -x $python ]]; then python=$(command -v python3); fi
     while IFS= read -r requirement; do
       install "$python" "$site" "$requirement"
-    done < <("$python" scripts/environment.py | sed -n 's/^missing=//p')
-    PYTHONPATH=$PWD:$site "$python" setup.py -q build_ext --inplace >&2 ||
-      say "not installed: the C++ extension"
+    done < <("$python" scripts/environment.py | sed -n -E 's/^(missing|tool)=//p')
+    build_extension "$python" "$site" >&2 || say "not installed: the C++ extension"
   fi
   if ! PYTHONPATH=$site "$python" -c 'import pytest' 2>/dev/null; then
     install "$python" "$site" "$(grep '^pytest==' requirements-test.txt)"
   fi
   printf '%s\n' "$python"
+}
+
+# Builds the C++ extension also with a setuptools that is too old to read pyproject.toml.
+build_extension() {
+  local folder=$PWD/build/gpu-check-extension
+  rm -rf -- "$folder"
+  mkdir -p -- "$folder"
+  ln -s -- "$PWD/csrc" "$PWD/setup.py" "$folder"
+  (cd -- "$folder" && PYTHONPATH=$2 "$1" setup.py -q build_ext --build-lib lib) &&
+    cp -- "$folder"/lib/megatron/adaptive/_C*.so megatron/adaptive/
 }
 
 # Installs one package without those that it needs, which the list names too.

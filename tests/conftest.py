@@ -46,13 +46,15 @@ def _machine_code() -> Iterator[None]:
             content = path.read_bytes()
             digest.update(content)
             time_s = int(hashlib.sha256(content).hexdigest()[:7], 16)
-            with contextlib.suppress(PermissionError):  # another user's checkout
+            with contextlib.suppress(OSError):  # another user's checkout
                 os.utime(path, (time_s, time_s))
         kept.append((folder / "__pycache__", cache / "numba" / digest.hexdigest()[:24]))
-        _copy_machine_code(*reversed(kept[-1]))
+        with contextlib.suppress(OSError):  # a place that cannot be written: it is compiled again
+            _copy_machine_code(*reversed(kept[-1]))
     yield
     for made, folder in kept:
-        _copy_machine_code(made, folder)
+        with contextlib.suppress(OSError):
+            _copy_machine_code(made, folder)
 
 
 def _copy_machine_code(source: Path, target: Path) -> None:

@@ -50,6 +50,14 @@ def synchronize():
     finally:
         dist.destroy_process_group()
 
+def streams():
+    from megatron.core.pipeline_parallel import utils
+    utils._COMP_STREAM = utils._COMM_STREAM = None
+    utils.set_streams()
+    with torch.cuda.stream(utils.get_comm_stream()):
+        utils.get_comm_stream().wait_stream(utils.get_comp_stream())
+    return True
+
 def factories():
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler
     return str(ConstantGradScaler(8.0).scale.device)
@@ -98,7 +106,8 @@ def compiler():
 
 # The compiler comes first: optimizers load it too.
 CANARIES = [
-    compiler, current_device, synchronize, factories, tensor_moves, tensor_type, random_state
+    compiler, current_device, synchronize, streams, factories, tensor_moves, tensor_type,
+    random_state,
 ]
 
 OWNERS = [torch, torch.cuda, torch.cuda.random, torch.Tensor, torch.nn.Module]
@@ -176,6 +185,7 @@ NO_CUDA = "Torch not compiled with CUDA enabled"
 CANARIES: dict[str, tuple[Any, str]] = {
     "current_device": ("cpu", NO_CUDA),
     "synchronize": (True, NO_CUDA),
+    "streams": (True, NO_CUDA),
     "factories": ("cpu", NO_CUDA),
     "tensor_moves": ([4.0, "cpu"], "must be cuda device"),
     "tensor_type": ([[1], [1]], "Received torch.BFloat16Tensor"),

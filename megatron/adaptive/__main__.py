@@ -17,6 +17,7 @@ _SUBCOMMANDS = {
     "node": ("node", "one node of a run; run_master.sh, run_worker.sh and Slurm call it"),
     "plan": ("plan", "find the best ways to train a model on a cluster"),
     "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),
+    "pretrain": ("pretrain", "Megatron-LM's own trainer, from megatron-core 0.17 on"),
     "pretrain-gpt": ("pretrain_gpt", "one process of a GPT training run"),
     "profile": ("profile", "measure layers and links for the planner"),
     "process-trace": ("trace.process", "aggregate a run's traces"),

@@ -24,6 +24,7 @@ import os
 import resource
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -278,6 +279,8 @@ def install() -> bool:
     """
     if torch.cuda.is_available():
         return False
+    # Fusions would go through torch.compile, whose first call takes half a minute on a CPU.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if torch.cuda.current_device is _cpu:  # type: ignore[comparison-overlap]
         return True
     if "megatron.core.tensor_parallel" in sys.modules:
@@ -285,16 +288,32 @@ def install() -> bool:
             "megatron.core was imported before megatron.adaptive.accelerator.install(); "
             "call install() first on a machine without CUDA"
         )
-    # Fusions would go through torch.compile, whose first call takes half a minute on a CPU.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _keep_freed_memory()
     _substitute_current_device()
     _substitute_synchronize()
+    _substitute_streams()
     _substitute_factories()
     _substitute_tensor_moves()
     _substitute_tensor_type()
     _substitute_random_state()
     _substitute_compiler()
+    return True
+
+
+def install_for_trainer() -> bool:
+    """Let also Megatron-LM's own trainer run without CUDA; a no-op with it.
+
+    Returns:
+        Whether the substitutions are in force.
+    """
+    if not install():
+        return False
+    # Without any device the trainer makes neither process groups nor seeds.
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
+    # A part that needs no setting of its own to overlap messages with work.
+    part = types.SimpleNamespace(name="CPU", major=10, minor=0)
+    torch.cuda.get_device_properties = lambda device=None: part  # type: ignore[assignment,return-value]
     return True
 
 
@@ -322,6 +341,25 @@ def _substitute_synchronize() -> None:
     """CPU work is done when the call returns: nothing to wait for, no stream to wait on."""
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.empty_cache = lambda: None
+
+
+class _NoStream:
+    """A stream of a device that has done all work when a call returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _substitute_streams() -> None:
+    """There is one stream, in which nothing waits, whichever is asked for."""
+    torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = _NoStream  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
 
 
 def _is_cuda_name(device: Any) -> bool:

@@ -35,7 +35,9 @@ Make = Callable[..., Any]
 def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
     """Runs a scenario of the worker on several ranks; returns its status and what they wrote."""
     log = folder.with_name(f"{folder.name}.log")
-    status = run_ranks(WORKER, [scenario, str(folder)], world_size=count, log=log, limit_s=240.0)
+    status = run_ranks(
+        [str(WORKER), scenario, str(folder)], world_size=count, log=log, limit_s=240.0
+    )
     return status, tail(log)
 
 

@@ -179,7 +179,7 @@ def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, s
         program = ROOT / "pretrain_gpt.py" if job.flags else SCRIPT
         words = job.flags.split() or [json.dumps(job.script)]
         log = folder / f"{job.name}.txt"
-        status = run_ranks(program, words, world_size=job.ranks, log=log, limit_s=LIMIT_S)
+        status = run_ranks([str(program), *words], world_size=job.ranks, log=log, limit_s=LIMIT_S)
         said[job.name] = status, log.read_text(errors="replace")
     return said
 

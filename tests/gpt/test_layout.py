@@ -17,7 +17,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import (  # noqa: 
     PipelineParallelLayerLayout,
 )
 
-from megatron.adaptive.gpt.placement import PlacedLayout  # noqa: E402
+from megatron.adaptive.gpt.placement import PlacedLayout, stages_of  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement, PlacementKind  # noqa: E402
 
 KINDS: tuple[PlacementKind, ...] = ("loop", "v")
@@ -50,7 +50,7 @@ def test_every_layer_is_once_in_its_stage(
     placement: Placement, layers_per_stage: tuple[int, ...]
 ) -> None:
     """The embedding is in the first stage and the loss in the last."""
-    layout = PlacedLayout(placement, layers_per_stage)
+    layout = PlacedLayout(placement, stages_of(layers_per_stage))
     seen: list[int] = []
     for stage, layers in enumerate(layers_per_stage):
         rank, chunk = placement.locate(stage)
@@ -72,7 +72,7 @@ def test_every_layer_is_once_in_its_stage(
 
 
 def test_this_process_is_the_default() -> None:
-    layout = PlacedLayout(Placement(num_ranks=2, num_chunks=2, kind="v"), (1, 2, 3, 4))
+    layout = PlacedLayout(Placement(num_ranks=2, num_chunks=2, kind="v"), stages_of((1, 2, 3, 4)))
     parallel_state.set_pipeline_model_parallel_rank(1)
     try:
         assert layout.get_layer_id_list(vp_stage=0) == [1, 2]

@@ -23,7 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What came of each rank; one job for all tests."""
     folder = tmp_path_factory.mktemp("pipeline")
     log = folder / "output.txt"
-    run_ranks(WORKER, [str(folder), *PROGRAMS], world_size=RANKS, log=log, limit_s=LIMIT_S)
+    run_ranks([str(WORKER), str(folder), *PROGRAMS], world_size=RANKS, log=log, limit_s=LIMIT_S)
     paths = [folder / f"{rank}.json" for rank in range(RANKS)]
     assert any(path.is_file() for path in paths), tail(log)
     return [json.loads(path.read_text()) for path in paths if path.is_file()]

@@ -38,9 +38,12 @@ class Forkserver:
     """A process that has imported what ranks need, and forks programs.
 
     Not thread-safe.
+
+    Args:
+        python_path: where it imports from before the environment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, python_path: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="tests-forkserver-"))
         self._orders, theirs = socket.socketpair()
         self._log = self._folder / "log.txt"
@@ -49,7 +52,7 @@ class Forkserver:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=environment(),
+                env=environment(PYTHONPATH=python_path),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -160,16 +163,16 @@ class Forkserver:
 
 
 @cache
-def _servers() -> list[Forkserver]:
-    return []
+def _servers() -> dict[str, Forkserver]:
+    return {}
 
 
-def forkserver() -> Forkserver:
-    """Returns the fork server of this process, which the first call starts."""
+def forkserver(python_path: str = str(ROOT)) -> Forkserver:
+    """Returns the fork server of this process for a path, which the first call starts."""
     servers = _servers()
-    if not servers or not servers[-1].is_alive:
-        servers.append(Forkserver())
-    return servers[-1]
+    if python_path not in servers or not servers[python_path].is_alive:
+        servers[python_path] = Forkserver(python_path)
+    return servers[python_path]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -181,16 +184,21 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_ranks(
-    script: Path, arguments: Sequence[str], *, world_size: int, log: Path, limit_s: float
+    command: Sequence[str],
+    *,
+    world_size: int,
+    log: Path,
+    limit_s: float,
+    python_path: str = str(ROOT),
 ) -> int | None:
-    """Runs a script as the ranks of a job, in the environment that ``torchrun`` gives.
+    """Runs a program as the ranks of a job, in the environment that ``torchrun`` gives.
 
     Args:
-        script: the program of every rank.
-        arguments: its arguments.
+        command: a script and its arguments, or ``-m``, a module and its arguments.
         world_size: number of ranks.
         log: file for what all ranks write; they run in its folder.
         limit_s: ranks find it in ``WATCHDOG_S``; five seconds later everything is killed.
+        python_path: where ranks import from before the environment.
 
     Returns:
         The status of the first rank that failed, 0 if none did, ``None`` where they were killed.
@@ -210,19 +218,20 @@ def run_ranks(
         "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
+        "PYTHONPATH": python_path,
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    server = forkserver()
+    server = forkserver(python_path)
     keys: list[str] = []
     try:
         for rank in range(world_size):
             own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
             keys.append(
                 server.start(
-                    [str(script), *arguments],
+                    command,
                     output=log,
                     error=log,
                     variables=environment(**common, **own),
@@ -244,6 +253,7 @@ def torchrun(
     log: Path,
     limit_s: float,
     fresh: bool = False,
+    python_path: str = str(ROOT),
 ) -> None:
     """Runs a script as the ranks of a job, as :func:`run_ranks` does.
 
@@ -254,6 +264,7 @@ def torchrun(
         log: file for what all ranks write.
         limit_s: as for :func:`run_ranks`.
         fresh: whether ranks import everything themselves, started by torchrun.
+        python_path: where ranks that are not fresh import from before the environment.
 
     Raises:
         AssertionError: the ranks did not all succeed; holds the end of what they wrote.
@@ -261,7 +272,13 @@ def torchrun(
     if fresh:
         status = _run_fresh(script, arguments, world_size, log, limit_s)
     else:
-        status = run_ranks(script, arguments, world_size=world_size, log=log, limit_s=limit_s)
+        status = run_ranks(
+            [str(script), *arguments],
+            world_size=world_size,
+            log=log,
+            limit_s=limit_s,
+            python_path=python_path,
+        )
     said = "ended with status " + str(status) if status is not None else "had to be killed"
     assert status == 0, f"{world_size} ranks of {script.name} {said}:\n{tail(log)}"
 

@@ -49,6 +49,19 @@ def check(config: Any = None, *chunks: Any, replicas: int = 1, **settings: Any) 
     )
 
 
+def test_weights_in_parts() -> None:
+    with pytest.raises(
+        ConfigError, match="^gtp_weight_remat_size=2 of the model: parts of weights"
+    ):
+        check(configuration(gtp_weight_remat_size=2))
+
+
+def test_groups_of_another_job_than_ours() -> None:
+    line = "^chunk 0 was built with a pipeline group that is not parallel_state's"
+    with pytest.raises(ConfigError, match=line):
+        check(None, Chunk(pg_collection=SimpleNamespace(pp=None)))
+
+
 def test_what_is_not_refused() -> None:
     check()
     check(configuration(fp8="hybrid", fp8_recipe="delayed"))
@@ -113,6 +126,17 @@ def test_models(chunk: Any, line: str) -> None:
 def test_schedules(chunks: int, settings: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}"):
         check(None, *[Chunk() for _ in range(chunks)], **settings)
+
+
+def test_a_model_that_was_built_in_another_placement() -> None:
+    line = "^the model's chunks lie in a loop, and schedule hinted was given with placement v: call"
+    with pytest.raises(ConfigError, match=line):
+        check(
+            configuration(pipeline_model_parallel_size=2),
+            *(Chunk(), Chunk()),
+            schedule="hinted",
+            placement="v",
+        )
 
 
 def test_where_splitting_may_cost_more_than_it_gains() -> None:

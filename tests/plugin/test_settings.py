@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron.adaptive.config.schedule import SPLIT_SCHEDULES
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.settings import CHOICES, Settings, add_arguments, megatron_arguments
 
@@ -17,9 +18,10 @@ from megatron.adaptive.plugin.settings import CHOICES, Settings, add_arguments, 
 def test_every_choice_is_possible(name: str) -> None:
     path = "order.csv" if name == "file" else None
     settings = Settings(schedule=name, schedule_file=path)
+    assert settings.kind == ("v" if name in ("zb-v", "v-half") else "loop")
     assert settings.is_rule == (name in ("adaptive", "auto", "bfc", "dfc", "hinted"))
     # Of itself where the order needs it; with these the model decides.
-    expected = None if name in ("adaptive", "auto", "file", "hinted") else name == "zb-h1"
+    expected = None if name in ("adaptive", "auto", "file", "hinted") else name in SPLIT_SCHEDULES
     assert settings.splits is expected
 
 
@@ -27,11 +29,16 @@ def test_every_choice_is_possible(name: str) -> None:
     ("given", "line"),
     [
         (
-            {"schedule": "zb-v"},
-            "pipeline schedule zb-v lays stages there and back, and Megatron-LM lays them in a "
-            "loop: choose one of megatron, 1f1b, adaptive, auto, bfc, breadth-first, dfc, file, "
-            "gpipe, hinted, interleaved, varuna, zb-h1",
+            {"schedule": "zb-v", "placement": "loop"},
+            "placement loop with pipeline schedule zb-v, which lays stages in a v: use placement "
+            "v, or adaptive",
         ),
+        (
+            {"schedule": "1f1b", "placement": "v"},
+            "placement v with pipeline schedule 1f1b, which lays stages in a loop: use placement "
+            "loop, or one of adaptive, auto, bfc, dfc, file, gpipe, hinted, v-half, zb-v",
+        ),
+        ({"placement": "w"}, "placement w is unknown: choose loop or v"),
         (
             {"schedule": "file"},
             "pipeline schedule file with schedule_file None: the two go together; give both or "
@@ -86,6 +93,7 @@ def test_flags_win_over_settings() -> None:
         timeout_s=9,
     )
     assert given.overridden(parse("--pipeline-schedule", "dfc")).schedule == "dfc"
+    assert given.overridden(parse("--pipeline-placement", "v")).kind == "v"
 
 
 @pytest.mark.parametrize("arguments", [None, argparse.Namespace(seq_length=4), parse()])
@@ -97,7 +105,10 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--pipeline-schedule", "zb-v"), "pipeline schedule zb-v lays stages there and back"),
+        (
+            ("--pipeline-schedule", "forward-only"),
+            "pipeline schedule forward-only has no backwards",
+        ),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )

@@ -16,12 +16,14 @@ from megatron.adaptive.trace.live import LiveRun
 from megatron.adaptive.trace.live_state import ENDED, read_now
 from megatron.adaptive.trace.read import read_run
 
-from ..multiprocess.launch import torchrun
+from ..multiprocess.launch import ROOT, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("user_pretrain.py")
 REL = 1e-6
+V = {"placement": "v"}
+CHUNKS = {"pp": 2, "chunks": 2, "deallocate": False}
 TWO_RANKS: list[dict[str, Any]] = [
     {
         # A microbatch of evaluation is smaller: tensors between stages change their shape.
@@ -58,6 +60,24 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
+        # Both begin with weights of a loop; one goes on in a loop, the other in a V.
+        "shape": CHUNKS,
+        "from": "tied",
+        "runs": {
+            "v, then loop": {**V, "then": None},
+            "loop, then v": {"schedule": "hinted", "then": {"schedule": "hinted", **V}},
+        },
+    },
+    {
+        "shape": {**CHUNKS, "tied": False, "per_token": True},
+        "from": "untied",
+        "runs": {
+            "zb-v": {"schedule": "zb-v"},
+            "v-half": {"schedule": "v-half"},
+            "gpipe": {"schedule": "gpipe", **V},
+        },
+    },
+    {
         "shape": {"pp": 2, "chunks": 1},
         "runs": {
             "whole": {"split_backward": False},
@@ -73,11 +93,27 @@ FOUR_RANKS: list[dict[str, Any]] = [
         "shape": {"pp": 2, "chunks": 2, "deallocate": False, "overlap": True, "per_token": True},
         "runs": {"adaptive": {}},
     },
+    {
+        "shape": {**CHUNKS, "pp": 4, "more": {"num_layers": 8}},
+        "from": "8 layers",
+        "runs": {"adaptive": V, "zb-v": {"schedule": "zb-v"}},
+    },
+    {"shape": {**CHUNKS, "tp": 2}, "from": "tp", "runs": {"adaptive": {**V, "then": None}}},
+    {
+        "shape": {**CHUNKS, "distributed": True, "overlap": True},
+        "from": "replicas",
+        "runs": {"adaptive": V},
+    },
 ]
 
 
 def run(
-    cases: list[dict[str, Any]], world_size: int, folder: Path, *, fresh: bool = True
+    cases: list[dict[str, Any]],
+    world_size: int,
+    folder: Path,
+    *,
+    fresh: bool = True,
+    python_path: str = str(ROOT),
 ) -> list[dict[str, Any]]:
     """Run each case on megatron-core's own loop and then with the plugin, in one job.
 
@@ -85,7 +121,11 @@ def run(
     """
     given, taken = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
-    given.write_text(json.dumps([{**case, "runs": plain | case["runs"]} for case in cases]))
+    asked = [{**case, "runs": plain | case["runs"]} for case in cases]
+    for case in asked:
+        if "from" in case:
+            case["from"] = str(folder / case["from"])
+    given.write_text(json.dumps(asked))
     torchrun(
         PROGRAM,
         [str(given), str(taken)],
@@ -93,6 +133,7 @@ def run(
         log=folder / "output.txt",
         limit_s=120.0,
         fresh=fresh,
+        python_path=python_path,
     )
     results: list[dict[str, Any]] = json.loads(taken.read_text())
     return results
@@ -107,6 +148,7 @@ def check_numbers(results: list[dict[str, Any]]) -> None:
             for rank, (ours, theirs) in enumerate(zip(ranks, plain, strict=True)):
                 where = f"case {number}, {name}, rank {rank}"
                 assert numbers_of(ours) == pytest.approx(numbers_of(theirs), rel=REL), where
+                assert ours["trained"]["losses"][:1] == theirs["trained"]["losses"][:1], where
                 assert ours["weights"] > 1, where
 
 
@@ -142,6 +184,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     }
     said = (tmp_path / "output.txt").read_text()
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said
+    assert "schedule zb-v on 2 pipeline ranks with 2 model chunks each in a V" in said
     assert said.count("megatron.adaptive: auto takes ") == 1
     # Nobody closed the last run's trace: the interpreter's end did.
     traced = read_run(tmp_path / "traces")

@@ -5,7 +5,10 @@ Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
     {"shape": {...}, "steps": trained before evaluation,
      "runs": {name: settings of install, or null for megatron-core's own loop},
      "refused": {name: {"arguments": {...}, "again": bool}},
+     "from": folder of the checkpoint that all runs begin with; "plain" writes it,
      "fails_on": rank that fails in the last run, or null}
+
+Settings may have ``then``: the settings under which training goes on, from a checkpoint in between.
 
 ``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
 its line; with ``again`` that of a second step, with new process groups. A run with traces saves a
@@ -50,15 +53,25 @@ def regroup(shape: user.Shape) -> user.Job:
     return user.setup(shape)
 
 
-def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
+def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any:
     """Train and evaluate; leaves plugin and process groups as they are at the end."""
-    job = start(user.Shape(**case["shape"]), settings)
+    settings = None if settings is None else dict(settings)
+    then = [] if settings is None or "then" not in settings else [settings.pop("then")]
+    shape = user.Shape(**case["shape"])
+    job = start(shape, settings)
+    if "from" in case:
+        (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
     trained = user.train(job, case.get("steps", 3))
     if case.get("fails_on") == dist.get_rank():
         raise RuntimeError("the user's own error")
     evaluated = user.evaluate(job, 2)
     if settings is not None and (folder := settings.get("trace_dir")):
-        user.save(job, f"{folder}-checkpoint")
+        user.save(job, f"{folder}-checkpoint", with_optimizer=False)
+    for other in then:
+        folder = f"{case['from']}-{name}"
+        user.save(job, folder, with_optimizer=True)
+        job = start(shape, other)
+        user.load(job, folder, with_optimizer=True)
     return {
         "trained": trained,
         "evaluated": evaluated,
@@ -100,7 +113,7 @@ def main() -> None:
         seen: dict[str, Any] = {}
         for name, settings in case["runs"].items():
             everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, run(case, settings))
+            dist.all_gather_object(everyone, run(case, settings, name))
             seen[name] = everyone
         results.append({"runs": seen, "refused": lines})
     if dist.get_rank() == 0:

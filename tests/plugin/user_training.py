@@ -8,14 +8,23 @@ with Megatron-LM's arguments. Models are megatron-core's own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -25,15 +34,21 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 SEQ_LENGTH = 16
 VOCAB_SIZE = 64
 MICRO_BATCH_SIZE = 2
 NUM_MICROBATCHES = 4
 Batch = dict[str, torch.Tensor]
+# megatron-core 0.15 does not know it.
+_KNOWN = signature(schedules.forward_backward_no_pipelining).parameters
+LAST_ARGUMENTS = {name: False for name in ("force_all_reduce",) if name in _KNOWN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +61,13 @@ class Shape:
         overlap: gradients are reduced while the backward still runs.
         deallocate: outputs are freed once they are sent, as Megatron-LM has it.
         timers: megatron-core's timers run.
+        llama: the model is of Llama's kind instead of GPT's.
+        groups: process groups are handed to models and steps, as Megatron Bridge does.
         dropout: of attention and hidden state.
         eval_micro_batch_size: samples of a microbatch in evaluation.
+        tied: embedding and output layer share their weights.
+        distributed: the optimizer's state is shared out over replicas.
+        more: further settings of the model.
     """
 
     tp: int = 1
@@ -57,8 +77,13 @@ class Shape:
     overlap: bool = False
     deallocate: bool = True
     timers: bool = False
+    llama: bool = False
+    groups: bool = False
     dropout: float = 0.0
     eval_micro_batch_size: int = MICRO_BATCH_SIZE
+    tied: bool = True
+    distributed: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -82,13 +107,22 @@ def setup(shape: Shape) -> Job:
     torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     config = configuration(shape)
-    settings = DistributedDataParallelConfig(overlap_grad_reduce=shape.overlap)
+    settings = DistributedDataParallelConfig(
+        overlap_grad_reduce=shape.overlap, use_distributed_optimizer=shape.distributed
+    )
     chunks = [
         DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model_chunks(shape, config))
     ]
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, clip_grad=1.0), chunks
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.01,
+            clip_grad=1.0,
+            use_distributed_optimizer=shape.distributed,
+        ),
+        chunks,
     )
     config.grad_scale_func = optimizer.scale_loss
     config.timers = Timers(2, "minmax") if shape.timers else None
@@ -101,33 +135,41 @@ def setup(shape: Shape) -> Job:
 
 def configuration(shape: Shape) -> TransformerConfig:
     """Return the model's configuration."""
-    return TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
-        num_attention_heads=4,
-        attention_dropout=shape.dropout,
-        hidden_dropout=shape.dropout,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=shape.tp,
-        pipeline_model_parallel_size=shape.pp,
-        virtual_pipeline_model_parallel_size=shape.chunks if shape.chunks > 1 else None,
-        pipeline_dtype=torch.float32,
-        calculate_per_token_loss=shape.per_token,
-        deallocate_pipeline_outputs=shape.deallocate,
+    llama: dict[str, Any] = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "num_query_groups": 2,
+    }
+    settings: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "attention_dropout": shape.dropout,
+        "hidden_dropout": shape.dropout,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": shape.tp,
+        "pipeline_model_parallel_size": shape.pp,
+        "virtual_pipeline_model_parallel_size": shape.chunks if shape.chunks > 1 else None,
+        "pipeline_dtype": torch.float32,
+        "calculate_per_token_loss": shape.per_token,
+        "deallocate_pipeline_outputs": shape.deallocate,
         # Without these, two messages of a pair are mixed up on gloo where a rank has two chunks.
-        overlap_p2p_comm=shape.chunks > 1,
-        batch_p2p_comm=shape.chunks == 1,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )
+        "overlap_p2p_comm": shape.chunks > 1,
+        "batch_p2p_comm": shape.chunks == 1,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**settings | (llama if shape.llama else {}) | shape.more)
 
 
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
     """Build this rank's part of the model as Megatron-LM's ``get_model`` does."""
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
     chunks = []
     for vp_stage in range(shape.chunks):
         several = shape.chunks > 1
@@ -142,12 +184,31 @@ def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
             max_sequence_length=SEQ_LENGTH,
             pre_process=first,
             post_process=last,
-            share_embeddings_and_output_weights=True,
+            share_embeddings_and_output_weights=shape.tied and not shape.llama,
+            position_embedding_type="rope" if shape.llama else "learned_absolute",
             vp_stage=vp_stage if several else None,
+            pg_collection=process_groups() if shape.groups else None,
         )
         chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(chunk)
     return chunks
+
+
+def process_groups() -> ProcessGroupCollection:
+    """Return the groups by which the user names what parallel_state has."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    return groups
+
+
+def handed_over(job: Job) -> dict[str, Any]:
+    """Return what a step gets besides model and data."""
+    if not job.shape.groups:
+        return {}
+    groups = process_groups()
+    communicator = P2PCommunicator(pp_group=groups.pp, config=job.config)
+    return {"pg_collection": groups, "p2p_communicator": communicator}
 
 
 def batches(micro_batch_size: int) -> Iterator[Batch]:
@@ -179,12 +240,26 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = Fa
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
-    """Run a microbatch through a chunk."""
-    batch = next(data_iterator)
-    tokens = batch["tokens"]
-    positions = torch.arange(SEQ_LENGTH).expand_as(tokens)
+    """Run a microbatch through a chunk, with what its stage needs of the batch."""
+    batch: dict[str, Any] = dict(next(data_iterator))
+    stage = get_attr_wrapped_model(model, "vp_stage")
+    is_end = any(
+        at_end(ignore_virtual=stage is None, vp_stage=stage)
+        for at_end in (
+            parallel_state.is_pipeline_first_stage,
+            parallel_state.is_pipeline_last_stage,
+        )
+    )
+    # As Megatron-LM's get_batch and get_batch_on_this_tp_rank ask.
+    if not is_end or parallel_state.is_pipeline_first_stage():
+        batch["labels"] = batch["mask"] = None
+    if not is_end or not parallel_state.is_pipeline_first_stage():
+        batch["tokens"] = None
+    positions = (
+        None if batch["tokens"] is None else torch.arange(SEQ_LENGTH).expand(batch["tokens"].shape)
+    )
     hidden = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
-    output = model(tokens, positions, hidden, labels=batch["labels"])
+    output = model(batch["tokens"], positions, hidden, labels=batch["labels"])
     return output, partial(loss_func, batch["mask"])
 
 
@@ -209,7 +284,8 @@ def train(job: Job, steps: int) -> dict[str, list[float]]:
             decoder_seq_length=None,
             forward_only=False,
             adjust_tensor_shapes_fn=None,
-            force_all_reduce=False,
+            **LAST_ARGUMENTS,
+            **handed_over(job),
         )
         updated, norm, _ = job.optimizer.step()
         assert updated
@@ -231,6 +307,7 @@ def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
         "seq_length": SEQ_LENGTH,
         "micro_batch_size": job.shape.eval_micro_batch_size,
         "forward_only": True,
+        **handed_over(job),
     }
     forward_backward_func = get_forward_backward_func()
     timers, job.config.timers = job.config.timers, None
@@ -253,16 +330,47 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
     return [float(total[0] / total[1])]
 
 
-def save(job: Job, folder: str) -> None:
-    """Save the model as Megatron-LM does."""
-    if dist.get_rank() == 0:
-        Path(folder).mkdir()
-    dist.barrier()
-    state = {f"model{n}": chunk.sharded_state_dict() for n, chunk in enumerate(job.chunks)}
-    dist_checkpointing.save(state, folder)
-
-
 def weights_norm(job: Job) -> float:
-    """Return the norm of this rank's weights."""
+    """Return the norm of the weights of all ranks, with every copy."""
     weights = [weight for chunk in job.chunks for weight in chunk.parameters()]
-    return float(sum(weight.detach().double().pow(2).sum() for weight in weights)) ** 0.5
+    total = torch.stack([weight.detach().double().pow(2).sum() for weight in weights]).sum()
+    dist.all_reduce(total)
+    return float(total) ** 0.5
+
+
+def _replicas() -> Any:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any]:
+    model = {
+        f"model{number}": chunk.sharded_state_dict()
+        for number, chunk in enumerate(unwrap_model(job.chunks))
+    }
+    # The distributed optimizer's state can be loaded with Transformer Engine or apex alone.
+    if job.shape.distributed or not with_optimizer:
+        return model
+    return model | {"optimizer": job.optimizer.sharded_state_dict(model, is_loading=is_loading)}
+
+
+def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
+    """Write a checkpoint as Megatron-LM does: replicas share the work out."""
+    if dist.get_rank() == 0:
+        Path(folder).mkdir(parents=True)
+    dist.barrier()
+    strategy = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1), _replicas(), True
+    )
+    dist_checkpointing.save(_state(job, with_optimizer, is_loading=False), folder, strategy)
+
+
+def load(job: Job, folder: str, *, with_optimizer: bool) -> None:
+    """Take weights and, with it, the optimizer's state from a checkpoint."""
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
+    state = dist_checkpointing.load(_state(job, with_optimizer, is_loading=True), folder, strategy)
+    for number, chunk in enumerate(unwrap_model(job.chunks)):
+        chunk.load_state_dict(state[f"model{number}"])
+    if "optimizer" in state:
+        job.optimizer.load_state_dict(state["optimizer"])
+    else:
+        job.optimizer.reload_model_params()

@@ -76,6 +76,7 @@ def build_executor(
     transport: TransportConfig | None = None,
     in_flight: int | None = None,
     widths: Widths | None = None,
+    pp_ranks: Sequence[int] | None = None,
 ) -> Wiring:
     """Make this rank's executor with its channels and agreement.
 
@@ -92,17 +93,20 @@ def build_executor(
         transport: how to connect the ranks; chosen for each pair where ``None``.
         in_flight: most inputs that a rank keeps at a time, see ``Orders``.
         widths: of the stages where they are unequal.
+        pp_ranks: this rank's pipeline in the order of the placement; megatron-core's where
+            ``None``.
     """
-    pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    if pp_ranks is None:
+        pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     rank = dist.get_rank()
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    pp_rank = pp_ranks.index(rank)
 
     def describe(rank: int) -> str:
         place = places[rank]
         return f"rank {rank} (stage {place['pp_rank']}, pid {place['pid']} on {place['host']})"
 
     if widths is None:
-        members = pp_ranks
+        members = list(pp_ranks)
         peers = [pp_ranks[place] for place in placement.neighbours_of(pp_ranks.index(rank))]
 
         def route(position: int, microbatch: int) -> tuple[int, int]:
@@ -148,6 +152,7 @@ def open_trace(
     num_microbatches: int,
     layers: Sequence[int] = (),
     work: Sequence[float] = (),
+    pp_rank: int | None = None,
 ) -> Tracing:
     """Opens this rank's trace, in a folder without those of an earlier start.
 
@@ -161,6 +166,7 @@ def open_trace(
         num_microbatches: of a step, as far as it is known.
         layers: of each stage, where they are known.
         work: what each stage should have to do, in any unit; likewise.
+        pp_rank: this rank's position in the placement; megatron-core's where ``None``.
 
     Raises:
         TraceError: the file cannot be written.
@@ -175,7 +181,7 @@ def open_trace(
         run=job.from_first(f"{job.environment.run_id}-{time.time_ns()}-{os.getpid()}"),
         rank=job.rank,
         world_size=job.environment.world_size,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         num_ranks=placement.num_ranks,

@@ -42,6 +42,7 @@ from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.gpt.placement import (
     PlacedLayout,
     placement_of,
+    stages_of,
     start_equal,
     start_unequal,
     sum_gradients,
@@ -169,7 +170,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
         settings["pipeline_model_parallel_layout"] = PlacedLayout(
-            placement_of(config), config.layers_per_stage
+            placement_of(config), stages_of(config.layers_per_stage)
         )
     return TransformerConfig(**settings)
 

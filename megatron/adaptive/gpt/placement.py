@@ -72,8 +72,8 @@ def widths_of(config: TrainerConfig) -> Widths | None:
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
     """The layers of each stage, found by the pipeline rank and chunk that hold it.
 
-    The first stage also holds the embedding and the last one the loss. Ask it as megatron-core's
-    own: ``get_num_layers_to_build``, ``get_layer_offset``, ``get_layer_id_list``.
+    Ask it as megatron-core's own: ``get_num_layers_to_build``, ``get_layer_offset``,
+    ``get_layer_id_list``.
 
     ::
 
@@ -83,21 +83,18 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
 
     Args:
         placement: where stages live.
-        layers_per_stage: transformer layers of each stage in pipeline order, 0 allowed.
+        stages: layers of each stage in pipeline order, see :func:`stages_of`.
     """
 
-    def __init__(self, placement: Placement, layers_per_stage: Sequence[int]) -> None:
-        stages = [["decoder"] * layers for layers in layers_per_stage]
-        stages[0].insert(0, "embedding")
-        stages[-1].append("loss")
+    def __init__(self, placement: Placement, stages: Sequence[list[str]]) -> None:
         # megatron-core lays the stages in a loop and notes down their pipeline order.
-        super().__init__(stages, placement.num_ranks)
+        super().__init__(list(stages), placement.num_ranks)
         in_loop = Placement(num_ranks=placement.num_ranks, num_chunks=placement.num_chunks)
         places = [in_loop.locate(stage) for stage in range(placement.num_stages)]
-        self._placement = placement
+        self.placement = placement
         self._stages = [self.layout[rank][chunk] for rank, chunk in places]
         self.layout: list[list[list[LayerType]]] = [
-            [self._stages[placement.stage_of(rank, chunk)] for chunk in range(placement.num_chunks)]
+            [self._stages[self._stage_of(rank, chunk)] for chunk in range(placement.num_chunks)]
             for rank in range(placement.num_ranks)
         ]
 
@@ -130,9 +127,22 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         if vp_stage is None:
-            assert self._placement.num_chunks == 1
+            assert self.placement.num_chunks == 1
             vp_stage = 0
-        return self._placement.stage_of(pp_rank, vp_stage)
+        return self.placement.stage_of(pp_rank, vp_stage)
+
+
+def stages_of(layers_per_stage: Sequence[int], mtp_layers: int = 0) -> list[list[str]]:
+    """Return the layers of each stage: the first has the embedding too, the last one the loss.
+
+    Args:
+        layers_per_stage: transformer layers of each stage in pipeline order, 0 allowed.
+        mtp_layers: layers of multi-token prediction, which come before the loss.
+    """
+    stages = [["decoder"] * layers for layers in layers_per_stage]
+    stages[0].insert(0, "embedding")
+    stages[-1] += ["mtp"] * mtp_layers + ["loss"]
+    return stages
 
 
 def embedding_ranks(placement: Placement) -> Callable[[list[int]], list[int]]:
@@ -156,7 +166,10 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     last = next((model for model in models if model.post_process), None)
     if first is None or last is None or first is last:
         return None
-    if not first.share_embeddings_and_output_weights:
+    # A layer of multi-token prediction looks tokens up as well.
+    if not (
+        first.share_embeddings_and_output_weights or getattr(first.config, "mtp_num_layers", None)
+    ):
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
@@ -169,6 +182,23 @@ def start_equal(chunks: Sequence[torch.nn.Module]) -> None:
         output.data.copy_(embedding.data)
 
 
+def add_up_copies(chunks: Sequence[torch.nn.Module]) -> None:
+    """Give both copies the sum of their gradients, where this rank holds both.
+
+    The data-parallel reduction is over by then. With the distributed optimizer a rank's share of
+    the gradients is valid, and is the same share in both: megatron-core puts each copy in a bucket
+    of its own.
+
+    Args:
+        chunks: this rank's model chunks, wrapped for data parallelism.
+    """
+    copies = local_copies(chunks)
+    if copies is not None:
+        embedding, output = (weight.main_grad for weight in copies)
+        embedding.add_(output)
+        output.copy_(embedding)
+
+
 def finalize_gradients(
     chunks: Sequence[torch.nn.Module],
     num_tokens: torch.Tensor | None = None,
@@ -178,10 +208,6 @@ def finalize_gradients(
     widths: Widths | None = None,
 ) -> None:
     """Do what megatron-core's ``finalize_model_grads`` does, for every placement.
-
-    The data-parallel reduction is over when the two gradients of a tied embedding are added. With
-    the distributed optimizer a rank's share of them is valid, and is the same share in both:
-    megatron-core puts each copy in a bucket of its own.
 
     Args:
         chunks: this rank's model chunks, wrapped for data parallelism.
@@ -196,11 +222,7 @@ def finalize_gradients(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
     )
     if widths is None:
-        copies = local_copies(chunks)
-        if copies is not None:
-            embedding, output = (weight.main_grad for weight in copies)
-            embedding.add_(output)
-            output.copy_(embedding)
+        add_up_copies(chunks)
         return
     weight = _tied_weight(chunks)
     if weight is not None:

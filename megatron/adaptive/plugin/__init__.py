@@ -1,7 +1,8 @@
 """The pipeline engine of this package inside a user's own Megatron-LM.
 
 Owns one name, ``get_forward_backward_func``, for as long as it is installed: Megatron-LM asks it
-for the function that runs a step, and gets one that runs on our executor::
+for the function that runs a step, and gets one that runs on our executor. Where stages are to lie
+in a V, it answers for megatron-core where they do, too::
 
     Megatron-LM ── get_forward_backward_func() ──> seam ── one pipeline rank ──> megatron-core's own
                                                      └──── several ───────────> engine ─> executor
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.adaptive.plugin.settings import Settings, add_arguments
 
 if TYPE_CHECKING:
+    from megatron.adaptive.config.schedule import PlacementKind
     from megatron.adaptive.engine.deferred_layers import defer_outer_layers, deferring_spec
 
 __all__ = ["add_arguments", "defer_outer_layers", "deferring_spec", "install", "uninstall"]
@@ -34,6 +36,7 @@ def __getattr__(name: str) -> Any:
 def install(
     schedule: str = "adaptive",
     *,
+    placement: PlacementKind | None = None,
     schedule_file: str | os.PathLike[str] | None = None,
     activation_cap: float | None = None,
     split_backward: bool | None = None,
@@ -55,8 +58,12 @@ def install(
     Args:
         schedule: a rule that chooses at run time (``adaptive``, ``hinted``, ``dfc``, ``bfc``), a
             fixed order (``1f1b``, ``interleaved``, ``gpipe``, ``breadth-first``, ``varuna``,
-            ``zb-h1``), ``auto``, which measures the first steps and takes what is fastest in
-            simulation, ``file``, or ``megatron``: megatron-core's own code.
+            ``zb-h1``, ``zb-v``, ``v-half``), ``auto``, which measures the first steps and takes
+            what is fastest in simulation, ``file``, or ``megatron``: megatron-core's own code.
+        placement: how stages lie over the ranks of the pipeline where each holds two chunks:
+            ``loop``, as in megatron-core, or ``v``, there and back, which must be known before
+            megatron-core's process groups are made. A V where ``None`` only for ``zb-v`` and
+            ``v-half``.
         schedule_file: the order of ``file``: JSON, or the CSV of ``torch.distributed.pipelining``.
         activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
             a rule. Chosen from the shape of the pipeline where ``None``.
@@ -83,6 +90,7 @@ def install(
     """
     settings = Settings(
         schedule=schedule,
+        placement=placement,
         schedule_file=None if schedule_file is None else os.fspath(schedule_file),
         activation_cap=activation_cap,
         split_backward=split_backward,

@@ -36,6 +36,8 @@ from megatron.adaptive.engine.orders import Orders, given_schedule, weight_piece
 from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.gpt.forward import DropoutKeys
+from megatron.adaptive.gpt.placement import add_up_copies
+from megatron.adaptive.plugin.placed import Placed
 from megatron.adaptive.plugin.refused import check_call, check_model, why_not_by_default
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.plugin.trace import StepTrace, stage_sizes
@@ -51,14 +53,18 @@ class Engine:
 
     Args:
         settings: the plugin's, in force for all steps.
+        placed: answers where stages lie.
         own: megatron-core's own function, to be traced from outside; the executor where ``None``.
 
     Attributes:
         left_open: it was closed after a failed step: threads still wait for messages.
     """
 
-    def __init__(self, settings: Settings, own: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, placed: Placed, own: Callable[..., Any] | None = None
+    ) -> None:
         self._settings = settings
+        self._placed = placed
         self._own = own
         self._accelerator = _this_device()
         self._chunks: list[torch.nn.Module] = []
@@ -116,10 +122,14 @@ class Engine:
             if trace is not None:
                 trace.begin(self._iteration, given)
                 given = {**given, "data_iterator": trace.timed(given["data_iterator"])}
+        if len(chunks) > 1:
+            given = {**given, "forward_step_func": self._by_chunk(given["forward_step_func"])}
         try:
             with nullcontext() if trace is None or trains else trace.evaluating():
                 reported = self._forward_backward(**given)
             if trains:
+                if self._settings.kind == "v":
+                    add_up_copies(chunks)
                 self._step = given["num_microbatches"]
                 if trace is not None:
                     trace.returned(reported)
@@ -127,6 +137,17 @@ class Engine:
         except BaseException:
             self._broken = True  # peers are not where a farewell would find them
             raise
+
+    def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+        """Let megatron-core know which chunk runs."""
+
+        @functools.wraps(forward_step_func)
+        def step(data_iterator: Any, model: Any, *rest: Any, **options: Any) -> Any:
+            chunk = next(n for n, one in enumerate(self._chunks) if one is model)
+            with self._placed.running(chunk):
+                return forward_step_func(data_iterator, model, *rest, **options)
+
+        return step
 
     def close(self) -> None:
         """End the trace and the channels; all ranks must do so. After a failed step only the trace.
@@ -157,7 +178,9 @@ class Engine:
 
     def _connect(self, config: Any, given: Mapping[str, Any]) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
-        placement = Placement(num_ranks=group.size(), num_chunks=len(self._chunks))
+        placement = Placement(
+            num_ranks=group.size(), num_chunks=len(self._chunks), kind=self._settings.kind
+        )
         payload = _payload_shape(config, given, len(self._chunks))
         if self._job is None:
             self._group, self._placement, self._payload = group, placement, payload
@@ -213,6 +236,7 @@ class Engine:
             num_microbatches=given["num_microbatches"],
             layers=sizes[0],
             work=sizes[1],
+            pp_rank=orders.pp_rank,
         )
         done = getattr(megatron_arguments(), "curr_iteration", None) or 0
         return StepTrace(tracing, self._settings, self._accelerator, done, self._finish_step)
@@ -261,7 +285,7 @@ class Engine:
             TunedPipeline(
                 job=self._job,
                 placement=orders.placement,
-                pp_ranks=dist.get_process_group_ranks(self._group),
+                pp_ranks=self._pp_ranks,
                 chunks=self._chunks,
                 forward_backward=self._forward_backward,
                 transport=self._wiring.transport,
@@ -324,6 +348,7 @@ class Engine:
                 transport_silence_s=self._settings.transport_silence_s,
             ),
             in_flight=self._orders.inputs_in_flight(num_microbatches),
+            pp_ranks=self._pp_ranks,
         )
         if self._trace is not None:
             self._trace.tracing.watch(self._wiring.executor.snapshot)
@@ -334,7 +359,14 @@ class Engine:
         self._say(
             f"schedule {self._settings.schedule} on {self._placement.num_ranks} pipeline ranks "
             f"with {self._placement.num_chunks} model chunk{'s' * (len(self._chunks) > 1)} each"
+            f"{' in a V' * (self._placement.kind == 'v')}"
         )
+
+    @property
+    def _pp_ranks(self) -> list[int]:
+        """The ranks of this pipeline by position: a V begins and ends at megatron-core's last."""
+        ranks: list[int] = dist.get_process_group_ranks(self._group)
+        return ranks[::-1] if self._settings.kind == "v" else ranks
 
     def _make_orders(self, config: Any, placement: Placement) -> Orders:
         settings = self._settings
@@ -346,7 +378,7 @@ class Engine:
         return Orders(
             schedule=settings.schedule,
             placement=placement,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_rank=self._pp_ranks.index(dist.get_rank()),
             cap=settings.activation_cap,
             weight_pieces=pieces,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),

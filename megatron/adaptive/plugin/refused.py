@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_type, unwrap_model
 
 from megatron.adaptive.engine.deferred_layers import delays_by_itself
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.plugin.placed import kind_of
 from megatron.adaptive.plugin.settings import Settings
 from megatron.adaptive.schedule.registry import placement_for
 
@@ -30,6 +31,7 @@ _CONFIG = {
         "it counts on the order of megatron-core's own loop"
     ),
     "fine_grained_activation_offloading": "it counts on the order of megatron-core's own loop",
+    "moe_paged_stash": "megatron-core's own loop resets what it puts aside",
     "hybrid_context_parallel": "it has a loop of its own",
     "cuda_graph_impl": _GRAPHS,
     "enable_cuda_graph": _GRAPHS,
@@ -37,6 +39,7 @@ _CONFIG = {
 }
 _OFF = (None, False, "none")
 _INSTEAD = "or use schedule megatron"
+_GROUPS = {"pipeline": "pp", "tensor-parallel": "tp", "context-parallel": "cp"}
 # By an attribute of the unwrapped chunk.
 _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
@@ -58,17 +61,34 @@ def check_call(given: Mapping[str, Any]) -> None:
             "adjust_tensor_shapes_fn was given (distillation does): stages exchange one tensor of "
             f"its own shape here; leave it out {_INSTEAD}"
         )
-    for name, attribute in (("pg_collection", "pp"), ("p2p_communicator", "pp_group")):
-        other = given.get(name)
-        if other is not None and not _is_our_pipeline(getattr(other, attribute, None)):
+    _check_groups("pg_collection was given", given.get("pg_collection"))
+    communicator = given.get("p2p_communicator")
+    if communicator is not None:
+        _check_groups("p2p_communicator was given", communicator, {"pipeline": "pp_group"})
+
+
+def _check_groups(what: str, groups: Any, names: Mapping[str, str] = _GROUPS) -> None:
+    """Refuse groups of processes that are not those of ``parallel_state``.
+
+    Also those of several models at once, which exchange a dictionary of tensors: they have none by
+    these names.
+    """
+    for kind, name in names.items() if groups is not None else ():
+        if not _is_ours(kind, getattr(groups, name, None)):
             raise ConfigError(
-                f"{name} was given with a pipeline group that is not parallel_state's: the engine "
-                f"connects the ranks of that one; leave it out {_INSTEAD}"
+                f"{what} with a {kind} group that is not parallel_state's: the engine connects "
+                f"the ranks of that one; leave it out {_INSTEAD}"
             )
 
 
-def _is_our_pipeline(group: Any) -> bool:
-    ours = parallel_state.get_pipeline_model_parallel_group()
+def _is_ours(kind: str, group: Any) -> bool:
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    ours = {
+        "pipeline": parallel_state.get_pipeline_model_parallel_group,
+        "tensor-parallel": parallel_state.get_tensor_model_parallel_group,
+        "context-parallel": parallel_state.get_context_parallel_group,
+    }[kind]()
     if group is ours:
         return True
     if not isinstance(group, dist.ProcessGroup):
@@ -88,7 +108,18 @@ def check_model(
         value = getattr(config, name, None)
         if value not in _OFF:
             raise ConfigError(f"{name}={value} of the model: {reason}; turn it off {_INSTEAD}")
+    if (parts := getattr(config, "gtp_weight_remat_size", 1)) > 1:
+        raise ConfigError(
+            f"gtp_weight_remat_size={parts} of the model: parts of weights are gathered in the "
+            f"order of megatron-core's own loop; set it to 1 {_INSTEAD}"
+        )
     _check_fp8(config, settings, replicas)
+    built = kind_of(config)
+    if built != settings.kind and config.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"the model's chunks lie in a {built}, and schedule {settings.schedule} was given with "
+            f"placement {settings.kind}: call install() with it before the model is built"
+        )
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk)
     _check_schedule(config, len(chunks), settings.schedule)
@@ -122,6 +153,7 @@ def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
                 f"chunk {number} is a {type(model).__name__}, {what}: one tensor goes from stage "
                 f"to stage here; use a model with one input {_INSTEAD}"
             )
+    _check_groups(f"chunk {number} was built", getattr(model, "pg_collection", None))
     if "FullyShardedDataParallel" in type(chunk).__name__:
         raise ConfigError(
             f"chunk {number} is a {type(chunk).__name__}: replicas gather parameters in the order "

@@ -2,7 +2,8 @@
 
 megatron-core defines it in ``pipeline_parallel.schedules`` and repeats it in its package; modules
 of Megatron-LM hold it from their own import on. All of them get the same replacement, and later
-megatron-core's own function back. The replacement is the plugin's only state.
+megatron-core's own function back. The replacement is the plugin's only state. Where stages lie is
+:mod:`~megatron.adaptive.plugin.placed`'s.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 
+from megatron.adaptive.config.schedule import PlacementKind
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.engine import Engine
+from megatron.adaptive.plugin.placed import Placed, exchange
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 
 _NAME = "get_forward_backward_func"
@@ -36,16 +39,20 @@ class Seam:
     Attributes:
         original: see above.
         engine: runs the steps, ``None`` before the first.
+        placed: answers where stages lie.
     """
 
     original: StepFunction
     engine: Engine | None
+    placed: Placed
 
     def __init__(self, original: StepFunction, settings: Settings) -> None:
         functools.update_wrapper(self, original)
         self.original = original
         self.engine = None
+        self.placed = Placed(self._kind)
         self._settings = settings
+        self._asked: tuple[Any, Settings, PlacementKind] | None = None
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
@@ -93,7 +100,7 @@ class Seam:
                 return chosen(**given)
             if self.engine is None:
                 own = chosen if is_own else None
-                self.engine = Engine(self._settings_in_force(), own)
+                self.engine = Engine(self._settings_in_force(), self.placed, own)
             return self.engine.run(given)
 
         return step
@@ -120,6 +127,14 @@ class Seam:
         sys.stderr.flush()
         os._exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
+    def _kind(self) -> PlacementKind:
+        """Return the placement in force; asked several times for each microbatch."""
+        arguments, asked = megatron_arguments(), self._asked
+        if asked is None or asked[0] is not arguments or asked[1] is not self._settings:
+            asked = (arguments, self._settings, self._settings.overridden(arguments).kind)
+            self._asked = asked
+        return asked[2]
+
     def _settings_in_force(self) -> Settings:
         return self._settings.overridden(megatron_arguments())
 
@@ -135,20 +150,17 @@ def put(settings: Settings) -> None:
         present.change(settings)
         return
     seam = Seam(present, settings)
+    seam.placed.put()
     atexit.register(seam.leave_at_once)
-    _exchange(present, seam)
+    exchange(schedules, _NAME, present, seam)
 
 
 def take_back() -> None:
     """Give every module megatron-core's own function back."""
     present = getattr(schedules, _NAME)
     if isinstance(present, Seam):
-        _exchange(present, present.original)
-        present.end()
-
-
-def _exchange(old: StepFunction, new: StepFunction) -> None:
-    for module in list(sys.modules.values()):
-        # Through the dictionary: getattr would load what lazy modules put off.
-        if getattr(module, "__dict__", {}).get(_NAME) is old:
-            setattr(module, _NAME, new)
+        exchange(schedules, _NAME, present, present.original)
+        try:
+            present.end()
+        finally:
+            present.placed.take_back()

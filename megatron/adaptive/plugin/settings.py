@@ -16,15 +16,19 @@ from typing import Any
 
 from megatron.adaptive.config.flags import FieldSpec, fields_of, flag
 from megatron.adaptive.config.parallel import AUTO, TRANSPORTS, TransportConfig
-from megatron.adaptive.config.schedule import RULES, SPLIT_SCHEDULES, ScheduleConfig
+from megatron.adaptive.config.schedule import (
+    RULES,
+    SPLIT_SCHEDULES,
+    V_ONLY,
+    V_SCHEDULES,
+    PlacementKind,
+    ScheduleConfig,
+)
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import policy_names
 
-_LOOP = "lays stages there and back, and Megatron-LM lays them in a loop"
 _REFUSED = {
     "forward-only": "has no backwards; evaluation takes it by itself",
-    "v-half": _LOOP,
-    "zb-v": _LOOP,
 }
 _MAY_SPLIT = ("adaptive", "auto", "file", "hinted")
 _KNOWN = sorted(("auto", "file", *policy_names()))
@@ -64,6 +68,7 @@ class Settings:
     """
 
     schedule: str = "adaptive"
+    placement: PlacementKind | None = None
     schedule_file: str | None = None
     activation_cap: float | None = None
     split_backward: bool | None = None
@@ -79,6 +84,19 @@ class Settings:
         given = f"pipeline schedule {self.schedule}"
         if self.schedule not in CHOICES:
             raise ConfigError(_why_no_schedule(self.schedule))
+        if self.placement not in (None, "loop", "v"):
+            raise ConfigError(f"placement {self.placement} is unknown: choose loop or v")
+        if self.placement == "v" and self.schedule not in V_SCHEDULES:
+            possible = ", ".join(name for name in CHOICES if name in V_SCHEDULES)
+            raise ConfigError(
+                f"placement v with {given}, which lays stages in a loop: use placement loop, or "
+                f"one of {possible}"
+            )
+        if self.placement == "loop" and self.schedule in V_ONLY:
+            raise ConfigError(
+                f"placement loop with {given}, which lays stages in a v: use placement v, or "
+                "adaptive"
+            )
         if (self.schedule == "file") != (self.schedule_file is not None):
             raise ConfigError(
                 f"{given} with schedule_file {self.schedule_file}: the two go together; give both "
@@ -124,6 +142,11 @@ class Settings:
             raise ConfigError(f"weight pieces {self.weight_pieces}: give 1 or more")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"timeout of {self.timeout_s:g} s: give a number of seconds above 0")
+
+    @property
+    def kind(self) -> PlacementKind:
+        """Placement of the stages over the ranks of the pipeline."""
+        return self.placement or ("v" if self.schedule in V_ONLY else "loop")
 
     @property
     def is_rule(self) -> bool:
@@ -185,7 +208,11 @@ def _flags() -> dict[str, FieldSpec]:
     """Return the trainer's flags of the same meaning, by setting."""
     groups = (ScheduleConfig, TransportConfig, _PluginFlags)
     specs = {spec.dest: spec for group in groups for spec in fields_of(group)}
-    names = {"schedule": "pipeline_schedule", "timeout_s": "pipeline_timeout_s"}
+    names = {
+        "schedule": "pipeline_schedule",
+        "placement": "pipeline_placement",
+        "timeout_s": "pipeline_timeout_s",
+    }
     settings = [field.name for field in dataclasses.fields(Settings)]
     return {name: specs[names.get(name, name)] for name in settings}
 

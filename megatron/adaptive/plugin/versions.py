@@ -7,15 +7,19 @@ number it carries. Imports of megatron-core only what every version since 0.14 h
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import megatron.core
-from megatron.core import process_groups_config
+from megatron.core import package_info, process_groups_config
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.adaptive.errors import SetupError
+
+NEWEST = (0, 19)
+"""The newest release that the tests run with."""
 
 # ``backward_step`` is not among them: the engine asks it itself whether it takes the model's type.
 # How the engine calls each function: positional arguments by the name they must arrive under, then
@@ -38,7 +42,7 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 
 
 def check() -> None:
-    """Refuse a megatron-core that the engine cannot run on.
+    """Refuse a megatron-core that the engine cannot run on; warn of one that is newer than known.
 
     Raises:
         SetupError: a function is missing or takes other arguments.
@@ -51,6 +55,13 @@ def check() -> None:
         raise SetupError(
             f"megatron-core {megatron.core.__version__}: {reason}; use megatron-core 0.15 to 0.19 "
             "(tested most with 0.16.1) or leave install() out"
+        )
+    if (package_info.MAJOR, package_info.MINOR) > NEWEST:
+        warnings.warn(
+            f"megatron-core {megatron.core.__version__} is newer than the releases that "
+            f"megatron.adaptive is tested with, up to {NEWEST[0]}.{NEWEST[1]}: its functions fit, "
+            "so it runs; compare a few steps with schedule megatron",
+            stacklevel=3,
         )
 
 

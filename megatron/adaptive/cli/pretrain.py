@@ -1,0 +1,292 @@
+"""Runs Megatron-LM's own trainer, as the wheel of megatron-core carries it from 0.17 on.
+
+The wheel lacks only the scripts beside it: what builds a GPT, reads its data and takes its loss is
+here. Everything else (flags, steps, checkpoints, loggers) is Megatron-LM's, with the plug-in
+installed and its flags among the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.adaptive.errors import ConfigError, SetupError
+
+_NOT_HERE = {
+    "sft": "conversations of several turns in a sequence",
+    "fim_data": "text to be filled in",
+    "hybrid_context_parallel": "sequences of several lengths",
+    "inter_document_masking": "documents that do not see each other",
+    "use_legacy_models": "models from before megatron-core",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains GPT as Megatron-LM's flags say; one process of a job that torchrun started.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        ConfigError: a flag asks for data or a model that Megatron-LM's own script is needed for.
+        SetupError: the installed megatron-core carries no trainer.
+    """
+    if importlib.util.find_spec("megatron.training") is None:
+        raise SetupError(
+            f"megatron-core {metadata.version('megatron-core')} carries no trainer of Megatron-LM: "
+            "pretrain needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM on "
+            "PYTHONPATH; pretrain-gpt runs with any"
+        )
+    if not hasattr(typing, "override"):  # before Python 3.12
+        vars(typing)["override"] = importlib.import_module("typing_extensions").override
+    from megatron.adaptive import accelerator, plugin
+
+    plugin.install()
+    on_cpu = accelerator.install_for_trainer()
+    backend = ["--distributed-backend", "gloo"] if on_cpu else []
+    sys.argv = [sys.argv[0], *backend, *argv]
+    _pretrain(on_cpu)
+    return 0
+
+
+def _pretrain(on_cpu: bool) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import arguments, training
+
+    from megatron.adaptive.plugin import add_arguments
+
+    # The wheel's helper is compiled; without the makefile the attempt would end the process.
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    if not Path(utils.__file__ or "").with_name("Makefile").exists():
+        utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
+    if on_cpu:
+        training.initialize_megatron = functools.partial(
+            training.initialize_megatron, allow_no_cuda=True
+        )
+    given: dict[str, Any] = {
+        "train_valid_test_dataset_provider": datasets,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    if not hasattr(arguments, "parse_and_validate_args"):  # until 0.17
+        training.pretrain(**given, model_provider=model, extra_args_provider=add_arguments)
+        return
+    utilities = importlib.import_module("megatron.training.argument_utils")
+    args = arguments.parse_and_validate_args(extra_args_provider=add_arguments)
+    of_model = getattr(utilities, "gpt_config_from_args", None)
+    container = utilities.pretrain_cfg_container_from_args(args, of_model and of_model(args))
+    training.pretrain(container, **given, model_provider=model)
+
+
+def model(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """Builds a chunk of GPT where Megatron-LM leaves that to its scripts (0.17 and 0.18)."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.spec_utils import import_module
+    from megatron.training import get_args
+
+    args = get_args()
+    for name in ("heterogeneous_layers_config_path", "experimental_attention_variant"):
+        if getattr(args, name, None) is not None:
+            raise _needs_script(name, "layers of a kind of their own")
+    if config is None:
+        config = _transformer_config(args)
+    uses_engine = args.transformer_impl == "transformer_engine"
+    block = functools.partial(
+        gpt_layer_specs.get_gpt_decoder_block_spec,
+        config,
+        use_transformer_engine=uses_engine,
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    layers = block() if args.spec is None else import_module(args.spec)
+    predictions = None
+    if args.mtp_num_layers is not None:
+        # All layers of the block, wherever they are: the last is what predictions are made of.
+        every = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config,
+            use_transformer_engine=uses_engine,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+        )
+        predictions = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, every[-1], use_transformer_engine=uses_engine, vp_stage=vp_stage
+        )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=predictions,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
+def _transformer_config(args: Any) -> Any:
+    """Returns megatron-core's configuration; where its function lies differs by version."""
+    for module in ("arguments", "argument_utils"):
+        found = importlib.import_module(f"megatron.training.{module}")
+        if hasattr(found, "core_transformer_config_from_args"):
+            return found.core_transformer_config_from_args(args)
+    raise SetupError(
+        "this megatron.training has no core_transformer_config_from_args: use that of "
+        "megatron-core 0.17 to 0.19"
+    )
+
+
+def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> Any:
+    """Builds the data of training, validation and test, on ranks of the first and last stages.
+
+    Every rank of a tensor-parallel group reads its own: files are mapped, so a node holds them
+    once, and nothing is broadcast.
+    """
+    from megatron.core.datasets import gpt_dataset
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.training import get_args
+
+    args = get_args()
+    kind = gpt_dataset.MockGPTDataset if args.mock_data else gpt_dataset.GPTDataset
+    return BlendedMegatronDatasetBuilder(
+        kind, num_samples, functools.partial(_reads_data, vp_stage), _data_config(args)
+    ).build()
+
+
+datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _data_config(args: Any) -> Any:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.training import get_tokenizer
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    for name, what in _NOT_HERE.items():
+        if getattr(args, name, False):
+            raise _needs_script(name, what)
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    values = {
+        **vars(args),
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "path_to_cache": args.data_cache_path,
+        "tokenizer": get_tokenizer(),
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+    }
+    names = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
+    return GPTDatasetConfig(**{name: values[name] for name in names.intersection(values)})
+
+
+def _reads_data(vp_stage: int | None) -> bool:
+    utilities = importlib.import_module("megatron.training.utils")
+    return bool(utilities.is_first_or_last_pipeline_stage(vp_stage))
+
+
+def forward_step(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Callable[..., Any]]:
+    """Runs a microbatch through a chunk; returns its output and what takes the loss of it."""
+    from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
+    from megatron.training import get_timers
+
+    timers, straggler = get_timers(), StragglerDetector()
+    timers("batch-generator", log_level=2).start()
+    with straggler(bdata=True):
+        inner = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        reads = inner.pre_process or inner.post_process or getattr(inner, "mtp_process", False)
+        batch = _read(data_iterator) if reads else SimpleNamespace(**dict.fromkeys(_COLUMNS))
+    timers("batch-generator").stop()
+    with straggler:
+        output = chunk(
+            batch.tokens,
+            batch.position_ids,
+            batch.attention_mask,
+            labels=batch.labels,
+            loss_mask=batch.loss_mask,
+        )
+    return output, functools.partial(_loss, batch.loss_mask)
+
+
+_COLUMNS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
+    """Reads a microbatch and takes this rank's part of its sequences."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    found = next(data_iterator)
+    batch = {
+        name: None if found.get(name) is None else found[name].cuda(non_blocking=True)
+        for name in _COLUMNS
+    }
+    group = {"cp_group": parallel_state.get_context_parallel_group()}
+    # From 0.18 on it asks.
+    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
+        group["is_hybrid_cp"] = False
+    return SimpleNamespace(**get_batch_on_this_cp_rank(batch, **group))
+
+
+def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns the sum of the losses of all tokens, their number, and both for the log."""
+    import torch
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training import get_args
+
+    args = get_args()
+    weights = mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * weights)
+    tokens = weights.sum().detach().to(torch.int)
+    machine = get_rerun_state_machine()
+    checks: list[tuple[bool, Callable[..., Any], str, bool]] = [
+        (args.check_for_nan_in_loss_and_grad, torch.isnan, "the loss is not a number", True),
+        (args.check_for_nan_in_loss_and_grad, torch.isinf, "the loss is infinite", True),
+        (
+            args.check_for_spiky_loss,
+            functools.partial(machine.is_unexpectedly_large, threshold=10, context="loss"),
+            "the loss jumps",
+            False,
+        ),
+    ]
+    for is_asked, rejects, message, is_fatal in checks:
+        if is_asked:
+            machine.validate_result(
+                result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=is_fatal
+            )
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def _needs_script(name: str, what: str) -> ConfigError:
+    flag = "--" + name.replace("_", "-")
+    return ConfigError(
+        f"{flag} ({what}) needs Megatron-LM's own script: run its pretrain_gpt.py with "
+        "megatron.adaptive.install() instead of pretrain"
+    )

@@ -1,0 +1,161 @@
+"""What megatron-core hears about the places of stages in a V, and what cannot lie in one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import megatron.adaptive
+from megatron.adaptive import accelerator
+from megatron.adaptive.errors import ConfigError
+
+accelerator.install()
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import schedules, utils  # noqa: E402
+from megatron.core.transformer.enums import LayerType  # noqa: E402
+from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_layer import (  # noqa: E402
+    get_transformer_layer_offset,
+)
+
+TWO = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+OUTSIDE = {
+    "num_layers": 8,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "pipeline_dtype": torch.float32,
+}
+
+
+@pytest.fixture(autouse=True)
+def taken_back() -> Iterator[None]:
+    held = (schedules.is_pp_first_stage, dist_checkpointing.load, TransformerConfig.__post_init__)
+    yield
+    megatron.adaptive.uninstall()
+    parallel_state.set_pipeline_model_parallel_rank(None)
+    parallel_state.set_pipeline_model_parallel_world_size(None)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+    now = (schedules.is_pp_first_stage, dist_checkpointing.load, TransformerConfig.__post_init__)
+    assert now == held
+
+
+def configuration(**settings: Any) -> Any:
+    return TransformerConfig(**OUTSIDE | TWO | settings)
+
+
+def be(pp_rank: int) -> None:
+    parallel_state.set_pipeline_model_parallel_rank(pp_rank)
+    parallel_state.set_pipeline_model_parallel_world_size(2)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "places"),
+    [
+        ({}, {(1, 0): (0, 2), (0, 0): (2, 2), (0, 1): (4, 2), (1, 1): (6, 2)}),
+        (
+            {"num_layers": 6, "num_layers_in_first_pipeline_stage": 2},
+            {(1, 0): (0, 1), (0, 0): (1, 2), (0, 1): (3, 1), (1, 1): (4, 2)},
+        ),
+        (
+            {"num_layers": 4, "pipeline_model_parallel_layout": "Ett||t|tL"},
+            {(1, 0): (0, 2), (0, 0): (2, 0), (0, 1): (2, 1), (1, 1): (3, 1)},
+        ),
+    ],
+)
+def test_layers_are_those_of_the_loops_stages(settings: Any, places: Any) -> None:
+    megatron.adaptive.install("hinted", placement="v")
+    config = configuration(**settings)
+    for one in (config, dataclasses.replace(config)):
+        for (pp_rank, chunk), (offset, layers) in places.items():
+            be(pp_rank)
+            assert get_transformer_layer_offset(one, vp_stage=chunk) == offset
+            assert get_num_layers_to_build(one, vp_stage=chunk) == layers
+        layout = one.pipeline_model_parallel_layout.layout
+        assert LayerType.embedding in layout[1][0]
+        assert LayerType.loss in layout[1][1]
+
+
+@pytest.mark.parametrize("placement", ["v", "loop"])
+def test_first_and_last_stage(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A group stands for its rank.
+    monkeypatch.setattr(utils, "get_pg_rank", lambda group: group)
+    monkeypatch.setattr(utils, "get_pg_size", lambda group: 2)
+    megatron.adaptive.install(placement=placement)
+    first = 1 if placement == "v" else 0
+    for rank in range(2):
+        be(rank)
+        assert utils.is_pp_first_stage(rank) == (rank == first)
+        assert schedules.is_pp_first_stage(rank) == (rank == first)
+        assert parallel_state.is_pipeline_first_stage() == (rank == first)
+        assert parallel_state.is_pipeline_last_stage() == (rank == 1)
+        for chunk in range(2):
+            first_chunk = parallel_state.is_pipeline_first_stage(False, vp_stage=chunk)
+            assert first_chunk == ((rank, chunk) == (first, 0))
+
+
+def test_a_forward_is_that_of_its_chunk() -> None:
+    megatron.adaptive.install(placement="v")
+    be(1)
+    seam: Any = schedules.get_forward_backward_func
+    with seam.placed.running(1):
+        assert not parallel_state.is_pipeline_first_stage()
+    with seam.placed.running(0):
+        assert parallel_state.is_pipeline_first_stage()
+
+
+def test_one_rank_is_no_v() -> None:
+    megatron.adaptive.install(placement="v")
+    config = configuration(
+        pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None
+    )
+    assert config.pipeline_model_parallel_layout is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "line"),
+    [
+        (
+            {"virtual_pipeline_model_parallel_size": None},
+            {},
+            "placement v with 1 model chunk on a pipeline rank: it has 2; give --num-virtual-",
+        ),
+        (
+            {"num_layers": 4, "pipeline_model_parallel_layout": "Et|t|tt|mL", "mtp_num_layers": 1},
+            {"load": "here", "ckpt_format": "torch"},
+            "checkpoints of --ckpt-format torch with placement v: they name layers by their place",
+        ),
+        (
+            {"num_layers": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L", "mtp_num_layers": 1},
+            {},
+            "pipeline_model_parallel_layout of the model with multi-token prediction on a stage",
+        ),
+        (
+            {},
+            {
+                "save": "here",
+                "use_distributed_optimizer": True,
+                "dist_ckpt_optim_fully_reshardable": False,
+            },
+            "checkpoints of the distributed optimizer by buckets with placement v: a loop would",
+        ),
+    ],
+)
+def test_what_cannot_lie_in_a_v(
+    monkeypatch: pytest.MonkeyPatch, settings: Any, arguments: Any, line: str
+) -> None:
+    training: Any = types.ModuleType("megatron.training")
+    training.get_args = lambda: argparse.Namespace(pipeline_placement="v", **arguments)
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    megatron.adaptive.install()
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        configuration(**settings)
