@@ -252,9 +252,10 @@ class Rank(GptRank):
 
     def _plugged_in(self, name: str) -> Callable[..., list[Any]]:
         from megatron.adaptive.plugin.engine import Engine
+        from megatron.adaptive.plugin.placed import Placed
         from megatron.adaptive.plugin.settings import Settings
 
-        engine = Engine(Settings(schedule=name))
+        engine = Engine(Settings(schedule=name), Placed(lambda: "loop"))
         self._wirings.append(engine)
         return lambda **given: engine.run(given)
 

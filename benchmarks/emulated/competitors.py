@@ -10,7 +10,7 @@ from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
 
-Engine = Literal["megatron", "torch", "ours"]
+Engine = Literal["megatron", "torch", "ours", "plug-in"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,8 @@ class Competitor:
     Attributes:
         name: heading of the row.
         engine: ``megatron`` for megatron-core's own runtime, ``torch`` for that of
-            ``torch.distributed.pipelining``, ``ours`` for the executor of this package.
+            ``torch.distributed.pipelining``, ``ours`` for the executor of this package,
+            ``plug-in`` for a step of Megatron-LM's that the plug-in runs.
         schedule: name of the schedule in its engine.
         num_chunks: chunks per rank, 1 or 2.
         kind: placement of the stages.
@@ -72,6 +73,8 @@ _RULE: dict[str, Any] = {"is_policy": True}
 # A rule may cut a weight gradient; each cut costs an emulated rank a sleep more.
 _V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
 
+PLUG_IN = "plug-in: adaptive, V"
+
 COMPETITORS: dict[str, Competitor] = {
     competitor.name: competitor
     for competitor in (
@@ -101,6 +104,7 @@ COMPETITORS: dict[str, Competitor] = {
         _ours("adaptive, loop, split", "adaptive", weight_pieces=1, **_LOOP, **_RULE),
         _ours("adaptive, V", "adaptive", **_V_RULE),
         _ours("adaptive, V, memory p", "adaptive", cap=1.0, **_V_RULE),
+        Competitor(name=PLUG_IN, engine="plug-in", schedule="adaptive", **_V_RULE),
         _ours("hinted, V", "hinted", **_V_RULE),
         _ours("hinted, V, memory p", "hinted", cap=1.0, **_V_RULE),
     )
@@ -112,5 +116,6 @@ BASELINE = "megatron 1f1b"
 QUICK = (
     *(BASELINE, "megatron interleaved", "torch zb-v", "1f1b", "interleaved", "zb-v"),
     *("adaptive, loop", "adaptive, V", "adaptive, V, memory p", "hinted, V, memory p"),
+    PLUG_IN,
 )
 """Those that the short form of the benchmark is about."""

@@ -63,13 +63,22 @@ class EmulatedChunk(torch.nn.Module):
         side = _Weight.apply(self.weight, received.shape, self, microbatch)
         return _Join.apply(output, side, self, microbatch)
 
+    def prepare(self, work: RankWork) -> None:
+        """Get ready for a step."""
+        self.work = work
+        self.weight.grad = None
+
     def check_gradient(self, num_microbatches: int) -> None:
         """Check that a step's gradient of the weight has a share of every microbatch.
 
         Raises:
             WorkError: it has not.
         """
-        gradient = self.weight.grad
+        self.check_gradient_of(self.weight, num_microbatches)
+
+    def check_gradient_of(self, weight: torch.nn.Parameter, num_microbatches: int) -> None:
+        """Check the gradient of one weight; see :meth:`check_gradient`."""
+        gradient = weight.grad
         if gradient is None or not bool((gradient == num_microbatches).all()):
             raise WorkError(f"stage {self.stage}: gradient {gradient} after {num_microbatches}")
 
@@ -83,7 +92,7 @@ class PeerRunner:
 
     Args:
         competitor: which.
-        rank: this rank.
+        rank: position of this rank in the pipeline.
         num_ranks: ranks of the pipeline.
         make: makes a stage from its place and the number of stages.
     """
@@ -98,6 +107,7 @@ class PeerRunner:
         make: Callable[[int, int], EmulatedChunk] = EmulatedChunk,
     ) -> None:
         self.placement = competitor.placement(num_ranks)
+        self.position = rank
         self.num_microbatches = 0
         self.chunks = [
             make(self.placement.stage_of(rank, chunk), self.placement.num_stages)
@@ -108,8 +118,7 @@ class PeerRunner:
         """Get ready for a step; not timed."""
         self.num_microbatches = draws.num_microbatches
         for chunk in self.chunks:
-            chunk.work = work
-            chunk.weight.grad = None
+            chunk.prepare(work)
 
     def inputs(self, shape: Sequence[int]) -> list[torch.Tensor]:
         """Returns what the first stage takes in the step."""

@@ -199,7 +199,7 @@ class OurRunner:
         self.placement = competitor.placement(num_ranks)
         self._competitor = competitor
         self._channels = channels
-        self._rank = rank
+        self._rank = self.position = rank
         self._policies: dict[int, Policy] = {}
         self._step: tuple[EmulatedStages, Policy, RankState] | None = None
 

@@ -27,7 +27,7 @@ from .scenarios import Draws
 from .work import DTYPE, WIDTH, RankWork
 
 
-class _Chunk(EmulatedChunk):
+class StepChunk(EmulatedChunk):
     """What megatron-core asks of a model chunk."""
 
     model_type = ModelType.encoder_or_decoder
@@ -60,7 +60,7 @@ class MegatronRunner(PeerRunner):
             deallocate_pipeline_outputs=False,
             calculate_per_token_loss=True,  # leaves the loss as it is
         )
-        super().__init__(competitor, rank, num_ranks, partial(_Chunk, config=config))
+        super().__init__(competitor, rank, num_ranks, partial(StepChunk, config=config))
         self._groups = _process_groups(num_ranks, rank)
         self._communicator = P2PCommunicator(self._groups.pp, config)
         self._function: Any = (
@@ -78,7 +78,7 @@ class MegatronRunner(PeerRunner):
     def run(self) -> None:
         """Run the step."""
         self._function(
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=self._iterators,
             model=list(self.chunks),
             num_microbatches=self.num_microbatches,
@@ -89,7 +89,8 @@ class MegatronRunner(PeerRunner):
         )
 
 
-def _forward_step(iterator: Iterator[torch.Tensor], chunk: _Chunk) -> tuple[torch.Tensor, Any]:
+def forward_step(iterator: Iterator[torch.Tensor], chunk: StepChunk) -> tuple[torch.Tensor, Any]:
+    """Run a forward as a user's program does; returns output and function of the loss."""
     received = next(iterator) if chunk.is_first else chunk.received
     assert received is not None
 

@@ -25,6 +25,7 @@ from benchmarks.emulated.ours import Channels, OurRunner  # noqa: E402
 from benchmarks.emulated.overhead import overhead  # noqa: E402
 from benchmarks.emulated.peers_megatron import MegatronRunner  # noqa: E402
 from benchmarks.emulated.peers_torch import TorchRunner  # noqa: E402
+from benchmarks.emulated.plugged import PluggedRunner  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of  # noqa: E402
 from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
@@ -33,7 +34,7 @@ from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 _LEAD_S = 0.006
 
 
-Runner = MegatronRunner | TorchRunner | OurRunner
+Runner = MegatronRunner | TorchRunner | PluggedRunner | OurRunner
 """One competitor on one rank; ``prepare`` and ``finish`` of a step are not timed, ``run`` is."""
 
 
@@ -80,6 +81,9 @@ class Rank:
         """Close what the runners share; collective."""
         for channels in self._channels.values():
             channels.close()
+        for runner in self._runners.values():
+            if isinstance(runner, PluggedRunner):
+                runner.close()
         dist.barrier(group=self._control)
 
     def _make(self, competitor: Competitor) -> Runner:
@@ -87,6 +91,8 @@ class Rank:
             return MegatronRunner(competitor, self._rank, self._num_ranks)
         if competitor.engine == "torch":
             return TorchRunner(competitor, self._rank, self._num_ranks)
+        if competitor.engine == "plug-in":
+            return PluggedRunner(competitor, self._rank, self._num_ranks)
         placement = competitor.placement(self._num_ranks)
         if placement not in self._channels:
             self._channels[placement] = Channels(placement, self._rank)
@@ -122,7 +128,7 @@ class Rank:
         runner = self._runners[name]
         work = RankWork(
             runner.placement,
-            self._rank,
+            runner.position,
             seconds_of(draws.workload(runner.placement)),
             self._sleeper,
             None if runner.delays_in_transport else draws.delay_s,
@@ -138,8 +144,9 @@ class Rank:
         runner.finish()
         work.check_complete()
         last_end, peak = self._latest(end, work.peak)
-        spans: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(spans, work.spans, group=self._control)
+        found: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(found, (runner.position, work.spans), group=self._control)
+        spans = [of_rank for _, of_rank in sorted(found, key=lambda each: each[0])]
         split = COMPETITORS[name].weight_pieces > 0
         added = overhead(runner.placement, draws, spans, split=split)
         return {"makespan_s": last_end - start, "peak": peak, **asdict(added)}

@@ -134,7 +134,7 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
     job.lose("c")  # the stage of its rank is with its buddy
     job.trained(3, 3)
     job.change("abe")
-    fourth = job.trained(4, 4)
+    job.trained(4, 4)
     # Not in the steps around a checkpoint, which may or may not be complete then.
     job.until(lambda: 2 <= max(job.steps(4)) % 15 <= 8, "a step between two checkpoints")
     job.lose("b", "e")  # neighbours: nothing is left of what b held
@@ -158,8 +158,11 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
     # The copy of its neighbour's part may be of another step than what is left.
     nothing_left = r"checkpoint: no copy is left of what rank 1(, 2)? held"
     assert re.fullmatch(nothing_left, incarnations[4]["source"]), job.said()
-    assert incarnations[4]["resumed_iteration"] <= fourth
-    assert incarnations[4]["lost_steps"] == max(job.steps(4)) - incarnations[4]["resumed_iteration"]
+    assert (
+        0
+        <= incarnations[4]["lost_steps"]
+        == max(job.steps(4)) - incarnations[4]["resumed_iteration"]
+    )
     reported = {line["epoch"]: line["copies"] for line in job.lines() if "copies" in line}
     assert reported[1].endswith(" and 0.0 MiB sent")
     assert not reported[2].endswith(" and 0.0 MiB sent")

@@ -211,7 +211,7 @@ class TestSplit:
 
     def test_activations_and_what_is_retained(self) -> None:
         core = core_config(add_bias_linear=False)
-        chunks = build(core, splits=True, chunks=2, rope=True)
+        chunks = build(core, chunks=2, rope=True)
         stores = attach_stores(chunks)
         stages = make_stages(chunks, 2, stores)
         order = with_weights(pairs(2, 2), late=2, pieces=1)
@@ -231,7 +231,7 @@ class TestSplit:
 
     def test_reduction_starts_with_the_last_piece(self) -> None:
         core = core_config()
-        chunks = build(core, splits=True, chunks=2)
+        chunks = build(core, chunks=2)
         events: list[str] = []
         core.no_sync_func = [chunk.no_sync for chunk in chunks]
         core.grad_sync_func = [
@@ -255,7 +255,7 @@ class TestSplit:
             assert events[place + 1] == f"weights {(chunk, 1, 2, 3)}"
 
     def test_an_error_leaves_no_store_active(self) -> None:
-        chunks = build(core_config(), splits=True)
+        chunks = build(core_config())
         stores = attach_stores(chunks)
         stages = make_stages(chunks, 2, stores)
         drive(stages, [("F", 0, 0), ("B", 0, 0)], 1)
@@ -267,7 +267,7 @@ class TestSplit:
         run_step(chunks, pairs(1, 2))
 
     def test_one_store_per_chunk(self) -> None:
-        chunks = build(core_config(), splits=True, chunks=2)
+        chunks = build(core_config(), chunks=2)
         stores = attach_stores(chunks)
         text = "given to split the backwards of 2 chunks; give one per chunk"
         with pytest.raises(ConfigError, match=f"1 stores were {text}"):

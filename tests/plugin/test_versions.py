@@ -17,21 +17,33 @@ accelerator.install()
 from megatron.adaptive.plugin import versions  # noqa: E402
 
 from ..multiprocess.launch import ROOT, forkserver  # noqa: E402
-from .test_training import run  # noqa: E402
+from .test_training import check_numbers, run  # noqa: E402
 
 UNPACKED = ROOT / "build/megatron-core"
 INSTALLED = metadata.version("megatron-core")
 # Until 0.17 megatron-core's own loop frees outputs that gloo has yet to send.
-CASES: list[dict[str, Any]] = [
+MODELS: list[dict[str, Any]] = [{}, {"llama": True, "groups": True}, {"llama": True, "mtp": True}]
+LOOP: list[dict[str, Any]] = [
     {
-        "shape": {"pp": 2, "chunks": 2, "deallocate": False, "llama": llama, "groups": llama},
+        "shape": {"pp": 2, "chunks": 2, "deallocate": False, **model},
         "runs": {
-            "adaptive": {},
+            "adaptive": {"split_backward": False},
             "split": {"split_backward": True},
             "interleaved": {"schedule": "interleaved"},
         },
     }
-    for llama in (False, True)
+    for model in MODELS
+]
+V: list[dict[str, Any]] = [
+    {
+        **case,
+        "from": f"weights {number}",
+        "runs": {
+            "whole": {"placement": "v", "split_backward": False},
+            "split, then loop": {"schedule": "zb-v", "then": None},
+        },
+    }
+    for number, case in enumerate(LOOP[::2])
 ]
 real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -58,7 +70,9 @@ def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_steps_are_those_of_its_own_schedule(python_path: str, tmp_path: Path) -> None:
-    for case in run(CASES, 2, tmp_path, fresh=False, python_path=python_path):
+    results = run([*LOOP, *V], 2, tmp_path, fresh=False, python_path=python_path)
+    check_numbers(results[len(LOOP) :])
+    for case in results[: len(LOOP)]:
         plain = case["runs"].pop("plain")
         assert len(plain[-1]["trained"]["losses"]) == 3
         assert case["runs"] == dict.fromkeys(case["runs"], plain)  # bit for bit

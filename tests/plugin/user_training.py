@@ -32,7 +32,10 @@ from megatron.core.distributed import (
 )
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -66,6 +69,7 @@ class Shape:
         dropout: of attention and hidden state.
         eval_micro_batch_size: samples of a microbatch in evaluation.
         tied: embedding and output layer share their weights.
+        mtp: there is a layer of multi-token prediction.
         distributed: the optimizer's state is shared out over replicas.
         more: further settings of the model.
     """
@@ -82,6 +86,7 @@ class Shape:
     dropout: float = 0.0
     eval_micro_batch_size: int = MICRO_BATCH_SIZE
     tied: bool = True
+    mtp: bool = False
     distributed: bool = False
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -163,6 +168,7 @@ def configuration(shape: Shape) -> TransformerConfig:
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
+        **({"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1} if shape.mtp else {}),
     }
     return TransformerConfig(**settings | (llama if shape.llama else {}) | shape.more)
 
@@ -187,6 +193,11 @@ def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
             share_embeddings_and_output_weights=shape.tied and not shape.llama,
             position_embedding_type="rope" if shape.llama else "learned_absolute",
             vp_stage=vp_stage if several else None,
+            mtp_block_spec=get_gpt_mtp_block_spec(
+                config, spec, use_transformer_engine=False, vp_stage=vp_stage if several else None
+            )
+            if shape.mtp
+            else None,
             pg_collection=process_groups() if shape.groups else None,
         )
         chunk.model_type = ModelType.encoder_or_decoder
@@ -253,7 +264,8 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
     # As Megatron-LM's get_batch and get_batch_on_this_tp_rank ask.
     if not is_end or parallel_state.is_pipeline_first_stage():
         batch["labels"] = batch["mask"] = None
-    if not is_end or not parallel_state.is_pipeline_first_stage():
+    looks_up_again = is_end and get_attr_wrapped_model(model, "config").mtp_num_layers
+    if not looks_up_again and not (is_end and parallel_state.is_pipeline_first_stage()):
         batch["tokens"] = None
     positions = (
         None if batch["tokens"] is None else torch.arange(SEQ_LENGTH).expand(batch["tokens"].shape)
@@ -344,7 +356,7 @@ def _replicas() -> Any:
 
 def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any]:
     model = {
-        f"model{number}": chunk.sharded_state_dict()
+        f"model{number}": chunk.sharded_state_dict(metadata={"dp_cp_group": _replicas()})
         for number, chunk in enumerate(unwrap_model(job.chunks))
     }
     # The distributed optimizer's state can be loaded with Transformer Engine or apex alone.

@@ -1,0 +1,173 @@
+"""The plug-in's engine on emulated stages in a V, as an unmodified Megatron-LM has it.
+
+Steps are called as megatron-core's own, and backwards are split through the stores that real layers
+leave their weight gradients in. Messages travel as the plug-in chooses by itself. As in any V of
+the plug-in, position 0 is on the last rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.adaptive.engine.deferred_layers import DeferringRowParallelLinear
+from megatron.adaptive.engine.weight_gradient import defer
+from megatron.adaptive.plugin.engine import Engine
+from megatron.adaptive.plugin.placed import Placed
+from megatron.adaptive.plugin.settings import Settings
+
+from .competitors import Competitor
+from .modules import EmulatedChunk, PeerRunner
+from .peers_megatron import StepChunk, forward_step
+from .scenarios import Draws
+from .work import DTYPE, WIDTH, RankWork
+
+_PARTS = 2
+"""Calls of a chunk: a rule may cut a weight gradient between two of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """One of the calls that a chunk is made of; the first has its F and B, each a part of its W."""
+
+    chunk: EmulatedChunk
+    weight: torch.nn.Parameter
+    is_first: bool
+
+    def output(self, given: torch.Tensor) -> torch.Tensor:
+        """See ``LayerCall``."""
+        return (
+            self._work.forward(self.chunk.stage, given, _number(given)) if self.is_first else +given
+        )
+
+    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See ``LayerCall``."""
+        if not self.is_first:
+            return gradient
+        stage, number = self.chunk.stage, _number(gradient)
+        self._work.take_gradient(stage, number, gradient)
+        return self._work.input_gradient(stage, number, gradient)
+
+    def weight_gradients(
+        self, given: torch.Tensor, gradient: torch.Tensor
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """See ``LayerCall``."""
+        self._work.weights(self.chunk.stage, _number(gradient), 1 / _PARTS)
+        yield self.weight, torch.ones_like(self.weight)
+
+    def flops(self, gradient: torch.Tensor) -> float:
+        """See ``LayerCall``."""
+        return 1.0
+
+    @property
+    def _work(self) -> RankWork:
+        assert self.chunk.work is not None
+        return self.chunk.work
+
+
+class _Layer(DeferringRowParallelLinear):
+    """Puts its weight gradient off as a linear layer of the model does."""
+
+    def __init__(self, chunk: EmulatedChunk, number: int) -> None:
+        torch.nn.Module.__init__(self)
+        self.weight = torch.nn.Parameter(torch.zeros(WIDTH, dtype=DTYPE))
+        self._call = _Call(chunk, self.weight, number == 0)
+
+    def forward(self, received: torch.Tensor) -> torch.Tensor:
+        """Run the call."""
+        assert self.weight_gradient_store is not None
+        return defer(self._call, received, self.weight_gradient_store)
+
+
+class _Chunk(StepChunk):
+    def __init__(self, stage: int, num_stages: int, config: TransformerConfig) -> None:
+        super().__init__(stage, num_stages, config)
+        del self.weight
+        self.pre_process, self.post_process = self.is_first, self.is_last
+        self.share_embeddings_and_output_weights = False
+        self.layers = torch.nn.ModuleList(_Layer(self, number) for number in range(_PARTS))
+
+    def forward(self, received: torch.Tensor) -> torch.Tensor:
+        """See :class:`EmulatedChunk`."""
+        if not received.requires_grad:
+            received = received.detach().requires_grad_()
+        for layer in self.layers:
+            received = layer(received)
+        return received
+
+    def prepare(self, work: RankWork) -> None:
+        """See :class:`EmulatedChunk`."""
+        self.work = work
+        for layer in self.layers:
+            layer.weight.grad = None
+
+    def check_gradient(self, num_microbatches: int) -> None:
+        """See :class:`EmulatedChunk`."""
+        for layer in self.layers:
+            self.check_gradient_of(layer.weight, num_microbatches)
+
+
+class PluggedRunner(PeerRunner):
+    """Runs a rule of the plug-in in a V. Collective to make; see ``PeerRunner``."""
+
+    def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
+        placed = Placed(lambda: competitor.kind)
+        placed.put()
+        try:
+            parallel_state.initialize_model_parallel(1, num_ranks, competitor.num_chunks)
+            config = TransformerConfig(
+                num_layers=num_ranks * competitor.num_chunks,
+                hidden_size=WIDTH,
+                num_attention_heads=1,
+                pipeline_model_parallel_size=num_ranks,
+                virtual_pipeline_model_parallel_size=competitor.num_chunks,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                pipeline_dtype=DTYPE,
+                deallocate_pipeline_outputs=False,
+                calculate_per_token_loss=True,  # leaves the loss as it is
+            )
+        finally:
+            placed.take_back()
+        self.position = num_ranks - 1 - rank
+        super().__init__(competitor, self.position, num_ranks, partial(_Chunk, config=config))
+        settings = Settings(
+            schedule=competitor.schedule,
+            placement=competitor.kind,
+            split_backward=True,
+            weight_pieces=competitor.weight_pieces,
+        )
+        self._engine = Engine(settings, placed)
+        self._iterators: list[Iterator[torch.Tensor]] = []
+
+    def prepare(self, work: RankWork, draws: Draws) -> None:
+        super().prepare(work, draws)
+        data = self.inputs((1, 1, WIDTH))
+        self._iterators = [iter(data) for _ in self.chunks]
+
+    def run(self) -> None:
+        """Run the step."""
+        self._engine.run(
+            {
+                "forward_step_func": forward_step,
+                "data_iterator": self._iterators,
+                "model": list(self.chunks),
+                "num_microbatches": self.num_microbatches,
+                "seq_length": 1,
+                "micro_batch_size": 1,
+            }
+        )
+
+    def close(self) -> None:
+        """Close the channels; collective."""
+        self._engine.close()
+        parallel_state.destroy_model_parallel()
+
+
+def _number(tensor: torch.Tensor) -> int:
+    return round(tensor.detach().view(-1)[0].item())
