@@ -71,7 +71,7 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became of a part.
+    """Holds what became of a part.
 
     Attributes:
         name: of the part.

@@ -40,13 +40,13 @@ class _Call:
     is_first: bool
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
-        """See ``LayerCall``."""
+        """Runs F, in the first call."""
         return (
             self._work.forward(self.chunk.stage, given, _number(given)) if self.is_first else +given
         )
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """See ``LayerCall``."""
+        """Runs B, in the first call."""
         if not self.is_first:
             return gradient
         stage, number = self.chunk.stage, _number(gradient)
@@ -56,12 +56,12 @@ class _Call:
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """See ``LayerCall``."""
+        """Runs this call's part of W."""
         self._work.weights(self.chunk.stage, _number(gradient), 1 / _PARTS)
         yield self.weight, torch.ones_like(self.weight)
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """See ``LayerCall``."""
+        """Returns the same for all calls: parts of W are equal."""
         return 1.0
 
     @property
@@ -93,7 +93,7 @@ class _Chunk(StepChunk):
         self.layers = torch.nn.ModuleList(_Layer(self, number) for number in range(_PARTS))
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """See :class:`EmulatedChunk`."""
+        """Runs the calls one after the other."""
         if not received.requires_grad:
             received = received.detach().requires_grad_()
         for layer in self.layers:
@@ -101,13 +101,13 @@ class _Chunk(StepChunk):
         return received
 
     def prepare(self, work: RankWork) -> None:
-        """See :class:`EmulatedChunk`."""
+        """Takes the work of the coming step and drops the gradients of the last."""
         self.work = work
         for layer in self.layers:
             layer.weight.grad = None
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """See :class:`EmulatedChunk`."""
+        """Checks the gradient of each call's weight."""
         for layer in self.layers:
             self.check_gradient_of(layer.weight, num_microbatches)
 

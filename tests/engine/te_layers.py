@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 
 
 class WeightGradStore:
-    """What delayed backwards left, first in, first out."""
+    """Holds what delayed backwards left, first in, first out."""
 
     def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
         assert not (delay_wgrad_compute and ub_bulk_wgrad)

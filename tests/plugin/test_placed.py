@@ -1,4 +1,4 @@
-"""What megatron-core hears about the places of stages in a V, and what cannot lie in one."""
+"""Tests the answers that megatron-core gets about stages in a V, and the refusals."""
 
 from __future__ import annotations
 
