@@ -37,7 +37,16 @@ MODERN = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear"
 )
-MODEL_NAMES = {NO_DROPOUT: "", DROPOUT: "dropout", MODERN: "modern"}
+# Documents of 20 to 80 tokens, some of them cut.
+LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
+MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
+MODEL_NAMES = {
+    NO_DROPOUT: "",
+    DROPOUT: "dropout",
+    MODERN: "modern",
+    LENGTHS: "lengths",
+    MODERN_LENGTHS: "modern-lengths",
+}
 LOOP, V = "--pipeline-placement loop", "--pipeline-placement v"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -79,7 +88,9 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        return Case("megatron", model=self.model)
+        # Of different lengths, the whole batch at once: no padding is ever a token of the loss.
+        at_once = "--micro-batch-size 8" if "--variable-seq-lengths" in self.model else ""
+        return Case("megatron", model=self.model, extra=at_once)
 
     def __str__(self) -> str:
         """Name of the case; also that of its test."""
@@ -231,6 +242,23 @@ PLACED = (
         dp=2,
         extra=f"{V} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
+)
+PACK = "--pack-to 100"
+DIFFERENT_LENGTHS = tuple(
+    Case(*words, **shape, model=model)  # type: ignore[arg-type]
+    for model, words, shape in (
+        (LENGTHS, ("1f1b",), {"pp": 2, "extra": PACK}),
+        (LENGTHS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {PACK}"}),
+        (LENGTHS, ("interleaved",), {"pp": 2, "chunks": 2, "extra": f"{PACK} {RECOMPUTE}"}),
+        (LENGTHS, ("megatron",), {"pp": 2, "extra": PACK}),
+        (LENGTHS, ("adaptive",), {"pp": 2, "extra": "--micro-batch-size 2 --transport gloo"}),
+        (MODERN_LENGTHS, ("adaptive",), {"tp": 2, "extra": PACK}),
+        (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": PACK}),
+        (LENGTHS, ("1f1b",), {"pp": 2, "dp": 2, "extra": f"{PACK} --use-distributed-optimizer"}),
+        (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": "--micro-batch-size 2"}),
+        (MODERN_LENGTHS, ("1f1b",), {"pp": 2, "dp": 2}),
+        (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
+    )
 )
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
@@ -388,6 +416,11 @@ def test_all_shapes_are_there() -> None:
 )
 def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, REL)
+
+
+@pytest.mark.parametrize("case", each(DIFFERENT_LENGTHS), ids=str)
+def test_documents_of_any_length_equal_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, 1e-6)
 
 
 @pytest.mark.parametrize("case", FREE, ids=str)

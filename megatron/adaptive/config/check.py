@@ -66,6 +66,7 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _kernels(config, given, installed),
         _parallel(config, given, installed),
         _batch(config, given),
+        _lengths(config, given),
         _chunks_and_placement(config, given),
         _order(config, given),
         _microbatch_groups(config, given),
@@ -333,6 +334,55 @@ def _batch(config: TrainerConfig, given: _Given) -> Rules:
         start % unit != 0 or increment % unit != 0,
         f"{given.rampup_batch_size} passes through batches that are not a multiple of {multiple}: "
         "make start and increment multiples of it",
+    )
+
+
+def _lengths(config: TrainerConfig, given: _Given) -> Rules:
+    """Samples of different lengths."""
+    data, parallel, pack = config.data, config.parallel, config.data.pack_to
+    if not data.variable_seq_lengths:
+        for what, is_given in ((given.pack_to, pack is not None), ("--sft", data.sft)):
+            yield (is_given, f"{what} has no effect by itself: add --variable-seq-lengths")
+        return
+    for what, is_given in (
+        (given.stage_data_parallel_sizes, parallel.unequal_sizes is not None),
+        (given.ddp_average_in_collective, parallel.ddp_average_in_collective),
+        ("--reset-position-ids", data.reset_position_ids),
+        ("--reset-attention-mask", data.reset_attention_mask),
+        ("--eod-mask-loss", data.eod_mask_loss),
+    ):
+        yield (
+            is_given,
+            f"{what} with --variable-seq-lengths, whose documents are never glued and whose loss "
+            "is per token: drop one of them",
+        )
+    yield (
+        data.sft and data.mock_data,
+        "--sft with --mock-data: conversations come from files; drop one of them",
+    )
+    if pack is None:
+        return
+    schedule = config.schedule.pipeline_schedule
+    for what, is_given in (
+        (given.micro_batch_size, config.batch.micro_batch_size > 1),
+        (given.context_parallel_size, parallel.context_parallel_size > 1),
+        (f"--pipeline-schedule {schedule}", schedule == "file"),
+    ):
+        yield (
+            is_given,
+            f"{what} with {given.pack_to}: a microbatch is one row of whole documents on one "
+            "rank, and their number differs from step to step; drop one of them",
+        )
+    yield (
+        pack < config.model.seq_length,
+        f"{given.pack_to} is below {given.seq_length}, the longest document: raise it",
+    )
+    unit = parallel.data_parallel_size * config.microbatch_group
+    yield (
+        any(size % unit for size in config.batch.batch_sizes()),
+        f"{given.global_batch_size} with {given.pack_to} and {given.pipeline_schedule}: it must be "
+        f"a multiple of {unit}, so that the microbatches of each replica fill groups of "
+        f"{config.microbatch_group}; change it or the schedule",
     )
 
 

@@ -89,6 +89,19 @@ class DataConfig:
     vocab_size: Count | None = flag("Ids before padding, for NullTokenizer.", unit="IDS")
     vocab_file: File | None = flag("Vocabulary of GPT2BPETokenizer (JSON).")
     merge_file: File | None = flag("Merges of GPT2BPETokenizer.")
+    variable_seq_lengths: bool = switch(
+        "Samples are documents, cut at --seq-length and never glued; the loss is the mean over all "
+        "tokens of the batch."
+    )
+    pack_to: Count | None = flag(
+        "With --variable-seq-lengths: pack documents into microbatches of so many tokens at most, "
+        "with attention within each; without it every microbatch is padded to its longest.",
+        unit="TOKENS",
+    )
+    sft: bool = switch(
+        "With --variable-seq-lengths: data files are JSON lines of conversations, of which only "
+        "what the assistant says is taught."
+    )
     num_workers: Natural = flag(
         "Processes that load data, of each rank that needs it.", 2, unit="PROCESSES"
     )

@@ -114,7 +114,7 @@ this program trains only; load the checkpoint into Megatron-LM's server for infe
     disable-chunked-prefill decode-only-cuda-graphs use-legacy-static-engine inference-*
     mlp-chunks-*
 this program pre-trains only, without reinforcement learning or instruction tuning; drop the flag
-    perform-rl-step rl-prompts-per-eval sft sft-tokenizer-prompt-format rl-* grpo-* langrl-*
+    perform-rl-step rl-prompts-per-eval sft-tokenizer-prompt-format rl-* grpo-* langrl-*
     sft-*
 metrics go to the log and to TensorBoard; use --tensorboard-dir
     wandb-project wandb-entity wandb-exp-name wandb-save-dir no-one-logger one-logger-project

@@ -93,6 +93,15 @@ class TrainerConfig:
         samples = self.batch.micro_batch_size * self.parallel.data_parallel_size
         return self.batch.global_batch_size // samples
 
+    @property
+    def microbatch_group(self) -> int:
+        """Number that the microbatches of a step must be a multiple of, for the schedule."""
+        schedule, parallel = self.schedule.pipeline_schedule, self.parallel
+        if schedule == "interleaved" or (schedule == "megatron" and parallel.num_chunks > 1):
+            given = parallel.microbatch_group_size_per_vp_stage
+            return given or parallel.pipeline_model_parallel_size
+        return 1
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The settings as plain values that JSON can hold, by group."""
         return {

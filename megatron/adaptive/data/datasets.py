@@ -36,6 +36,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 
 from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.indexed import INDEX_CACHE, check_indexed, check_vocabulary_fits
+from megatron.adaptive.data.lengths import Conversations, DocumentDataset
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
@@ -86,7 +87,8 @@ def build_datasets(
         rank needs none. A sample is a dict of ``tokens``, ``labels``, ``position_ids``
         ``[seq_length] int64``, ``loss_mask [seq_length] float32`` and, with
         ``reset_attention_mask``, ``attention_mask [1, seq_length, seq_length] bool`` (true where
-        hidden).
+        hidden). With ``variable_seq_lengths`` a sample is a document of up to ``seq_length``
+        tokens; see :mod:`megatron.adaptive.data.lengths`.
 
     Raises:
         ConfigError: a blend cannot be read, or --split leaves nothing for training.
@@ -110,6 +112,7 @@ def build_datasets(
             mmap_bin_files=data.mmap_bin_files,
             num_dataset_builder_threads=data.num_dataset_builder_threads,
             index_cache=_index_cache(data, blends),
+            sft=data.sft,
             **source,
         )
         if here:
@@ -121,7 +124,9 @@ def build_datasets(
                 share if count else None
                 for share, count in zip(config.split_matrix, counts, strict=True)
             ]
-        cls = MockGPTDataset if data.mock_data else CachedGPTDataset
+        cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
+        if data.variable_seq_lengths:
+            cls = DocumentDataset
         try:
             with _quiet_cache_warnings():
                 builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
@@ -177,6 +182,8 @@ def _check(
         return
     if counts[0] and edges is not None and edges[0] is None:
         raise ConfigError(f"--split {data.split}: leaves no data for training; give it a share")
+    if data.sft:
+        return  # conversations are checked as they are read
     infos = {}
     for prefix in dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0]):
         infos[prefix] = check_indexed(prefix)
@@ -252,57 +259,85 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
     Attributes:
         index_cache: folder of shuffling indices. ``path_to_cache`` stays empty, which makes
             megatron-core to build in memory; keeping the result is done here.
+        sft: files are JSON lines of conversations.
     """
 
     index_cache: str = ""
+    sft: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.path_to_cache = ""
+
+    def prepare(self, path: str) -> Conversations:
+        """Tokenizes a file of conversations, or opens what a process has made of it before."""
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); check --data-path"
+            ) from None
+        identity = f"{path}{stat.st_size}{stat.st_mtime_ns}{self.tokenizer.unique_identifiers}"
+        key = hashlib.sha256(identity.encode()).hexdigest()[:24]
+        names = [f"{key}-{part}" for part in ("tokens", "taught", "ends")]
+        arrays = _kept(self.index_cache, names, lambda: Conversations.read(path, self.tokenizer))
+        return Conversations(*arrays)
 
 
 class CachedGPTDataset(GPTDataset):
     """megatron-core's GPT dataset; only where its indices are kept differs."""
 
     def _build_document_sample_shuffle_indices(self) -> Indices:
-        folder = Path(self.config.index_cache)
-        paths = [folder / f"{self._cache_key()}-{part}.npy" for part in _PARTS]
-        try:
-            if not all(path.is_file() for path in paths):
-                folder.mkdir(parents=True, exist_ok=True)
-                with _locked(folder / ".lock"):
-                    if not all(path.is_file() for path in paths):
-                        self._write(paths)
-            first, second, third = (np.load(path, mmap_mode="r") for path in paths)
-        except OSError as error:
-            raise DataError(
-                f"{folder}: shuffling indices cannot be kept there ({error.strerror or error}); "
-                "give a writable folder with --data-cache-path"
-            ) from None
+        names = [f"{self._cache_key()}-{part}" for part in _PARTS]
+        first, second, third = _kept(self.config.index_cache, names, self._build)
         return first, second, third
 
-    def _write(self, paths: list[Path]) -> None:
-        built = super()._build_document_sample_shuffle_indices()
+    def _build(self) -> Indices:
+        built: Indices = super()._build_document_sample_shuffle_indices()
         if not len(built[2]):
             raise DataError(
                 f"{self.dataset_path}: the {self.index_split.name} split is shorter than one "
                 f"sample of {self.config.sequence_length} tokens; lower --seq-length, or give "
                 "weights (0.5 a 0.5 b), which let data repeat"
             )
-        for path, array in zip(paths, built, strict=True):
-            temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-            try:
-                with temporary.open("wb") as stream:
-                    np.save(stream, array)
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        return built
 
     def _cache_key(self) -> str:
         stats = [os.stat(f"{self.dataset_path}{suffix}") for suffix in (".idx", ".bin")]
         state = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
         digest = hashlib.sha256(f"{self.unique_description}{state}".encode()).hexdigest()
         return f"{digest[:24]}-{self.index_split.name}"
+
+
+def _kept(
+    cache: str, names: Sequence[str], make: Callable[[], Sequence[npt.NDArray[Any]]]
+) -> list[npt.NDArray[Any]]:
+    """Returns arrays of a cache folder by their names; makes them where they are missing."""
+    folder = Path(cache)
+    paths = [folder / f"{name}.npy" for name in names]
+    try:
+        if not all(path.is_file() for path in paths):
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder / ".lock"):
+                if not all(path.is_file() for path in paths):
+                    _write(paths, make())
+        return [np.load(path, mmap_mode="r") for path in paths]
+    except OSError as error:
+        raise DataError(
+            f"{folder}: shuffling indices cannot be kept there ({error.strerror or error}); "
+            "give a writable folder with --data-cache-path"
+        ) from None
+
+
+def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
+    for path, array in zip(paths, arrays, strict=True):
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.open("wb") as stream:
+                np.save(stream, array)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

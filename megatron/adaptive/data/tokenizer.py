@@ -62,6 +62,10 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of ``text``, without an end of document."""
 
+    def heading(self, role: str) -> list[int]:
+        """Return the ids that precede a message of ``role`` in a conversation."""
+        return self.tokenize(f"{role}:\n")
+
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text; the same as :meth:`tokenize` one by one, only faster."""
         return [self.tokenize(text) for text in texts]
@@ -127,6 +131,9 @@ class NullTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return [self._number(word) for word in text.split()]
+
+    def heading(self, role: str) -> list[int]:
+        return []  # there are no ids for words
 
     def _number(self, word: str) -> int:
         try:

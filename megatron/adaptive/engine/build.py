@@ -71,6 +71,7 @@ def build_executor(
     places: list[dict[str, Any]],
     payload_shape: tuple[int, ...] | None,
     payload_dtype: torch.dtype,
+    payload_varies: bool = False,
     timeout_s: float,
     recorder: Recorder | None,
     transport: TransportConfig | None = None,
@@ -86,8 +87,10 @@ def build_executor(
         placement: where stages live.
         accelerator: this rank's device.
         places: where every rank runs, see :func:`gather_places`.
-        payload_shape: shape of the tensors between stages when they are all alike.
+        payload_shape: shape of the tensors between stages when they are all alike, else of the
+            largest.
         payload_dtype: their element type.
+        payload_varies: they are not all alike.
         timeout_s: limit of every wait of the executor.
         recorder: where spans go.
         transport: how to connect the ranks; chosen for each pair where ``None``.
@@ -120,7 +123,9 @@ def build_executor(
         accelerator,
         places,
         describe,
-        Payloads(shape=payload_shape, dtype=payload_dtype, in_flight=in_flight),
+        Payloads(
+            shape=payload_shape, dtype=payload_dtype, varies=payload_varies, in_flight=in_flight
+        ),
         transport or TransportConfig(),
         timeout_s,
     )

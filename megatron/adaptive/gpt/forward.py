@@ -28,9 +28,10 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.gpt.packed import Documents
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
@@ -75,7 +76,7 @@ class GptForward:
 
         Args:
             feed: gives the microbatch; ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64``,
-                ``loss_mask [b, s] float32``.
+                ``loss_mask [b, s] float32``, and ``lengths [n]`` of packed documents.
             model: the chunk.
 
         Returns:
@@ -84,17 +85,45 @@ class GptForward:
         index, batch = next(feed)
         if model.training:
             self._dropout.apply(step=feed.step, microbatch=index)
-        if batch is None:
-            return model(None, None, None, labels=None), None
         to_device = self._accelerator.to_device
+        batch = {} if batch is None else dict(batch)
+        packed: dict[str, Any] = {}
+        if (lengths := batch.pop("lengths", None)) is not None:
+            packed["packed_seq_params"] = Documents.of(lengths, to_device)
+        if not batch:
+            return model(None, None, None, labels=None, **packed), None
         batch = get_batch_on_this_cp_rank({key: to_device(value) for key, value in batch.items()})
         output = model(
             batch["tokens"],
             batch["position_ids"],
             batch.get("attention_mask"),
             labels=batch["labels"],
+            **packed,
         )
-        return output, partial(masked_mean_loss, batch["loss_mask"])
+        per_token = get_model_config(model).calculate_per_token_loss
+        loss = masked_sum if per_token else masked_mean_loss
+        return output, partial(loss, batch["loss_mask"])
+
+
+def masked_sum(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum the losses of a microbatch's unmasked tokens, for a mean over all tokens of the step.
+
+    Args:
+        loss_mask: ``[b, s] float32``.
+        losses: ``[b, s] float32``.
+
+    Returns:
+        The sum to differentiate, the tokens (int32), and both, detached, for the log.
+    """
+    mask = loss_mask.reshape(-1).float()
+    tokens = mask.sum()
+    total = torch.sum(losses.reshape(-1).float() * mask)
+    reported = torch.stack([total.detach(), tokens])
+    if parallel_state.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(reported, group=parallel_state.get_context_parallel_group())
+    return total, tokens.int(), {LOSS_NAME: reported}
 
 
 def masked_mean_loss(

@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
+from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     PlacedLayout,
     placement_of,
@@ -164,6 +165,13 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     }
     del settings["transformer_impl"]  # of other models than ours; here the layers' specs say it
     settings.update(_activation(config, accelerator), **_communication(config))
+    if config.data.variable_seq_lengths:
+        settings.update(
+            variable_seq_lengths=True,
+            calculate_per_token_loss=True,
+            # The one for rows of different lengths; megatron-core asks for it without experts too.
+            moe_token_dispatcher_type="alltoall",
+        )
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
     if parallel.context_parallel_size > 1:
@@ -361,6 +369,8 @@ def _layer_spec(config: TrainerConfig, core: TransformerConfig) -> ModuleSpec:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=model.qk_layernorm, normalization=model.normalization
         )
+        if config.data.pack_to is not None:
+            spec.submodules.self_attention.submodules.core_attention = PackedAttention
     if core.use_cpu_initialization:
         spec = ModuleSpec(
             module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules

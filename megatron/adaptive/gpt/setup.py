@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.datasets import build_datasets
+from megatron.adaptive.data.lengths import Batching, LengthLoader, left_out
 from megatron.adaptive.data.loader import BatchSizes, MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
@@ -181,6 +182,7 @@ def build_run(job: TrainingJob) -> Run:
             places=job.places,
             payload_shape=payload_shape(config),
             payload_dtype=core.pipeline_dtype,
+            payload_varies=config.data.variable_seq_lengths,
             timeout_s=config.schedule.pipeline_timeout_s,
             recorder=tracing.recorder,
             transport=config.transport,
@@ -214,11 +216,21 @@ def build_run(job: TrainingJob) -> Run:
 
 def make_loader(
     run: Run, dataset: Any, consumed_samples: int, *, on_read: OnRead | None = None
-) -> MicrobatchLoader | None:
+) -> MicrobatchLoader | LengthLoader | None:
     """Return a loader over ``dataset`` from sample ``consumed_samples``; ``None`` without data."""
     if dataset is None:
         return None
     config = run.job.config
+    if config.data.variable_seq_lengths:
+        return LengthLoader(
+            dataset,
+            consumed_samples=consumed_samples,
+            batching=batching_of(config),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            reads=_needs_data(run.placement),
+            pin_memory=run.job.accelerator.is_cuda,
+            on_read=on_read,
+        )
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
@@ -232,9 +244,25 @@ def make_loader(
     )
 
 
+def batching_of(config: TrainerConfig) -> Batching:
+    """Return how samples of different lengths become microbatches."""
+    parallel = config.parallel
+    context = parallel.context_parallel_size
+    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return Batching(
+        micro_batch_size=config.batch.micro_batch_size,
+        pack_to=config.data.pack_to,
+        replicas=parallel.data_parallel_size,
+        multiple=parts * (2 * context if context > 1 else 1),
+        group=config.microbatch_group,
+    )
+
+
 def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
-    """Return ``[s, b, h]`` of the tensors between stages, all alike in GPT training."""
+    """Return ``[s, b, h]`` of the largest tensor between stages."""
     length = config.model.seq_length // config.parallel.context_parallel_size
+    if config.data.pack_to is not None:
+        length = batching_of(config).row_tokens(config.data.pack_to)
     if config.parallel.sequence_parallel:
         length //= config.parallel.tensor_model_parallel_size
     return (length, config.batch.micro_batch_size, config.model.hidden_size)
@@ -249,6 +277,8 @@ def _needs_data(placement: Placement) -> bool:
 def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer) -> Samples:
     config = job.config
     run, data = config.run, config.data
+    # The lengths of documents concern every rank.
+    needs_data = data.variable_seq_lengths or _needs_data(placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
     if run.train_iters is not None:
         iterations = run.train_iters
@@ -267,10 +297,13 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
         train_samples=train_samples,
         valid_samples=valid_samples,
         test_samples=per_validation,
-        is_built_on_rank=lambda: _needs_data(placement) or dist.get_rank() == 0,
+        is_built_on_rank=lambda: needs_data or dist.get_rank() == 0,
     )
-    if not _needs_data(placement):
+    if not needs_data:
         train = valid = test = None
+    missing = left_out((train, valid, test))
+    if missing and job.is_first and not data.mock_data:
+        print(f"--variable-seq-lengths: {missing}", flush=True)
     return Samples(
         iterations=iterations,
         train_samples=train_samples,

@@ -142,6 +142,8 @@ class Step:
         self, microbatches: Any, num_microbatches: int, *, step: int, forward_only: bool
     ) -> list[Any]:
         run, model = self._run, self._config.model
+        if microbatches is not None:
+            num_microbatches = len(microbatches)  # packed ones may be fewer
         feeds = [ChunkFeed(microbatches, count=num_microbatches, step=step) for _ in run.chunks]
         single = len(run.chunks) == 1
         return run.forward_backward(
@@ -177,18 +179,22 @@ class Step:
     def _mean_losses(self, steps: Sequence[list[Any]]) -> dict[str, float]:
         """Average the reported losses over microbatches, steps and data-parallel ranks.
 
+        With a loss per token, over the tokens of all of them.
+
         Returns:
             Names and values on ranks of the last stage, nothing elsewhere.
         """
         reported = [losses for step in steps for losses in step]
         if not reported:
             return {}
-        mean = torch.stack([losses[LOSS_NAME].reshape(()) for losses in reported]).mean()
+        total = torch.stack([losses[LOSS_NAME] for losses in reported])
+        # With a loss per token: of sums and of numbers of tokens.
+        mean = total.sum(dim=0) if total.dim() > 1 else total.mean()
         if parallel_state.get_data_parallel_world_size() > 1:
             group = parallel_state.get_data_parallel_group()
             dist.all_reduce(mean, group=group)
             mean /= parallel_state.get_data_parallel_world_size()
-        return {LOSS_NAME: float(mean)}
+        return {LOSS_NAME: float(mean[0] / mean[1] if mean.dim() else mean)}
 
 
 def gather_parameters(run: Run) -> None:

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.lengths import Load
 from megatron.adaptive.engine.progress import ProgressFile
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.model import flops_per_token
@@ -89,6 +90,7 @@ class IterationReport(StepResult):
         params_norm: norm of all parameters, with ``--log-params-norm``.
         memory_bytes: in use on the device (on a CPU: of the process) after the iteration.
         peak_memory_bytes: largest value of ``memory_bytes`` so far.
+        load: what the microbatches hold, with samples of different lengths.
     """
 
     iteration: int
@@ -100,6 +102,7 @@ class IterationReport(StepResult):
     params_norm: float | None
     memory_bytes: int
     peak_memory_bytes: int
+    load: Load | None = None
 
     @property
     def is_nan(self) -> bool:
@@ -287,9 +290,10 @@ class TrainingLog:
 
     def _throughput(self, reports: Sequence[IterationReport]) -> _Throughput:
         """Returns the throughput of one rank over some iterations."""
-        samples = sum(one.global_batch_size for one in reports)
+        length = self._cfg.model.seq_length
+        each = [one.load.tokens if one.load else one.global_batch_size * length for one in reports]
         elapsed_s = sum(one.elapsed_s for one in reports)
-        tokens = samples * self._cfg.model.seq_length / self._cfg.world_size
+        tokens = sum(each) / self._cfg.world_size
         # A clock too coarse for a tiny model must not end the run.
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self._flops_per_token is None:
@@ -334,6 +338,7 @@ class TrainingLog:
                 "batch-size",
                 "global_batch_size",
             ),
+            *_load_figures(report.load),
             *(_Figure(curve=name, value=loss) for name, loss in report.losses.items()),
             *(_Figure(f"{name}: {{:.6E}}", loss) for name, loss in means.items()),
             _Figure(entry="loss", value=report.losses.get(_MAIN_LOSS)),
@@ -480,6 +485,19 @@ class _Curves:
 
     def _record(self, **content: Any) -> None:
         self._records.write(self._make_event(wall_time=time.time(), **content).SerializeToString())
+
+
+def _load_figures(load: Load | None) -> list[_Figure]:
+    """Lists what is shown of documents of different lengths."""
+    if load is None:
+        return []
+    return [
+        _Figure("tokens: {:d}", load.tokens, "tokens", "tokens"),
+        _Figure("padding: {:.3f}", load.padding, "padding", "padding"),
+        _Figure("microbatches: {:d}", load.num_microbatches, "microbatches", "microbatches"),
+        _Figure(value=load.longest, curve="longest-document", entry="longest_document"),
+        _Figure(value=load.mean_length, curve="mean-document", entry="mean_document"),
+    ]
 
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:

@@ -23,6 +23,7 @@ from megatron.adaptive.checkpoint.local_disk import LocalDisk
 from megatron.adaptive.checkpoint.training import Checkpoints, Progress, make_snapshots
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.lengths import Load
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.forward_backward import ForwardBackward
@@ -111,8 +112,10 @@ class Trainer:
         )
         live.report_position(f"iteration {iteration}")
         is_traced = live.config.schedule.traces(self._steps_here)
-        run.tracing.begin_iteration(iteration, num_microbatches, is_traced=is_traced)
         microbatches = None if live.loader is None else live.loader.step(num_microbatches)
+        if microbatches is not None:
+            num_microbatches = len(microbatches)  # packed ones may be fewer
+        run.tracing.begin_iteration(iteration, num_microbatches, is_traced=is_traced)
         result = live.step.train(
             microbatches, num_microbatches, iteration, live.snapshots.before_update
         )
@@ -129,6 +132,7 @@ class Trainer:
             begin_s=begin_s,
             global_batch_size=batch,
             num_microbatches=num_microbatches,
+            load=getattr(microbatches, "load", None),
             result=result,
         )
 
@@ -151,6 +155,7 @@ class TrainedStep:
         begin_s: when it began, on :func:`time.perf_counter`.
         global_batch_size: samples over all ranks.
         num_microbatches: of this rank.
+        load: what all microbatches hold, with samples of different lengths.
         result: its losses and gradients.
     """
 
@@ -158,6 +163,7 @@ class TrainedStep:
     begin_s: float
     global_batch_size: int
     num_microbatches: int
+    load: Load | None
     result: StepResult
 
 
@@ -444,6 +450,7 @@ class Reporting(RunHook):
                 elapsed_s=time.perf_counter() - step.begin_s,
                 learning_rate=max(float(group["lr"]) for group in run.optimizer.param_groups),
                 global_batch_size=step.global_batch_size,
+                load=step.load,
                 loss_scale=float(run.optimizer.get_loss_scale()),
                 params_norm=params_norm(run) if settings.log_params_norm else None,
                 memory_bytes=run.job.accelerator.memory_in_use_bytes(),

@@ -59,18 +59,20 @@ class Payloads:
     """Facts about the messages that are known beforehand, the same on all ranks.
 
     Attributes:
-        shape: of every message where all are alike, else ``None``.
+        shape: of the largest message, ``None`` where that is not known.
         dtype: their element type.
+        varies: whether there are smaller ones.
         in_flight: most messages of a channel that its receiver keeps at a time.
     """
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
+    varies: bool = False
     in_flight: int | None = None
 
     @property
     def nbytes(self) -> int | None:
-        """Size of every message, ``None`` where it varies."""
+        """Size of the largest message, ``None`` where that is not known."""
         if self.shape is None:
             return None
         return torch.Size(self.shape).numel() * self.dtype.itemsize

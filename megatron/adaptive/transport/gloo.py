@@ -451,7 +451,8 @@ class ProcessGroups:
             outgoing, incoming = self._nccl_channels(peers)
             common |= {"outgoing": outgoing, "incoming": incoming}
             return NcclTransport(group, **common) if peers else None
-        common |= {"payload_shape": self.payloads.shape, "dtype": self.payloads.dtype}
+        shape = None if self.payloads.varies else self.payloads.shape
+        common |= {"payload_shape": shape, "dtype": self.payloads.dtype}
         return GlooTransport(group, **common) if peers else None
 
     def _nccl_channels(
