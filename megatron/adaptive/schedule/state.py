@@ -59,6 +59,13 @@ class RankState:
         self.forward_only = forward_only
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
+        last = placement.num_stages - 1
+        # By kind and chunk: whether its input comes from another stage.
+        self._takes = (
+            *(stage > 0 for stage in stages),
+            *(stage < last and not forward_only for stage in stages),
+            *(False for _ in stages),
+        )
         s = self.numbers = [0] * (HEAD + chunks * (machine.FLAGS + 2 * num_microbatches))
         s[machine.LAST] = -1
         s[machine.CAP] = machine.NO_CAP if forward_only else most
@@ -73,7 +80,7 @@ class RankState:
             chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)
         )
         s[machine.UNIT] = 0 if forward_only else round(MEMORY_SCALE / chunks)
-        ends_here = not forward_only and placement.num_stages - 1 in stages
+        ends_here = not forward_only and last in stages
         s[machine.LAST_CHUNK] = chunks - 1 if ends_here else -1
         if stages[0] == 0:  # its forwards need no input
             flags = HEAD + machine.FLAGS * chunks
@@ -121,8 +128,11 @@ class RankState:
 
         Memory is not considered; see ``fits``. An action that does not exist is never ready.
         """
-        return self.is_possible(action) and machine.is_ready(
-            self.numbers, NUMBER[action.kind], action.chunk
+        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        return (
+            0 <= chunk < s[machine.CHUNKS]
+            and s[HEAD + number * s[machine.CHUNKS] + chunk] == self._index(action)
+            and machine.is_ready(s, number, chunk)
         )
 
     def is_possible(self, action: Action) -> bool:
@@ -176,18 +186,22 @@ class RankState:
         Raises:
             ScheduleError: no such action takes an input, or this one arrived before.
         """
-        name = f"rank {self.rank}: input of {kind}{chunk}-{microbatch}"
-        if not (self._has(kind, chunk) and self.placement.source_of(kind, self.rank, chunk)):
-            raise ScheduleError(f"{name} was reported, which takes no input from another stage")
-        if not 0 <= microbatch < self.num_microbatches:
-            raise ScheduleError(
-                f"{name} arrived, but the step has {self.num_microbatches} microbatches"
-            )
-        chunks = self.placement.num_chunks
-        lane = NUMBER[kind] * chunks + chunk
-        if self.numbers[HEAD + machine.FLAGS * chunks + lane * self.num_microbatches + microbatch]:
-            raise ScheduleError(f"{name} arrived twice")
-        machine.arrive(self.numbers, NUMBER[kind], chunk, microbatch)
+        s, number, chunks = self.numbers, NUMBER[kind], self.placement.num_chunks
+        if not (0 <= chunk < chunks and self._takes[number * chunks + chunk]):
+            why = "was reported, which takes no input from another stage"
+        elif not 0 <= microbatch < self.num_microbatches:
+            why = f"arrived, but the step has {self.num_microbatches} microbatches"
+        elif s[
+            HEAD
+            + machine.FLAGS * chunks
+            + (number * chunks + chunk) * self.num_microbatches
+            + microbatch
+        ]:
+            why = "arrived twice"
+        else:
+            machine.arrive(s, number, chunk, microbatch)
+            return
+        raise ScheduleError(f"rank {self.rank}: input of {kind}{chunk}-{microbatch} {why}")
 
     def start(self, action: Action) -> None:
         """Note that the action starts; a forward takes its memory now.
@@ -197,12 +211,18 @@ class RankState:
         Raises:
             ScheduleError: the action is not ready.
         """
-        if not self.is_ready(action):
+        if not self.try_start(action):
             raise ScheduleError(
                 f"rank {self.rank}: {action} cannot start: {self.why_not(action)};"
                 f" {self.describe()}"
             )
-        machine.start(self.numbers, NUMBER[action.kind], action.chunk)
+
+    def try_start(self, action: Action) -> bool:
+        """Note that the action starts if it is ready; returns whether it is. See :meth:`start`."""
+        ready = self.is_ready(action)
+        if ready:
+            machine.start(self.numbers, NUMBER[action.kind], action.chunk)
+        return ready
 
     def finish(self, action: Action) -> None:
         """Note that a started action ended; memory that it frees is free now.
@@ -211,10 +231,11 @@ class RankState:
             ScheduleError: the action is not the oldest running one of its kind and chunk.
         """
         s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
-        if (
-            not self._has(action.kind, chunk)
-            or self._index(action) != lane_count(s, number + machine.DONE, chunk)
-            or self._index(action) >= lane_count(s, number, chunk)
+        if not (
+            0 <= chunk < s[machine.CHUNKS]
+            and lane_count(s, number + machine.DONE, chunk)
+            == self._index(action)
+            < lane_count(s, number, chunk)
         ):
             raise ScheduleError(
                 f"rank {self.rank}: {action} finished, but it is not the oldest running action of"
