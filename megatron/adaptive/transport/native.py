@@ -353,7 +353,8 @@ class NativeQueue:
             return self._forwarded.poll()
         item = self._node.poll()
         # Not in _open() here either.
-        return item if item is None or type(item) is self._ready else self._open(item)
+        ready = item is None or type(item) is self._ready
+        return item if ready else self._open(item)  # type: ignore[no-any-return]
 
     def wait(self, deadline_s: float) -> Item | None:
         """Implements :class:`~megatron.adaptive.transport.interface.Completions`."""
