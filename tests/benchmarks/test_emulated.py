@@ -9,14 +9,11 @@ import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from benchmarks.emulated.competitors import COMPETITORS
-from benchmarks.emulated.goals import goals
 from benchmarks.emulated.modules import EmulatedChunk
 from benchmarks.emulated.ours import DelayedQueue
-from benchmarks.emulated.overhead import overhead
-from benchmarks.emulated.report import make_rows
 from benchmarks.emulated.scenarios import SCENARIOS, Draws, Times, seconds_of
 from benchmarks.emulated.simulated import Runtime, nearest_makespan_s, simulated
-from benchmarks.emulated.work import DTYPE, WIDTH, RankWork, Sleeper, Span, WorkError
+from benchmarks.emulated.work import DTYPE, WIDTH, RankWork, Sleeper, WorkError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.transport.interface import Arrival, HeldArrival, Label
@@ -58,25 +55,6 @@ def test_a_single_chunk_takes_what_its_halves_take(scenario: str) -> None:
     assert table(drawn(scenario), ONE) == whole
     if SCENARIOS[scenario].jitter_sigma or SCENARIOS[scenario].length_sigma:
         assert table(drawn(scenario, repetition=1), ONE) != whole
-
-
-def test_draws_belong_to_stages_and_speed_to_ranks() -> None:
-    for placement in (ONE, LOOP, V):
-        seconds = table(drawn("straggler"), placement)[F]
-        for stage in range(placement.num_stages):
-            expected = TIMES.forward_s * (8 // placement.num_stages)
-            expected *= 1.3 if placement.locate(stage)[0] == 2 else 1.0
-            assert seconds[stage][0] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("scenario", ["lengths", "long tail"])
-def test_a_long_microbatch_is_long_everywhere(scenario: str) -> None:
-    found = table(drawn(scenario, microbatches=24), LOOP)
-    lengths = [round(seconds / TIMES.forward_s, 6) for seconds in found[F][0]]
-    assert len(set(lengths)) == 24 if scenario == "lengths" else set(lengths) <= {0.5, 1.5, 4.0}
-    for kind, mean_s in zip(ActionKind, (1e-4, 2e-4, 3e-4), strict=True):
-        for stage in found[kind]:
-            assert [seconds / mean_s for seconds in stage] == pytest.approx(lengths, rel=1e-5)
 
 
 def test_a_slow_link_delays_both_ways_and_no_other_link() -> None:
@@ -176,28 +154,6 @@ def test_a_delayed_message_lets_others_pass_and_comes_when_its_time_has_passed()
     assert time.monotonic() >= sent_s + 0.02
 
 
-def test_overhead_tells_a_busy_runtime_from_a_message() -> None:
-    placement = Placement(num_ranks=2, num_chunks=1)
-    draws = drawn("quiet", num_ranks=2, microbatches=2)
-    forward_s, backward_s = 2 * TIMES.forward_s, 2 * TIMES.backward_s
-    arrived = forward_s + 0.01
-    answered = arrived + forward_s + backward_s
-    first = [
-        Span(F, 0, 0, 1.0, 0.0, forward_s),
-        # 2 ms after it could have started, and 1 ms too long.
-        Span(F, 0, 1, 1.0, forward_s + 0.002, 2 * forward_s + 0.003),
-        Span(B, 0, 0, 1.0, answered + 0.004, answered + 0.004 + backward_s),
-    ]
-    second = [
-        Span(F, 1, 0, 1.0, arrived, arrived + forward_s),
-        Span(B, 1, 0, 1.0, arrived + forward_s, answered),
-    ]
-    added = overhead(placement, draws, [first, second], split=True)
-    assert added.after_f_s == pytest.approx((0.002 + 0.0) / 2)
-    assert added.message_s == pytest.approx(0.004)
-    assert added.late_s == pytest.approx(0.001 / 5)
-
-
 def test_simulated_1f1b_is_its_closed_form() -> None:
     draws = drawn("quiet")
     closed_form_s = (6 + 4 - 1) * 2 * (1e-4 + 2e-4 + 3e-4)
@@ -205,29 +161,3 @@ def test_simulated_1f1b_is_its_closed_form() -> None:
     runtime = Runtime(action_s=dict.fromkeys(ActionKind, 1e-5), message_s=1e-5)
     nearest_s = nearest_makespan_s(COMPETITORS["1f1b"], draws, runtime, closed_form_s)
     assert closed_form_s < nearest_s < closed_form_s * 1.05
-
-
-def test_what_a_step_does_not_say_of_its_runtime_comes_from_others() -> None:
-    others = Runtime(action_s=dict.fromkeys(ActionKind, 0.5), message_s=0.25)
-    step = {"late_s": 0.1, "after_f_s": 0.2, "after_b_s": 0.4, "after_w_s": 0.0, "message_s": 0.0}
-    runtime = Runtime.measured([step], others)
-    assert runtime.action_s == pytest.approx({F: 0.3, B: 0.5, ActionKind.W: 0.5})
-    assert runtime.message_s == 0.25
-    assert Runtime.measured([{**step, "message_s": 0.7}]).message_s == pytest.approx(0.4)
-
-
-def test_rows_compare_within_a_repetition_and_missing_goals_are_not_met() -> None:
-    common = {"num_ranks": 4, "num_microbatches": 6, "scenario": "quiet", "peak": 4.0}
-    common |= dict.fromkeys(("late_s", "after_f_s", "after_b_s", "after_w_s", "message_s"), 0.0)
-    records = [
-        {**common, "competitor": name, "repetition": repetition, "makespan_s": makespan_s}
-        for name, times in (("megatron 1f1b", (2.0, 4.0, 3.0)), ("1f1b", (1.0, 4.0, 6.0)))
-        for repetition, makespan_s in enumerate(times)
-    ]
-    rows = {row.competitor: row for row in make_rows(records, times=TIMES, seed=3)}
-    assert rows["1f1b"].speedup == 1.0
-    assert rows["1f1b"].quartiles == (0.5, 2.0)
-    assert rows["megatron 1f1b"].simulated_ratio is None
-    found = goals(records, list(rows.values()))
-    assert not any(goal.met for goal in found if goal.value is None)
-    assert found[0].value is None

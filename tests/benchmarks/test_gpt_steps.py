@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpt_steps
-from benchmarks.gpt_steps import DUELS, JOBS, disagreements, make_rows, takes_part
+from benchmarks.gpt_steps import JOBS, disagreements, make_rows, takes_part
 from benchmarks.report import Row
 
 
@@ -32,30 +32,6 @@ def results(**changes: Any) -> dict[str, dict[str, Any]]:
 def row_of(rows: list[Row], text: str) -> Row:
     (row,) = (row for row in rows if text in row.what)
     return row
-
-
-def test_goals_are_against_megatron_and_the_same_for_all() -> None:
-    with_goal = [duel for duel in DUELS if duel[3] is not None]
-    assert with_goal == [
-        ("1 chunk", "1f1b", "megatron", 1.02),
-        ("1 chunk", "adaptive", "megatron", 1.02),
-        ("2 chunks", "interleaved", "megatron", 1.02),
-        ("2 chunks", "adaptive", "megatron", 1.02),
-        ("1 chunk", "plug-in 1f1b", "megatron", 1.00),
-        ("1 chunk", "plug-in adaptive", "megatron", 1.00),
-        ("1 chunk", "plug-in adaptive", "adaptive", 1.01),
-    ]
-    for job, name, rival, _ in DUELS:
-        assert {name, rival} <= {*JOBS[job].competitors}
-
-
-def test_who_has_a_goal_takes_part_in_every_round() -> None:
-    rounds = {
-        name: [takes_part("2 chunks", name, i) for i in range(3)]
-        for name in JOBS["2 chunks"].competitors
-    }
-    assert rounds["megatron"] == rounds["interleaved"] == rounds["adaptive"] == [True] * 3
-    assert rounds["torch interleaved"] == [True, False, True]
 
 
 def test_a_row_compares_the_rounds_that_both_took() -> None:

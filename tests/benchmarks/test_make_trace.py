@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tracing.make_trace import main, parse_fault
-from benchmarks.tracing.synthetic import Fault
+from benchmarks.tracing.make_trace import main
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.trace.read import read_run
 
@@ -30,22 +29,6 @@ def test_the_script_writes_about_as_many_spans_as_asked_for(tmp_path: Path) -> N
     assert len(truth["bubble_fraction"]) == len(run.iterations)
     assert main(["--output", str(folder), "--iterations", "1"]) == 0
     assert (tmp_path / "traces-1").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("slow-rank:2:1.3", Fault(kind="slow-rank", rank=2, factor=1.3)),
-        ("slow-link:0-1:0.02@3", Fault(kind="slow-link", rank=0, to=1, seconds=0.02, first=3)),
-        (
-            "spikes:1:5:0.1@2-4",
-            Fault(kind="spikes", rank=1, factor=5, probability=0.1, first=2, last=4),
-        ),
-        ("slow-data:0:0.05", Fault(kind="slow-data", rank=0, seconds=0.05)),
-    ],
-)
-def test_faults(text: str, fault: Fault) -> None:
-    assert parse_fault(text) == fault
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks import optimal
-from megatron.adaptive.schedule.placement import Placement
 
 FILE = Path(optimal.__file__).with_suffix(".json")
 MEAN, WORST = 1.01, 1.05
@@ -93,25 +91,12 @@ def test_search_equals_trying_all(seed: int, cap: int | None) -> None:
     assert record["optimum"] >= record["lower_bound"]
 
 
-def test_one_microbatch_is_the_chain() -> None:
-    case = tiny(1, microbatches=1)
-    chain = sum(case.forward) + sum(case.backward) + case.weight[0] + 4 * case.latency
-    assert optimal.lower_bound(case) == chain
-    assert optimal.solve(case)["optimum"] == chain
-
-
 def test_bound_by_hand() -> None:
     # Rank 1 starts after one F and the hand-over, then works without a gap: 3 + 1 + 4 * 2 * 9.
     case = replace(
         tiny(0, microbatches=4), forward=(3,) * 4, backward=(3,) * 4, weight=(3,) * 4, latency=1
     )
     assert optimal.lower_bound(case) == 76
-
-
-def test_ranks_are_those_of_the_v_placement() -> None:
-    case = optimal.make_case("even", 4, 4, latency=False, cap=8)
-    placement = Placement(num_ranks=4, num_chunks=2, kind="v")
-    assert [case.rank_of(s) for s in range(8)] == [placement.locate(s)[0] for s in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -142,37 +127,6 @@ def test_check_refuses_overlap_and_too_much_memory() -> None:
         optimal.check(replace(case, cap=1), starts)
 
 
-def test_what_a_cell_waits_for() -> None:
-    case = replace(tiny(2), weight=(4,) * 4, weight_pieces=2)
-    assert case.latency == 2
-    assert {cell: case.before(cell) for cell in case.cells() if cell[1] in (1, 3)} == {
-        ("F", 1, 0, 0): [(("F", 0, 0, 0), 2)],
-        ("F", 3, 0, 0): [(("F", 2, 0, 0), 2)],
-        ("B", 3, 0, 0): [(("F", 3, 0, 0), 0)],
-        ("W", 3, 0, 0): [(("B", 3, 0, 0), 0)],
-        ("W", 3, 0, 1): [(("W", 3, 0, 0), 0)],
-        # Stages 1 and 2 are on one rank.
-        ("B", 1, 0, 0): [(("B", 2, 0, 0), 0)],
-        ("W", 1, 0, 0): [(("B", 1, 0, 0), 0)],
-        ("W", 1, 0, 1): [(("W", 1, 0, 0), 0)],
-        ("F", 1, 1, 0): [(("F", 1, 0, 0), 0), (("F", 0, 1, 0), 2)],
-        ("F", 3, 1, 0): [(("F", 3, 0, 0), 0), (("F", 2, 1, 0), 2)],
-        ("B", 3, 1, 0): [(("B", 3, 0, 0), 0), (("F", 3, 1, 0), 0)],
-        ("W", 3, 1, 0): [(("W", 3, 0, 1), 0), (("B", 3, 1, 0), 0)],
-        ("W", 3, 1, 1): [(("W", 3, 1, 0), 0)],
-        ("B", 1, 1, 0): [(("B", 1, 0, 0), 0), (("B", 2, 1, 0), 0)],
-        ("W", 1, 1, 0): [(("W", 1, 0, 1), 0), (("B", 1, 1, 0), 0)],
-        ("W", 1, 1, 1): [(("W", 1, 1, 0), 0)],
-    }
-
-
-def test_durations_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of the pieces"):
-        replace(tiny(0), weight=(1, 2, 3, 4), weight_pieces=4)
-    with pytest.raises(ValueError, match="forward needs one duration"):
-        replace(tiny(0), forward=(1,))
-
-
 def test_file_holds_the_candidates() -> None:
     assert CONTENT["version"] == optimal.VERSION
     assert len(RECORDS) == len(CONTENT["cases"])
@@ -200,12 +154,6 @@ def test_recorded_optimum_is_found_again(name: str) -> None:
     assert optimal.solve(CANDIDATES[name])["optimum"] == RECORDS[name]["optimum"]
 
 
-def test_memory_costs_time() -> None:
-    for name, record in RECORDS.items():
-        free = RECORDS.get(name.rsplit("-cap", 1)[0])
-        assert free is None or record["optimum"] >= free["optimum"]
-
-
 def test_with_memory_for_2p_the_rule_is_near_the_optimum() -> None:
     distances = [
         # No cap in the file: it could not bind. A cap of p is the business of ``hinted``.
@@ -218,21 +166,3 @@ def test_with_memory_for_2p_the_rule_is_near_the_optimum() -> None:
     assert min(distances) >= 1
     assert statistics.fmean(distances) <= MEAN
     assert max(distances) <= WORST
-
-
-def test_run_completes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out.json"
-
-    def run(pattern: str) -> list[dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", ["optimal.py", "--out", str(out), "--only", pattern])
-        assert optimal.main() == 0
-        cases: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["cases"]
-        return cases
-
-    first = run("p2-m4-fast-*")
-    assert [record["id"] for record in first] == ["p2-m4-fast-l10"]
-    monkeypatch.setattr(optimal, "solve", lambda case, **_: None)
-    assert run("*") == first
-    out.write_text('{"version": 0, "cases": []}', encoding="utf-8")
-    with pytest.raises(ValueError, match="version 0"):
-        run("*")

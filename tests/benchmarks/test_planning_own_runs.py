@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import time
@@ -12,14 +11,6 @@ import pytest
 
 from benchmarks.planning import own_runs
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
-
-
-def test_plans_are_a_dozen_that_differ_from_their_teachers() -> None:
-    assert len(own_runs.PLANS) == 12
-    assert len({str(plan) for plan in own_runs.PLANS}) == 12
-    assert not {str(plan) for plan in own_runs.PLANS} & {str(one) for one in own_runs.TEACHERS}
-    assert all(plan.processes <= 2 for plan in own_runs.PLANS)
-    assert {plan.schedule for plan in own_runs.PLANS} > {"1f1b", "gpipe", "zb-h1"}
 
 
 def test_goals_are_judged() -> None:
@@ -34,13 +25,6 @@ def test_goals_are_judged() -> None:
     assert chosen.value == pytest.approx(0.1)
     assert not chosen.met
     assert order.value == pytest.approx(0.5)
-
-
-def test_teachers_run_between_the_plans() -> None:
-    order = own_runs.in_turn(own_runs.TEACHERS, own_runs.PLANS)
-    assert sorted(map(str, order)) == sorted(map(str, own_runs.TEACHERS + own_runs.PLANS))
-    places = [i for i, shape in enumerate(order) if shape in own_runs.TEACHERS]
-    assert all(2 <= b - a <= 4 for a, b in itertools.pairwise(places))
 
 
 def test_the_watch_tells_own_work_from_that_of_others() -> None:

@@ -1,13 +1,10 @@
 """The benchmark of the traces: what its runs are and how answers are judged."""
 
-import random
 from typing import Any
-
-import pytest
 
 from benchmarks import trace
 from benchmarks.tracing import cases
-from benchmarks.tracing.cases import GROUPS, Outcome, draw_fault, draw_run, judge
+from benchmarks.tracing.cases import Outcome, judge
 from benchmarks.tracing.synthetic import Fault
 from megatron.adaptive.trace.diagnose import Diagnosis, Finding
 from megatron.adaptive.trace.diagnose.finding import Period
@@ -28,18 +25,6 @@ def finding(cause: str, *ranks: int) -> Finding:
 
 def diagnosis(*findings: Finding) -> Diagnosis:
     return Diagnosis(findings=findings, iterations=(1,), num_ranks=4, counts={}, step_ms=1.0)
-
-
-def test_faults_hit_ranks_of_the_run() -> None:
-    for number in range(40):
-        rng = random.Random(number)
-        run = draw_run(rng, 1 + number % 2)
-        for group, _ in GROUPS:
-            fault = draw_fault(group, run, rng)
-            assert 0 <= fault.rank < run.world_size
-            assert 1 <= fault.first < run.iterations
-            if group == "link delay":
-                assert abs(fault.rank - fault.to) == run.replicas
 
 
 def test_the_dearest_finding_has_to_be_right() -> None:
@@ -72,10 +57,3 @@ def test_a_few_runs_end_to_end() -> None:
     found = list(cases.outcomes(2, 0, ["rank x2", "link delay"]))
     assert [o.group for o in found] == ["rank x2"] * 2 + ["link delay"] * 2
     assert all(o.right for o in found), found
-
-
-def test_parts_are_chosen() -> None:
-    assert trace.parse([]).part == list(trace.PARTS)
-    assert trace.parse(["--part", "clock", "bubble"]).part == ["clock", "bubble"]
-    with pytest.raises(SystemExit):
-        trace.parse(["--part", "nothing"])

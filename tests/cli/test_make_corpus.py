@@ -8,9 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from megatron.adaptive.cli.make_corpus import main
 from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
 
@@ -36,27 +33,3 @@ def test_the_printed_flags_lead_to_a_corpus_that_fits(tmp_path: Path) -> None:
     assert check_indexed(flags["--data-path"]).num_tokens > 100_000
     check_vocabulary_fits(check_indexed(flags["--data-path"]), tokenizer.vocab_size)
     assert os.listdir(tmp_path) == ["made"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--output-dir"),
-        (["--output-dir", "x", "--vocab-size", "10"], "257 is the least"),
-        (["--output-dir", "x", "--workers", "0"], "--workers: '0' is not a whole number from 1"),
-    ],
-)
-def test_expected_errors_are_one_line_and_status_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: ")
-    assert errors.count("\n") == 1
-    assert message in errors
-    assert os.listdir(tmp_path) == []

@@ -3,14 +3,12 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 from openpyxl import load_workbook
 
-from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.trace import process, visualize
 from megatron.adaptive.trace.order import write_legacy
 from megatron.adaptive.trace.read import read_run
@@ -104,14 +102,6 @@ def test_json_and_a_chosen_iteration(checkout: Path, capsys: pytest.CaptureFixtu
     assert len(slices(Path(figures["events"]))) == 4
 
 
-def test_views_are_written_as_well(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert process(["--format", "png,tensorboard", "--iterations", "1-2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        f"iteration 2 drawn: {checkout}/trace_pipeline_2_model_chunks_1.png",
-        "curves of 2 iterations: tensorboard --logdir trace_pipeline_2_model_chunks_1_tensorboard",
-    ]
-
-
 def test_the_text_form_gives_the_same_figures(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,30 +111,3 @@ def test_the_text_form_gives_the_same_figures(
     process(["--json", "--run-dir", text, "--output", "other.json"])
     assert json.loads(capsys.readouterr().out) == {**from_lines, "events": "other.json"}
     assert (checkout / "other.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("program", "arguments", "message"),
-    [
-        (process, ["--iteration", "7"], "iteration 7 is not in runs/latest/traces; it has 1-2"),
-        (process, ["--pipeline_parallel", "4"], "has 2 pipeline ranks x 1 chunks, asked for 4 x 1"),
-        (process, ["--model_chunks", "two"], "'two' is not a whole number from 1 to 1,000,000"),
-        (process, ["--output", "runs/one/traces/trace_rank_00000.jsonl/x"], "cannot write"),
-        (visualize, ["--output-dir", "runs/one/traces/trace_rank_00000.jsonl"], "cannot write"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(
-    checkout: Path,
-    capsys: pytest.CaptureFixture[str],
-    program: Callable[..., int],
-    arguments: list[str],
-    message: str,
-) -> None:
-    before = sorted(checkout.rglob("*"))
-    assert run_cli(program, arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("error: ")
-    assert output.err.count("\n") == 1
-    assert message in output.err
-    assert sorted(checkout.rglob("*")) == before

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,34 +43,6 @@ def test_stages_of_unequal_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert results[0]["peak_microbatches"] == [3, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("2-1-1", "2-1-1 gives the ranks of 3 stages, --stages is 2"),
-        ("2-0", "'2-0' does not give the ranks"),
-        ("3-1", "4 microbatches over the 3 replicas of stage 0"),
-        ("2-1 --schedules zb-v", "zb-v for stages of widths 2-1: choose one of 1f1b"),
-        ("2-1 --jitter 0.1", "--jitter is not known with --stage-data-parallel-sizes"),
-    ],
-)
-def test_bad_sizes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(f"--stages 2 --microbatches 4 --stage-data-parallel-sizes {words}") == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-
-
-def test_it_runs_as_a_subcommand() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron.adaptive", "simulate", *SMALL.split()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "adaptive (v, 2 chunks" in done.stdout
-
-
 def test_jitter_is_the_same_for_all_and_for_a_second_call(tmp_path: Path) -> None:
     words = f"{SMALL} --jitter 0.3 --draws 3 --schedules zb-v,adaptive --json"
     assert simulate(f"{words} {tmp_path / 'one.json'}") == 0
@@ -108,37 +78,3 @@ def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFi
     # The slow rank alone works 8 * 3 * 0.2 * 2 seconds.
     step_s = float(capsys.readouterr().out.splitlines()[-1].split("chunk)")[1].split()[0])
     assert step_s > 9.6
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "--stages 0 --microbatches 8",
-            "argument --stages: '0' is not a whole number from 1 to 1,000,000",
-        ),
-        (f"{SMALL} --schedules best", "unknown policy 'best': choose one of 1f1b, adaptive"),
-        (f"{SMALL} --schedules adaptive --cap 0.5", "the least cap is 1"),
-        (f"{SMALL} --schedules adaptive --cap nan", "the least cap is 1"),
-        (f"{SMALL} --jitter -1", "action_sigma is -1.0"),
-        (f"{SMALL} --latency nan", "latency_s is nan"),
-        (f"{SMALL} --forward inf", "forward time of stage 0 is inf"),
-        (f"{SMALL} --slow-rank 4:2", "a rank from 0 to 3"),
-        (f"{SMALL} --slow-rank fast", "give RANK:FACTOR"),
-        (
-            f"{SMALL} --profile missing.json",
-            "missing.json: No such file or directory; name a profile",
-        ),
-        (f"{SMALL} --speed 3", "--speed"),
-        ("--microbatches 8", "--stages"),
-        ("--stages 4 --microbatches 3 --schedules interleaved", "raise the global batch size"),
-    ],
-)
-def test_bad_input_is_one_line(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert simulate(words) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1

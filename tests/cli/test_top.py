@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
-from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.top import main
 from megatron.adaptive.trace.event import trace_file_name
 from megatron.adaptive.trace.live import LiveRun
@@ -127,30 +126,6 @@ def test_many_ranks_are_told_by_stage(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "8 B" in stages[0]
         assert "6 B · 2 after 5" in stages[3]
         assert [" 1.5" in stage for stage in stages] == [False, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere"], "nowhere does not exist; give the folder of a run or its traces"),
-        ([], "there is no runs/latest here; give the folder of a run or its traces"),
-        (["--interval", "0"], "'0' is not a time in seconds from 0.05 to 3600; see --help"),
-        (["--width", "wide"], "'wide' is not a number of columns from 40 to 1,000; see --help"),
-        (["--twice"], "top: unrecognized arguments: --twice; see --help"),
-    ],
-)
-def test_mistakes_are_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_cli(main, arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error
 
 
 def test_into_a_pipe_frames_come_until_the_run_is_over(folder: Path) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive import extension
-from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.cli.transport import Outcome, _print, main
+from megatron.adaptive.cli.transport import Outcome, _print
 
 LIMIT_S = 150
 FAST = "--check --seconds 0.2"
@@ -105,25 +104,3 @@ def test_the_table_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert rdma.split()[:6] == ["0-3", "*", "rdma", "3.2", "us", "11.50"]
     assert shm.endswith("no: they run elsewhere")
     assert foot == "* what a run would use. 0-3: a to b"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "--check is all there is"),
-        ("--check --transport udp", "'udp' is not one of auto, shm"),
-        ("--check --seconds soon", "soon"),
-        ("--check --rank 0", "RANK is set to 0 but WORLD_SIZE is not"),
-        ("--check --rank 0 --world-size 1", "one rank has nobody to reach"),
-        ("--check --rank 0 --world-size 2", "nowhere to meet: give --master-addr"),
-    ],
-)
-def test_bad_input_is_one_line(
-    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert run_cli(main, words.split()) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1

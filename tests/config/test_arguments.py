@@ -221,13 +221,6 @@ def test_the_table_has_a_row_for_each_flag() -> None:
     assert layers.default == "required"
 
 
-def test_no_two_fields_share_a_name_or_a_flag() -> None:
-    specs = [spec for kind in groups().values() for spec in fields_of(kind)]
-    assert len({spec.dest for spec in specs}) == len(specs)
-    names = [name for spec in specs for name in spec.names]
-    assert len(set(names)) == len(names)
-
-
 def test_help_lists_the_flags_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(["--help"], world_size=1, installed=BARE)

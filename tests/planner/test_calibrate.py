@@ -10,7 +10,12 @@ import pytest
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.calibrate import TracedRun, calibrate, stage_layers
+from megatron.adaptive.planner.calibrate import (
+    TracedRun,
+    calibrate,
+    rank_correlation,
+    stage_layers,
+)
 from megatron.adaptive.planner.cluster import LinkSpeed, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.trace.read import read_run
@@ -109,3 +114,9 @@ def test_refused(tmp_path: Path) -> None:
         calibrate(_model(12), [])
     with pytest.raises(ConfigError, match="trace more"):
         calibrate(_model(12), [replace(traced, skip=12)])
+
+
+def test_rank_correlation_shares_equal_ranks() -> None:
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 1, 2], [1, 2, 3]) == pytest.approx(0.8660254)
+    assert rank_correlation([1, 1], [1, 2]) == 0

@@ -48,27 +48,6 @@ def test_waits_for_the_next_action_even_if_others_are_ready() -> None:
     assert policy.pick(state) == Action(B, 0, 0)
 
 
-def test_one_object_serves_several_steps() -> None:
-    policy = Follow(ORDER, "mine")
-    assert policy.name == "mine"
-    for _ in range(2):
-        state = make_state(ranks=1)
-        for expected in ORDER:
-            assert policy.pick(state) == expected
-            assert policy.pick(state) == expected, "picking changes nothing"
-            run(state, expected)
-        assert policy.pick(state) is None
-
-
-def test_a_running_action_is_not_picked_again() -> None:
-    policy = Follow(ORDER)
-    state = make_state()
-    state.start(Action(F, 0, 0))
-    assert policy.pick(state) is None
-    state.finish(Action(F, 0, 0))
-    assert policy.pick(state) == Action(F, 0, 1)
-
-
 def test_the_cap_is_not_looked_at() -> None:
     state = make_state(cap=1.0)
     run(state, Action(F, 0, 0))
@@ -151,13 +130,3 @@ def test_words_of_the_rules() -> None:
     (first, *_) = make_policies("bfc", placement, 2)
     assert reasons_of(first, [0, 2], 2) == ["broadest", "deepest"]
     assert reasons_of(Follow((), "mine"), [0, 0], 1) == ["order", "order"]
-
-
-def test_a_policy_of_another_make_tells_nothing() -> None:
-    class Mine:
-        name = "mine"
-
-        def pick(self, state: RankState) -> Action | None:
-            return None
-
-    assert reasons_of(Mine(), [0, 1], 1) == ["", ""]

@@ -364,11 +364,7 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _end_upload(self, ranks: RankGroup) -> None:
-        """Wait until nothing is copied.
-
-        Raises:
-            CheckpointError: the upload does not end.
-        """
+        """Wait until nothing is copied."""
         try:
             self._wait(ranks, time.monotonic() + self._timeout_s)
         except CheckpointError:
@@ -376,11 +372,7 @@ class LocalDisk:
                 raise
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Wait for the upload under way, which reports its failures itself.
-
-        Raises:
-            CheckpointError: the deadline passed on some rank.
-        """
+        """Wait for the upload under way, which reports its failures itself."""
         upload = self._upload
         if upload is None:
             return
@@ -686,9 +678,6 @@ def _copying(files: Sequence[tuple[Path, Path, FileSum]]) -> Iterator[int]:
 
     Yields:
         The number of bytes after each piece.
-
-    Raises:
-        DamagedCheckpointError: what was copied is not what was written.
     """
     buffer = memoryview(bytearray(_PIECE_BYTES))
     for source, target, expected in files:

@@ -280,11 +280,7 @@ class CheckpointReader:
         return data
 
     def _guarded(self, name: str, action: Callable[[], _Result]) -> _Result:
-        """Do something with a file's contents, which may be anything.
-
-        Raises:
-            DamagedCheckpointError: it is not what it should be.
-        """
+        """Do something with a file's contents, which may be anything."""
         try:
             return action()
         except (DamagedCheckpointError, OSError, MemoryError):

@@ -33,10 +33,6 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The exit status: 1 where a checkpoint is damaged.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-        ConfigError: an option is wrong.
     """
     options = _parser().parse_args(argv)
     path = Path(options.folder)

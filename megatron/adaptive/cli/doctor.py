@@ -36,10 +36,6 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         1 if something is missing without which a run cannot work.
-
-    Raises:
-        ConfigError: an option is wrong.
-        SetupError: the master's name does not resolve.
     """
     parser = CommandParser(
         prog="python -m megatron.adaptive doctor",

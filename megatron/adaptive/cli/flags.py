@@ -24,11 +24,7 @@ by commas. The flags that Megatron-LM has and this trainer refuses are at the en
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the flags to stdout.
-
-    Raises:
-        ConfigError: an argument is given, where there are none.
-    """
+    """Print the flags to stdout."""
     if "-h" in argv or "--help" in argv:
         print("usage: python -m megatron.adaptive flags > docs/flags.md")
         return 0

@@ -34,10 +34,6 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The job's exit status: that of the rank that failed first, 128 + N after signal N.
-
-    Raises:
-        ConfigError: torchrun's or the trainer's options break a rule.
-        SetupError: the job's processes cannot meet, for instance as the port is in use.
     """
     # Ranks inherit it until they watch for the signal themselves.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -86,10 +86,6 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The exit status of the node's processes; 75 if the run was stopped early in good order.
-
-    Raises:
-        ConfigError: an option or a variable breaks a rule.
-        SetupError: the nodes do not meet.
     """
     roles = {"master": _master, "worker": _worker, "slurm": _slurm}
     role = argv[0] if argv else ""
@@ -237,15 +233,7 @@ def _worker(argv: Sequence[str]) -> int:
 
 
 def _settings(given: dict[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings of a master's answer that a worker takes from another node.
-
-    Args:
-        given: the master's.
-        own: what this node says itself.
-
-    Raises:
-        ConfigError: they need a container, which this node has not named itself.
-    """
+    """Returns the settings of a master's answer that a worker takes from another node."""
     kept = {}
     for name, text in given.items():
         if name in _OWN or name.startswith(_LOADED):
@@ -315,11 +303,7 @@ class _Hello:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> _Hello:
-        """Reads a message of another node.
-
-        Raises:
-            ValueError: it does not describe one.
-        """
+        """Reads a message of another node."""
         host, address = message["host"], message["address"]
         open_ones = [message["processes"], message["node_rank"]]
         numbers = [message["gpus"], *(one for one in open_ones if one is not None)]
@@ -356,18 +340,7 @@ class _Waiting:
 
 
 def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int, int]]:
-    """Gives every node its rank and number of processes.
-
-    Args:
-        conf: the configuration; what it leaves open the nodes say.
-        hellos: the first node first, then in order of arrival.
-
-    Returns:
-        Node rank and processes of each node, in the order of ``hellos``.
-
-    Raises:
-        ConfigError: a node has too few GPUs, or two ask for the same number.
-    """
+    """Gives every node its rank and number of processes, in the order of ``hellos``."""
     planned = conf.processes
     free = [rank for rank in range(len(hellos)) if rank not in _wanted(hellos)]
     places = []
@@ -431,10 +404,6 @@ async def _gather(
     Returns:
         This node's rank, what the workers got, and the address they reached it by (``None``
         without workers).
-
-    Raises:
-        SetupError: nodes are missing at the deadline, or went away at the last moment.
-        ConfigError: the nodes do not fit the configuration.
     """
     here: dict[Connection, _Hello] = {}
     taken: set[Connection] = set()
@@ -512,10 +481,6 @@ async def _join_master(
     Returns:
         What the master sends all workers, with ``node_rank`` of this node, ``master_addr`` by which
         the master was reached, and ``own_addr``, this node's address on that way.
-
-    Raises:
-        SetupError: the master was not there, or the others were not, at the deadline.
-        ConfigError: the master found that the nodes do not fit the configuration.
     """
     waiting = _Waiting(limit_s, 0.0)
     why = "its address is not known"
@@ -560,11 +525,7 @@ async def _join(place: _Found, hello: _Hello, waiting: _Waiting) -> dict[str, An
 
 
 def _check_answer(answer: dict[str, Any]) -> None:
-    """Refuses an answer that names more than a master may.
-
-    Raises:
-        SetupError: it does, or is none.
-    """
+    """Refuses an answer that names more than a master may."""
     processes, port = answer.get("processes"), answer.get("port")
     rank, conf = answer.get("node_rank"), answer.get("conf")
     is_whole = (
@@ -635,11 +596,7 @@ def _hello(options: argparse.Namespace, conf: LaunchConf | None) -> _Hello:
 
 
 def _check_alone(logs: Path) -> None:
-    """Refuses to wait for workers in a folder where another run's master does.
-
-    Raises:
-        ConfigError: workers would not know which one is theirs.
-    """
+    """Refuses to wait for workers in a folder where another run's master does."""
     found = _read_found(logs / _FOUND_NAME)
     if found is None:
         return

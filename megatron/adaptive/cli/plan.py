@@ -44,11 +44,7 @@ from megatron.adaptive.schedule.registry import policy_names
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans, prints the best plans, and writes what was asked for.
-
-    Raises:
-        ConfigError: an input is wrong, or nothing fits.
-    """
+    """Plans, prints the best plans, and writes what was asked for."""
     options = _parser().parse_args(argv)
     given = read_inputs(options)
     request = _request(options, given.model)

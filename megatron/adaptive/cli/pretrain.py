@@ -32,15 +32,7 @@ _NOT_HERE = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains GPT as Megatron-LM's flags say; one process of a job that torchrun started.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        ConfigError: a flag asks for data or a model that Megatron-LM's own script is needed for.
-        SetupError: the installed megatron-core carries no trainer.
-    """
+    """Trains GPT as Megatron-LM's flags say; one process of a job that torchrun started."""
     if importlib.util.find_spec("megatron.training") is None:
         raise SetupError(
             f"megatron-core {metadata.version('megatron-core')} carries no trainer of Megatron-LM: "

@@ -14,14 +14,7 @@ from megatron.adaptive.errors import AdaptiveError, TransportError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains as ``argv`` says; one process of a job that torchrun started, or a job of its own.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        AdaptiveError: an expected error; the caller prints it.
-    """
+    """Trains as ``argv`` says; one process of a job that torchrun started, or a job of its own."""
     environment = Environment.read()
     config = parse(argv, world_size=environment.world_size, last_wins=True)
     # Imports torch and megatron-core, so after the settings are known to be sound.

@@ -26,12 +26,7 @@ from megatron.adaptive.planner.model_file import read_model
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, merges or converts, and writes the profile.
-
-    Raises:
-        ConfigError: an option or a file is wrong.
-        AdaptiveError: measuring failed.
-    """
+    """Measures, merges or converts, and writes the profile."""
     environment = Environment.read()
     try:
         return _run(argv, environment)

@@ -36,16 +36,7 @@ from megatron.adaptive.trace.views.palette import IDLE
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the page and says where it is.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        ConfigError: an option is wrong.
-        SetupError: nobody knows the job, it has no logs, or plotly is missing.
-        TraceError: the page cannot be written.
-    """
+    """Writes the page and says where it is."""
     parser = CommandParser(
         prog="python -m megatron.adaptive report",
         allow_abbrev=False,
@@ -332,9 +323,6 @@ def _steps(figures: RunFigures) -> tuple[list[int], int]:
 
     Returns:
         The iterations, and the place of the one in the middle among them.
-
-    Raises:
-        TraceError: nothing was recorded.
     """
     recorded = np.flatnonzero((figures.num_actions > 0).all(axis=1))
     if not len(recorded):

@@ -41,10 +41,6 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The job's exit status.
-
-    Raises:
-        ConfigError: an option, the machines file or the trainer's arguments break a rule.
-        SetupError: another manager runs the job, no machine can be had, a folder cannot be written.
     """
     options = _parser().parse_args(list(argv))
     if options.agent:

@@ -45,10 +45,6 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The exit status of the training.
-
-    Raises:
-        ConfigError: an option breaks a rule.
-        SetupError: the run's folder cannot be made.
     """
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)

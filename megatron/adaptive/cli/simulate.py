@@ -45,12 +45,7 @@ _UNKNOWN = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate, print a table and a chart; writes a picture and JSON where asked.
-
-    Raises:
-        ConfigError: an option is wrong.
-        ScheduleError: the profile is wrong or no schedule suits the pipeline.
-    """
+    """Simulate, print a table and a chart; writes a picture and JSON where asked."""
     options = _parser().parse_args(argv)
     unequal = options.stage_data_parallel_sizes is not None
     records = _simulate_unequal(options) if unequal else _simulate(options)
@@ -246,11 +241,7 @@ def _print_table(outcomes: Sequence[CandidateOutcome], draws: int) -> None:
 
 
 def _simulate_unequal(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Simulates stages of unequal sizes and prints; returns the figures for JSON.
-
-    Raises:
-        ConfigError: an option is wrong, or not for such stages.
-    """
+    """Simulates stages of unequal sizes and prints; returns the figures for JSON."""
     widths = _widths(options)
     for name, nothing in _UNKNOWN.items():
         if getattr(options, name) != nothing:

@@ -39,10 +39,6 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         1 if it is stalled, a node was lost or a node reported an error.
-
-    Raises:
-        ConfigError: an option is wrong.
-        SetupError: nobody knows the job.
     """
     parser = CommandParser(
         prog="get_result.sh", description="Report the state of a job.", allow_abbrev=False
@@ -153,12 +149,7 @@ _WARNING = re.compile(r"warning", re.IGNORECASE)
 def _differences(
     requested: Mapping[str, str], effective: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Returns name, requested and effective value of what is not as it was asked for.
-
-    Args:
-        requested: variables of ``conf.sh``, and ``WORLD_SIZE``.
-        effective: what the run says of itself.
-    """
+    """Returns name, requested and effective value of what is not as it was asked for."""
     grows = "--rampup-batch-size" in requested.get("TRAINER_FLAGS", "")
     return tuple(
         (name, requested[name], value)
@@ -537,12 +528,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sizes of a run as it writes them, by the variables of ``conf.sh``.
-
-    Args:
-        start: line of its latest start.
-        latest: line of its latest iteration; empty before there is one.
-    """
+    """Returns the sizes of a run as it writes them, by the variables of ``conf.sh``."""
     found = {name: start.get(key) for name, key in _SIZES.items()}
     if latest:
         found["TRAIN_ITERS"] = start.get("total_iterations")

@@ -31,15 +31,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks the configuration, write the script and submit it.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        ConfigError: a variable breaks a rule, or Slurm refuses the job.
-        SetupError: Slurm is not here or does not answer.
-    """
+    """Checks the configuration, write the script and submit it."""
     parser = CommandParser(
         prog="python -m megatron.adaptive submit",
         allow_abbrev=False,

@@ -30,16 +30,7 @@ OVER = ("ended", "killed")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show a run until it is over (not on a terminal), or until ``q``.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        ConfigError: an option is wrong.
-        SetupError: rich is not installed.
-        TraceError: there is no such folder.
-    """
+    """Show a run until it is over (not on a terminal), or until ``q``."""
     options = _parser().parse_args(argv)
     console = _console(options.width)
     run = LiveRun(find_live(options.run))

@@ -50,18 +50,7 @@ _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the subcommand ``trace``.
-
-    Args:
-        argv: the arguments behind ``trace``.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        AdaptiveError: a flag is wrong, the trace cannot be found or read, or a view cannot be
-            written.
-    """
+    """Run the subcommand ``trace``."""
     if argv and argv[0] == DIAGNOSE:
         return _diagnose(argv[1:])
     parser = _parser(
@@ -249,11 +238,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
 
 
 def _chosen_iterations(run: RunTrace, arguments: argparse.Namespace) -> tuple[int, ...] | None:
-    """The recorded iterations that the flags ask for, ``None`` where they ask for none.
-
-    Raises:
-        TraceError: there are none of them; says which exist.
-    """
+    """The recorded iterations that the flags ask for, ``None`` where they ask for none."""
     if arguments.iteration is not None:
         run.require_iteration(arguments.iteration)
         return (arguments.iteration,)
@@ -336,10 +321,6 @@ def _chosen_formats(text: str) -> tuple[str, ...]:
     """The views that ``--format`` names, each once, those that can be written.
 
     ``all`` leaves out what lacks its package, with a warning.
-
-    Raises:
-        ConfigError: there is no such view.
-        SetupError: the package of a view that was named is missing.
     """
     names = tuple(dict.fromkeys(FORMATS if text == "all" else text.split(",")))
     for name in names:
@@ -362,16 +343,7 @@ def _chosen_formats(text: str) -> tuple[str, ...]:
 
 
 def _write_view(name: str, selection: _Selection, stem: Path) -> str:
-    """Write a view, one of :data:`FORMATS`; returns a line about it.
-
-    Args:
-        name: of the view.
-        selection: what to show.
-        stem: path of the result without its ending.
-
-    Raises:
-        TraceError: the file cannot be written, or a trace is damaged.
-    """
+    """Write a view, one of :data:`FORMATS`; returns a line about it."""
     run, step, iterations = selection.run, selection.step, selection.iterations
     target = Path(f"{stem}.{'json.gz' if name == 'perfetto' else name}")
     what, notes = f"iteration {step.iteration} drawn", []

@@ -68,10 +68,6 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         1 if what a run would use does not work.
-
-    Raises:
-        ConfigError: an option is wrong.
-        TransportError: the ranks do not meet.
     """
     options = _parser().parse_args(argv)
     if not options.check:

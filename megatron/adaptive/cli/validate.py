@@ -44,11 +44,7 @@ OWN = "own runs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Predicts the runs found, and prints how far off that is.
-
-    Raises:
-        ConfigError: an option is wrong, or no run was found.
-    """
+    """Predicts the runs found, and prints how far off that is."""
     options = _parser().parse_args(argv)
     if options.set not in (None, OWN):
         raise ConfigError(f"--set {options.set}: {options.data} has {OWN}")
@@ -145,9 +141,6 @@ def _find_runs(folder: Path) -> dict[str, Path]:
 
     Returns:
         The folders by the name of the run.
-
-    Raises:
-        ConfigError: there are none.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder: give the folder of traced runs")
@@ -166,16 +159,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
 
 
 def _read_runs(found: Mapping[str, Path], options: argparse.Namespace) -> list[MeasuredRun]:
-    """Reads runs of our trainer.
-
-    Args:
-        found: folders of traces by name.
-        options: with ``plan_inputs.add_input_arguments``'s.
-
-    Raises:
-        ConfigError: model or cluster is not given, or is not that of a run.
-        TraceError: a trace is damaged, or has no complete iterations but the first two.
-    """
+    """Reads runs of our trainer."""
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(f"traces of run {next(iter(found))}: give --{name} of these runs too")

@@ -95,9 +95,6 @@ class PlannerChooser(Chooser):
 
         Returns:
             The layout and what is to be said of it, or ``None`` and why none fits.
-
-        Raises:
-            SetupError: no answer within the limit, or the process has ended.
         """
         try:
             layout: ParallelLayout = self._ask(within_s, "plan", offers, within_s * _SEARCH)

@@ -399,11 +399,7 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Finds the best plan that the trainer takes, and why it does not take the first.
-
-        Raises:
-            ConfigError: there is no plan.
-        """
+        """Finds the best plan that the trainer takes, and why it does not take the first."""
         given = self._config.schedule.pipeline_schedule
         request = Request(
             global_batch=self._config.batch.global_batch_size,
@@ -508,11 +504,7 @@ class Planning:
         return ()
 
     def _layout(self, row: PlanRow, nodes: Sequence[str], inputs: PlanInputs) -> ParallelLayout:
-        """Makes the layout of a plan.
-
-        Raises:
-            ConfigError: the trainer refuses it.
-        """
+        """Makes the layout of a plan."""
         plan = row.plan
         allowed = self._micro_batches()
         if allowed and plan.micro_batch not in allowed:

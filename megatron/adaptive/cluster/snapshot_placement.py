@@ -280,11 +280,7 @@ class JobSnapshots:
         return newest(*read_inventories(kept))
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Lets the nodes write a step; returns which of them failed.
-
-        Raises:
-            OSError: one was lost, or did not end in time.
-        """
+        """Lets the nodes write a step; returns which of them failed."""
         by_node: dict[str, list[dict[str, Any]]] = {}
         common = next(one for one, _ in source.parts if one.has_common)
         for one, indices in source.parts:

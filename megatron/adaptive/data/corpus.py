@@ -230,11 +230,7 @@ def _train_vocabulary(folder: Path, texts: list[str], vocab_size: int) -> None:
 
 
 def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
-    """Checks that a folder holds a corpus of these settings.
-
-    Raises:
-        DataError: it holds one of a newer format.
-    """
+    """Checks that a folder holds a corpus of these settings."""
     try:
         manifest = parse_json((folder / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] > _FORMAT:

@@ -238,12 +238,7 @@ class Checkpointer:
     def _read(
         self, reader: CheckpointReader, manifest: Mapping[str, Any] | None
     ) -> dict[str, dict[str, Any]]:
-        """Read this rank's parameters and buffers in place, and the optimizer's state of them.
-
-        Args:
-            reader: of the checkpoint.
-            manifest: of it, where the optimizer's state is wanted.
-        """
+        """Read this rank's parameters and buffers in place, and the optimizer's state of them."""
         path, known = reader.path, reader.tensors
 
         def prepare() -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
@@ -431,14 +426,7 @@ def _layout(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
 
 
 def _state_bytes(state: Mapping[str, Any]) -> bytes:
-    """Return a file of what the user's objects hold.
-
-    Args:
-        state: the objects by name.
-
-    Raises:
-        ConfigError: they hold something else than plain values and tensors.
-    """
+    """Return a file of what the user's objects hold."""
     try:
         return values.dumps({name: one.state_dict() for name, one in state.items()})
     except TypeError as error:

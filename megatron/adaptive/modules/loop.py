@@ -222,11 +222,7 @@ class Loop:
         return {_BATCH: self._batch_size}
 
     def _resume(self, trust: bool) -> float | None:
-        """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none.
-
-        Args:
-            trust: also one of a former version, which has pickles.
-        """
+        """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
         begin_s, local_folder = time.perf_counter(), self._local_folder
         if self._folder is None:
             if local_folder is not None:

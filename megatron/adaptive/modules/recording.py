@@ -626,10 +626,6 @@ def _recorded(
         sample: the tensors that vary from microbatch to microbatch.
         run: runs in place of ``forward``, with the microbatch's entries as keywords.
         freeze: take what the forward reads from tensors as fixed.
-
-    Raises:
-        ReadsValueError: the forward reads values that vary.
-        ConfigError: a cut point is passed twice or not at all, or the loss is no scalar.
     """
     recorder = _Recorder(forward.model, sample, freeze)
     with (

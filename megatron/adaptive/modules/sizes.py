@@ -216,11 +216,7 @@ def choose_orders(
 
 
 def _choose(job: Job, request: PipelineRequest) -> Chosen:
-    """Profile and plan. Collective over all ranks; the same on all of them.
-
-    Raises:
-        ConfigError: nothing is possible; says what would help.
-    """
+    """Profile and plan. Collective over all ranks; the same on all of them."""
     if type(request.batch_size) is not int or request.batch_size < 1:
         raise ConfigError(
             f"batch_size {request.batch_size!r}: give a whole number of samples from 1 on"
@@ -241,9 +237,6 @@ def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, int, bo
 
     Returns:
         The profile, stages of each process, and whether the schedule splits backwards.
-
-    Raises:
-        ConfigError: the model or a setting breaks a rule.
     """
     size, forward = request.micro_batch_size, request.forward
     # As several ranks would run it; what is wrong with it is said before anything is measured.
@@ -329,11 +322,7 @@ def _sizes_of(request: PipelineRequest, num_segments: int) -> tuple[int, ...]:
 
 
 def _measure_for_job(job: Job, order: JobOrder, request: PipelineRequest) -> None:
-    """Measure the model for the job, and end; it starts the ranks again.
-
-    Raises:
-        JobEnded: always, where nothing is wrong.
-    """
+    """Measure the model for the job, and raise `JobEnded`; it starts the ranks again."""
     size, given = request.micro_batch_size, request.pipeline_size
     if size is not None and request.batch_size % size:
         raise ConfigError(

@@ -281,11 +281,7 @@ def _messages(
 
 
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
-    """Times the pipeline: exactly for a static schedule, else by simulation.
-
-    Raises:
-        ScheduleError: the schedule does not know stages of unequal widths.
-    """
+    """Times the pipeline: exactly for a static schedule, else by simulation."""
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:
         return _dealt_times(plan, widths, stages.durations_s, latency + occupancy)

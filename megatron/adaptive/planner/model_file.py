@@ -207,9 +207,6 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
             begins a comment.
         folder: what a relative file name starts from.
         where: for messages.
-
-    Raises:
-        ConfigError: no such file, or quotes that do not close.
     """
     try:
         if text.lstrip().startswith("-"):

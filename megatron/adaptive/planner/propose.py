@@ -181,9 +181,6 @@ def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...
     Args:
         partition: counted layers of each stage; empty stays empty.
         model: whose layers they are.
-
-    Raises:
-        ConfigError: it does not sum to the model's layers, or a stage holds none.
     """
     if not partition:
         return ()
@@ -382,16 +379,7 @@ def _write_picture(prices: list[float], speeds: list[float], title: str, path: P
 
 
 def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs) -> None:
-    """Refuses contradictory requests before anything is searched.
-
-    Args:
-        request: what is asked for.
-        options: its options, the partition over all layers.
-        inputs: what is trained where, and how long it takes.
-
-    Raises:
-        ConfigError: two options contradict each other, the model or the nodes.
-    """
+    """Refuses contradictory requests before anything is searched."""
     model, cluster = inputs.model, inputs.cluster
     if request.global_batch < 1:
         raise ConfigError(f"--global-batch-size {request.global_batch}: give at least 1")
@@ -565,12 +553,7 @@ def _remedies(
 
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
-    """Names the limits that no plan keeps, where plans without limits exist.
-
-    Args:
-        searcher: has searched in vain.
-        objective: with the limits.
-    """
+    """Names the limits that no plan keeps, where plans without limits exist."""
     limits = {
         "most_seconds_per_step": ("--time-limit", "a step takes at least {seconds}"),
         "most_price_per_hour": ("--max-price", "nodes cost at least {price:g} per hour"),

@@ -266,11 +266,7 @@ class _Shape:
         return least_largest(costs)
 
     def seconds(self, partition: tuple[int, ...]) -> float:
-        """Predicts a step.
-
-        Raises:
-            ScheduleError: the schedule refuses the number of microbatches.
-        """
+        """Predicts a step."""
         running, chunks = self._running, self.placement.num_chunks
         plan = Plan(
             tp=1,

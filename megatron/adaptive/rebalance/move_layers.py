@@ -250,13 +250,7 @@ class _State:
 
 
 def _give(run: Run, state: _State, group: dist.ProcessGroup | None) -> None:
-    """Gives model and optimizer of a run the state that is on the job's ranks. Collective.
-
-    Args:
-        run: as it is now.
-        state: of this rank before.
-        group: see :func:`exchange`.
-    """
+    """Gives model and optimizer of a run the state that is on the job's ranks. Collective."""
     job, old = run.job, state.shares
     new = shares_of(run.optimizer, run.chunks, _own_stages(run))
     table = Table(

@@ -443,13 +443,7 @@ class _Curves:
         self._file.begin()
 
     def add(self, figure: _Figure, iteration: int, samples: int | None) -> None:
-        """Adds a point to the curves of a figure, if flags let it have one and its value is known.
-
-        Args:
-            figure: of the iteration.
-            iteration: where the point lies.
-            samples: where it lies in the second curve, over samples; ``None`` for no such curve.
-        """
+        """Adds a point to the curves of a figure, if flags let it have one and it is known."""
         if not figure.curve or figure.value is None or figure.curve in self._left_out:
             return
         self.add_scalar(figure.curve, figure.value, iteration)
@@ -457,13 +451,7 @@ class _Curves:
             self.add_scalar(f"{figure.curve} vs samples", figure.value, samples)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Adds a point, as ``SummaryWriter`` of PyTorch does; megatron-core's timers call it.
-
-        Args:
-            tag: of the curve.
-            value: of the point.
-            step: where it lies.
-        """
+        """Adds a point, as ``SummaryWriter`` of PyTorch does; megatron-core's timers call it."""
         summary = self._make_summary(
             value=[self._make_summary.Value(tag=tag, simple_value=float(value))]
         )

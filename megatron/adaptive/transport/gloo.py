@@ -197,11 +197,7 @@ class GlooTransport:
     def _announce(
         self, peer: int, label: Label | None, payload: torch.Tensor, works: tuple[Any, ...]
     ) -> int:
-        """Send the packet of a message, whose payload's own sends are ``works``.
-
-        Returns:
-            The message's slot.
-        """
+        """Send the packet of a message, whose payload's own sends are ``works``."""
         sequence = self._sent[peer]
         header = Header(label, tuple(payload.shape), payload.dtype, sequence)
         packet = self._free.pop() if self._free else self._packet()

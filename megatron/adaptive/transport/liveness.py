@@ -480,11 +480,7 @@ def _notice(store: dist.Store) -> str | None:
 
 
 def _pidfd_open(pid: int) -> int | None:
-    """Open a descriptor that turns readable when ``pid`` ends; ``None`` where there is none.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-    """
+    """Open a descriptor that turns readable when ``pid`` ends; ``None`` where there is none."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
