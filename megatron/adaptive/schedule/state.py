@@ -29,6 +29,7 @@ class RankState:
         forward_only: evaluation; there are no backwards and no activations are held.
         weight_pieces: parts into which each weight gradient is cut; 0 for whole backwards, which
             compute the weight gradients themselves.
+        beside: an action may start while another, of another kind, communicates.
 
     Raises:
         ScheduleError: an argument is out of range, or the cap is below the least cap.
@@ -43,6 +44,7 @@ class RankState:
         cap: float | None = None,
         forward_only: bool = False,
         weight_pieces: int = 0,
+        beside: bool = False,
     ) -> None:
         check_num_microbatches(num_microbatches)
         if weight_pieces < 0:
@@ -68,6 +70,7 @@ class RankState:
         )
         s = self.numbers = [0] * (HEAD + chunks * (machine.FLAGS + 2 * num_microbatches))
         s[machine.LAST] = -1
+        s[machine.BESIDE] = int(beside and not forward_only)
         s[machine.CAP] = machine.NO_CAP if forward_only else most
         s[machine.CHUNKS] = chunks
         s[machine.MICROBATCHES] = num_microbatches
@@ -112,6 +115,11 @@ class RankState:
     def done(self) -> bool:
         """True once every action of the step is finished."""
         return self.numbers[machine.FINISHED] == self.numbers[machine.TOTAL]
+
+    @property
+    def beside(self) -> bool:
+        """True if an action may start while another, of another kind, communicates."""
+        return self.numbers[machine.BESIDE] == 1
 
     @property
     def in_flight(self) -> float:
@@ -270,6 +278,8 @@ class RankState:
             return (
                 f"its own {'forward' if number == machine.B else 'backward'} {of} has not finished"
             )
+        if s[machine.BUSY + number]:
+            return f"another {action.kind} is under way"
         if machine.is_ready(s, number, chunk):
             return "it is ready"
         return f"its input from {self._sender(action)} is not here"
@@ -287,7 +297,8 @@ class RankState:
             forwards = lane_count(self.numbers, machine.F + machine.DONE, chunk)
             limits = (self.num_microbatches, 0 if self.forward_only else forwards)
             for number, limit in enumerate(limits):
-                if lane_count(self.numbers, number, chunk) >= limit:
+                under_way = self.numbers[machine.BUSY + number]
+                if under_way or lane_count(self.numbers, number, chunk) >= limit:
                     continue
                 action = self.next_action(number, chunk)
                 if not machine.is_ready(self.numbers, number, chunk):
