@@ -9,7 +9,13 @@ from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, RulePolicy, codes_of, reasons_of
-from megatron.adaptive.schedule.registry import make_policies, policy_names
+from megatron.adaptive.schedule.registry import (
+    make_policies,
+    placement_for,
+    policy_names,
+    schedule_names,
+    splits_backward,
+)
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.workload import Jitter, StageTimes
@@ -86,9 +92,9 @@ def words_of(name: str, placement: Placement, pieces: int = 0) -> list[list[str]
 @pytest.mark.parametrize("name", policy_names())
 def test_every_word_is_one_of_the_trace(name: str) -> None:
     chunks = 1 if name in ("1f1b", "varuna", "zb-h1") else 2
-    kind = "v" if name in ("zb-v", "v-half") else "loop"
+    kind = placement_for(name, 3, chunks).kind if name in schedule_names() else "loop"
     placement = Placement(num_ranks=3, num_chunks=chunks, kind=kind)
-    pieces = 1 if name in ("zb-v", "v-half", "zb-h1") else 0
+    pieces = int(splits_backward(name))
     if name == "forward-only":
         return
     for row in words_of(name, placement, pieces):

@@ -144,7 +144,8 @@ def test_finishing_what_does_not_run_is_refused() -> None:
     with pytest.raises(ScheduleError, match="F0-0 finished, but"):
         state.finish(Action(F, 0, 0))
     state.start(Action(F, 0, 0))
-    state.start(Action(F, 0, 1))
+    with pytest.raises(ScheduleError, match="another F is under way"):
+        state.start(Action(F, 0, 1))
     with pytest.raises(ScheduleError, match="F0-1 finished, but"):
         state.finish(Action(F, 0, 1))
 
@@ -182,8 +183,10 @@ def test_missing_names_sender_and_stage() -> None:
 def test_missing_names_memory_running_work_and_the_end() -> None:
     state = make_state(microbatches=2, cap=1.0)
     state.start(Action(F, 0, 0))
-    assert state.missing() == "memory for F0-1 (holds 1, cap 1), the end of a running action"
+    assert state.missing() == "the end of a running action"
+    assert state.why_not(Action(F, 0, 1)) == "another F is under way"
     state.finish(Action(F, 0, 0))
+    assert "memory for F0-1 (holds 1, cap 1)" in state.missing()
     assert "input of B0-0 from rank 1 (stage 1)" in state.missing()
     assert make_state().missing() == "nothing for F0-0, which is ready"
     done = make_state(ranks=1, microbatches=1)

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
 from megatron.adaptive.accelerator import Accelerator
 
@@ -94,7 +94,30 @@ class GptForward:
             batch.get("attention_mask"),
             labels=batch["labels"],
         )
-        return output, partial(masked_mean_loss, batch["loss_mask"])
+        per_token = get_model_config(model).calculate_per_token_loss
+        loss = masked_sum if per_token else masked_mean_loss
+        return output, partial(loss, batch["loss_mask"])
+
+
+def masked_sum(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum the losses of a microbatch's unmasked tokens, for a mean over all tokens of the step.
+
+    Args:
+        loss_mask: ``[b, s] float32``.
+        losses: ``[b, s] float32``.
+
+    Returns:
+        The sum to differentiate, the tokens (int32), and both, detached, for the log.
+    """
+    mask = loss_mask.reshape(-1).float()
+    tokens = mask.sum()
+    total = torch.sum(losses.reshape(-1).float() * mask)
+    reported = torch.stack([total.detach(), tokens])
+    if parallel_state.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(reported, group=parallel_state.get_context_parallel_group())
+    return total, tokens.int(), {LOSS_NAME: reported}
 
 
 def masked_mean_loss(

@@ -211,18 +211,24 @@ def finalize_gradients(
 
     Args:
         chunks: this rank's model chunks, wrapped for data parallelism.
-        num_tokens: must be ``None``: megatron-core would ask the last rank of the pipeline, which
-            need not hold the last stage.
+        num_tokens: tokens of the loss on the rank of the last stage, 0 on others, where gradients
+            are to be divided by their number. megatron-core would ask the last rank of the
+            pipeline, which need not hold the last stage.
         pg_collection: process groups, by default megatron-core's global ones.
         force_all_reduce: as in megatron-core.
         widths: of the stages where they are unequal.
     """
-    assert num_tokens is None
     finalize_model_grads(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
     )
     if widths is None:
         add_up_copies(chunks)
+        if num_tokens is not None:
+            dist.all_reduce(num_tokens, group=parallel_state.get_pipeline_model_parallel_group())
+            everybody = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(num_tokens, group=everybody)
+            for chunk in chunks:
+                chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))  # type: ignore[operator]
         return
     weight = _tied_weight(chunks)
     if weight is not None:

@@ -177,18 +177,21 @@ class Step:
     def _mean_losses(self, steps: Sequence[list[Any]]) -> dict[str, float]:
         """Average the reported losses over microbatches, steps and data-parallel ranks.
 
+        With a loss per token, over the tokens of all of them.
+
         Returns:
             Names and values on ranks of the last stage, nothing elsewhere.
         """
         reported = [losses for step in steps for losses in step]
         if not reported:
             return {}
-        mean = torch.stack([losses[LOSS_NAME].reshape(()) for losses in reported]).mean()
+        mean = torch.stack([losses[LOSS_NAME] for losses in reported]).mean(dim=0)
         if parallel_state.get_data_parallel_world_size() > 1:
             group = parallel_state.get_data_parallel_group()
             dist.all_reduce(mean, group=group)
             mean /= parallel_state.get_data_parallel_world_size()
-        return {LOSS_NAME: float(mean)}
+        # With a loss per token: of sums and of numbers of tokens.
+        return {LOSS_NAME: float(mean[0] / mean[1] if mean.dim() else mean)}
 
 
 def gather_parameters(run: Run) -> None:
