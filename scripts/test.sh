@@ -3,8 +3,9 @@
 # sanitizers, and but jobs of more than about twenty seconds (marked "long") of whose kind a shorter one
 # runs; with --all those too. Other arguments go to pytest, e.g. scripts/test.sh -k schedule; -m replaces
 # the choice of this script.
-# With two processors or more, two processes share the test files (-n 0 for one); each file stays
-# whole, since its tests share ranks, nodes or a browser.
+# With two processors or more, three processes share the test files (-n 0 for one), for many tests wait
+# most of their time: for a cluster to start, or a node to be missed; two where memory is short. Each
+# file stays whole, since its tests share ranks, nodes or a browser.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -22,7 +23,10 @@ done
 python=$(bash prerequisite.sh "$setup" | tail -n 1)
 processors=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')
 share=()
-if ((processors > 1)) && [[ " ${words[*]} " != *" -n "* ]]; then share=(-n 2 --dist loadfile --no-loadscope-reorder); fi
+if ((processors > 1)) && [[ " ${words[*]} " != *" -n "* ]]; then
+  free_mib=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
+  share=(-n $((free_mib < 12000 ? 2 : 3)) --dist loadfile --no-loadscope-reorder)
+fi
 # Ranks of a test share the machine: more threads per rank only get in each other's way.
 export OMP_NUM_THREADS=1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

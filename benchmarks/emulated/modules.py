@@ -21,7 +21,7 @@ import torch
 
 from .competitors import Competitor
 from .scenarios import Draws
-from .work import DTYPE, WIDTH, RankWork, WorkError
+from .work import DTYPE, WIDTH, RankWork, WorkError, number_of
 
 
 class EmulatedChunk(torch.nn.Module):
@@ -56,7 +56,7 @@ class EmulatedChunk(torch.nn.Module):
         if not received.requires_grad:
             # Data of the first stage. A real one has inner gradients to compute here all the same.
             received = received.detach().requires_grad_()
-        microbatch = round(received.detach().view(-1)[0].item())
+        microbatch = number_of(received)
         output = _Input.apply(received, self, microbatch)
         # Made after _Input: autograd runs the node that was made last first. It must not see the
         # input itself, or W would lie on the way to the input's gradient.
@@ -74,11 +74,10 @@ class EmulatedChunk(torch.nn.Module):
         Raises:
             WorkError: it has not.
         """
-        self.check_gradient_of(self.weight, num_microbatches)
+        self.check_sum(self.weight.grad, num_microbatches)
 
-    def check_gradient_of(self, weight: torch.nn.Parameter, num_microbatches: int) -> None:
+    def check_sum(self, gradient: torch.Tensor | None, num_microbatches: int) -> None:
         """Check the gradient of one weight; see :meth:`check_gradient`."""
-        gradient = weight.grad
         if gradient is None or not bool((gradient == num_microbatches).all()):
             raise WorkError(f"stage {self.stage}: gradient {gradient} after {num_microbatches}")
 
@@ -190,4 +189,4 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> torch.Tensor:
         (output,) = ctx.saved_tensors
-        return RankWork.fresh(round(output.view(-1)[0].item()), output)
+        return RankWork.fresh(number_of(output), output)

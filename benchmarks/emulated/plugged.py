@@ -25,10 +25,12 @@ from .competitors import Competitor
 from .modules import EmulatedChunk, PeerRunner
 from .peers_megatron import StepChunk, forward_step
 from .scenarios import Draws
-from .work import DTYPE, WIDTH, RankWork
+from .work import DTYPE, WIDTH, RankWork, number_of
 
 _PARTS = 2
 """Calls of a chunk: a rule may cut a weight gradient between two of them."""
+_SHARE = torch.ones(WIDTH, dtype=DTYPE)
+"""A microbatch's gradient of each weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,14 +44,16 @@ class _Call:
     def output(self, given: torch.Tensor) -> torch.Tensor:
         """Runs F, in the first call."""
         return (
-            self._work.forward(self.chunk.stage, given, _number(given)) if self.is_first else +given
+            self._work.forward(self.chunk.stage, given, number_of(given))
+            if self.is_first
+            else given.clone()
         )
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Runs B, in the first call."""
         if not self.is_first:
             return gradient
-        stage, number = self.chunk.stage, _number(gradient)
+        stage, number = self.chunk.stage, number_of(gradient)
         self._work.take_gradient(stage, number, gradient)
         return self._work.input_gradient(stage, number, gradient)
 
@@ -57,8 +61,8 @@ class _Call:
         self, given: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Runs this call's part of W."""
-        self._work.weights(self.chunk.stage, _number(gradient), 1 / _PARTS)
-        yield self.weight, torch.ones_like(self.weight)
+        self._work.weights(self.chunk.stage, number_of(gradient), 1 / _PARTS)
+        yield self.weight, _SHARE
 
     def flops(self, gradient: torch.Tensor) -> float:
         """Returns the same for all calls: parts of W are equal."""
@@ -104,12 +108,12 @@ class _Chunk(StepChunk):
         """Takes the work of the coming step and drops the gradients of the last."""
         self.work = work
         for layer in self.layers:
-            layer.weight.grad = None
+            layer.weight.main_grad = torch.zeros_like(layer.weight)  # as megatron-core's wrapper
 
     def check_gradient(self, num_microbatches: int) -> None:
         """Checks the gradient of each call's weight."""
         for layer in self.layers:
-            self.check_gradient_of(layer.weight, num_microbatches)
+            self.check_sum(layer.weight.main_grad, num_microbatches)
 
 
 class PluggedRunner(PeerRunner):
@@ -129,7 +133,7 @@ class PluggedRunner(PeerRunner):
                 hidden_dropout=0.0,
                 attention_dropout=0.0,
                 pipeline_dtype=DTYPE,
-                deallocate_pipeline_outputs=False,
+                deallocate_pipeline_outputs=True,  # as Megatron-LM has it
                 calculate_per_token_loss=True,  # leaves the loss as it is
             )
         finally:
@@ -167,7 +171,3 @@ class PluggedRunner(PeerRunner):
         """Close the channels; collective."""
         self._engine.close()
         parallel_state.destroy_model_parallel()
-
-
-def _number(tensor: torch.Tensor) -> int:
-    return round(tensor.detach().view(-1)[0].item())

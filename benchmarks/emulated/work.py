@@ -69,6 +69,11 @@ class Sleeper:
             pass
 
 
+def number_of(tensor: torch.Tensor) -> int:
+    """Returns the microbatch of what travels."""
+    return int(tensor.detach().numpy().item(0))
+
+
 class Span(NamedTuple):
     """An action that ran, or a part of it, with its times on ``time.monotonic``."""
 
@@ -228,7 +233,7 @@ class RankWork:
         self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
     ) -> float:
         """Check an input, wait until it would be here; returns when the action starts."""
-        number, total, sent_s = received.detach().view(-1)[:3].tolist()
+        number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
         # What earlier stages added, of a backward's gradient what later ones did.
         due = stage * (stage + 1) / 2
         if kind is ActionKind.B:

@@ -376,7 +376,7 @@ def _substitute_factories() -> None:
         def make(*args: Any, **kwargs: Any) -> Any:
             if "device" in kwargs and _is_cuda_name(kwargs["device"]):
                 kwargs["device"] = _CPU
-                kwargs.pop("pin_memory", None)
+            kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
         return make

@@ -83,14 +83,6 @@ def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointF
     assert folder.latest() == 10
 
 
-def test_an_abandoned_checkpoint_leaves_nothing(folder: CheckpointFolder) -> None:
-    write_checkpoint(folder, 10)
-    (folder.begin(20) / "common.pt").write_bytes(b"half")
-    folder.abandon(20)
-    assert sorted(entry.name for entry in folder.path.iterdir()) == ["iter_0000010", TRACKER]
-    assert folder.latest() == 10
-
-
 def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool:
     """Write a checkpoint in a process that dies at a touch of the file system; whether it did."""
     if child := os.fork():
@@ -225,20 +217,6 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
         TRACKER,
     ]
     folder.open(20)
-
-
-def test_what_is_found_at_the_last_moment_keeps_a_checkpoint_back(folder: CheckpointFolder) -> None:
-    write_checkpoint(folder, 10)
-
-    def refuse() -> None:
-        raise CheckpointError("another process goes on with the folder")
-
-    partial = folder.begin(20)
-    (partial / "metadata.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="another process"):
-        folder.commit(20, MANIFEST.to_dict(), refuse)
-    assert folder.latest() == 10
-    assert not folder.complete_path(20).exists()
 
 
 @pytest.mark.parametrize("moment", ["before", "while it publishes"])

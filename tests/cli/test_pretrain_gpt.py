@@ -30,28 +30,6 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.usefixtures("as_rank")
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--num-layer 3", ["--num-layer", "--num-layers"]),
-        ("--tensor-model-parallel-size 2", ["world size 1"]),
-        ("--hidden-size 17", ["--hidden-size"]),
-        ("--pipeline-schedule fastest", ["fastest", "adaptive"]),
-    ],
-)
-def test_bad_settings_are_one_line(
-    flags: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert pretrain_gpt.run([*FLAGS.split(), *flags.split()]) == 2
-    stdout, stderr = capsys.readouterr()
-    assert stdout == ""
-    assert len(stderr.splitlines()) == 1
-    assert stderr.startswith("error: ")
-    for word in words:
-        assert word in stderr
-
-
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
 def test_only_the_first_rank_complains(
     rank: int, lines: int, as_rank: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

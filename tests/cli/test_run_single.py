@@ -150,32 +150,6 @@ def test_layers_that_do_not_divide_get_a_partition(
     assert list(config.layers_per_stage) == layers
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--resume", ["--resume", "no run", "leave the option out"]),
-        ("--pipeline_paralel 2", ["--pipeline_paralel", "the nearest is --pipeline_parallel"]),
-        ("--train-iters 5", ["--train-iters", "options of the trainer follow after --"]),
-        ("--pipeline_parallel", ["--pipeline_parallel", "expected one argument"]),
-        ("--pipeline_parallel two", ["'two' is not a whole number from 1 to 1,000,000"]),
-        ("--model_chunks 0", ["--model_chunks", "'0' is not a whole number from 1 to 1,000,000"]),
-        ("--schedule fastest", ["fastest", "adaptive"]),
-        ("stray", ["stray is not an option"]),
-    ],
-)
-def test_bad_options_are_one_line(
-    argv: str, words: list[str], run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*argv.split()) == 2
-    stdout, stderr = capsys.readouterr()
-    assert stdout == ""
-    assert len(stderr.splitlines()) == 1
-    assert stderr.startswith("error: ")
-    for word in words:
-        assert word in stderr
-    assert not (tmp_path / "runs").exists()
-
-
 def test_resume_goes_on_in_the_latest_run(run: Run, tmp_path: Path) -> None:
     assert run() == 0
     assert run() == 0

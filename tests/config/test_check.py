@@ -106,6 +106,14 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
     => --distribute-saved-activations | --tensor-model-parallel-size 1
 --split 1,2,3,4 => --split '1,2,3,4' | 949,50,1
 --split 0,0 => --split '0,0'
+--pack-to 64 => --pack-to 64 | --variable-seq-lengths
+--sft => --sft | --variable-seq-lengths
+--variable-seq-lengths --reset-position-ids => --reset-position-ids | never glued
+--variable-seq-lengths --pack-to 64 => --micro-batch-size 2 | --pack-to 64 | one row
+--variable-seq-lengths --pack-to 31 --micro-batch-size 1 => --pack-to 31 is below --seq-length 32
+PP2 --variable-seq-lengths --pack-to 64 --micro-batch-size 1 --model-chunks 2
+    --pipeline-schedule interleaved --global-batch-size 7 @2
+    => 7 | groups
 --vocab-file v => GPT2BPETokenizer | add --merge-file
 --save checkpoints => --save | --save-interval
 --profile-step-start 12 --profile-step-end 12 => --profile-step-end 12

@@ -101,19 +101,6 @@ def test_wrong_blends_are_named(words: list[str], message: str) -> None:
         parse_blend(words)
 
 
-def test_a_prefix_may_look_like_a_number(
-    write_tokens: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write_tokens([[1]], name="2024")
-    monkeypatch.chdir(tmp_path)
-    assert parse_blend(["2024"]) == (["2024"], None)
-
-
-def test_training_needs_a_share(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--split 0,1,1: leaves no data for training"):
-        _build("a", tmp_path, NullTokenizer(10), (1, 0, 0), split="0,1,1")
-
-
 # Samples
 
 
@@ -239,16 +226,6 @@ def test_document_ends_reset_positions_attention_and_loss(
     block = torch.arange(LENGTH) // 4
     visible = (block[:, None] == block[None, :]) & torch.ones(LENGTH, LENGTH).tril().bool()
     assert torch.equal(~hidden[0], visible)
-
-
-def test_mock_data_needs_no_files(tmp_path: Path) -> None:
-    mock = {"data_path": None, "mock_data": True}
-    train, valid, test = _build("", tmp_path, NullTokenizer(50), (20, 4, 0), **mock)
-    assert train is not None
-    assert valid is not None
-    assert test is None
-    assert 0 <= int(train[0]["tokens"].max()) <= 50
-    assert os.listdir(tmp_path) == []
 
 
 # Data that does not fit

@@ -103,18 +103,6 @@ def test_parts_of_the_model(
     assert not any(part in names for part in absent)
 
 
-def test_widths(weights: Weights) -> None:
-    def shape_of(flags: str, part: str) -> list[int]:
-        return list(next(v for name, v in weights(flags).items() if part in name).shape)
-
-    assert shape_of("", "word_embeddings.weight") == [128, 16]
-    assert shape_of("", "linear_fc1.weight") == [64, 16]
-    assert shape_of("--swiglu --ffn-hidden-size 24", "linear_fc1.weight") == [48, 16]
-    assert shape_of("", "linear_qkv.weight") == [48, 16]
-    grouped = "--num-attention-heads 4 --group-query-attention --num-query-groups 2"
-    assert shape_of(grouped, "linear_qkv.weight") == [32, 16]
-
-
 @pytest.mark.parametrize(
     ("flags", "world_size", "layout"),
     [

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.jobs import JobFolder
+
 from . import slurm_lab
 from .slurm_lab import Kind, Lab
 
@@ -355,29 +357,25 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
     words += ["sbatch", "--parsable", "--array=0-1", "--partition=v100", "--gpus-per-node=1"]
     words += [f"--output={outputs}/%a.txt", str(ROOT / "examples" / "slurm" / "elastic.sbatch")]
     job = lab.output(*words).partition(";")[0]
+    folder = JobFolder(saved)
 
     def wrote() -> str:
         queue = lab.output("squeue", "-o", "%i %T %r %V %S %N")
         texts = (f"--- {path.name}\n{path.read_text()}" for path in outputs.iterdir())
         return f"{queue}\n" + "".join(texts)
 
-    def told() -> dict[str, Any]:
-        done = adaptive(lab, "run", "--status", str(saved), "--json")
-        found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {"epochs": []}
-        return found
-
     def wait_for_nodes(count: int) -> dict[str, Any]:
         """Wait until steps are done in a shape on so many nodes."""
 
         def trains() -> bool:
-            state = told()
-            last = state["epochs"][-1] if state["epochs"] else {"nodes": []}
+            state = folder.state()
+            last = state["epochs"][-1] if state.get("epochs") else {"nodes": []}
             return (
                 len(last["nodes"]) == count and state["iteration"] > last["resumed_iteration"] + 1
             )
 
-        wait_for(trains, wrote, every_s=2.0)
-        return dict(told()["epochs"][-1])
+        wait_for(trains, wrote)
+        return dict(folder.state()["epochs"][-1])
 
     wait_for_nodes(2)
     # With notice, as before the end of a time limit: the node leaves in good order and comes back.
@@ -391,6 +389,8 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
     finally:
         lab.put_back("n3")
     wait_for_nodes(2)
+    status = adaptive(lab, "run", "--status", str(saved), "--json")
+    assert len(json.loads(status.stdout)["epochs"][-1]["nodes"]) == 2
     lab.output("scancel", job)
     wait_for(lambda: not lab.output("squeue", "-h", "-j", job), wrote)
     wait_until_no_process(lab)

@@ -31,33 +31,6 @@ def value(shape: tuple[int, ...], dtype: torch.dtype) -> Value:
     return Value(shape=shape, dtype=dtype, requires_grad=False)
 
 
-def test_a_message_brings_all_tensors() -> None:
-    tensors = [
-        torch.randn(3, 5).t(),
-        torch.rand(7) > 0.5,
-        torch.randn(2, 2, dtype=torch.float64),
-        torch.tensor(3, dtype=torch.int16),
-        torch.randn(0, 4),
-        torch.randn(9).to(torch.bfloat16),
-    ]
-    for count in range(len(tensors) + 1):
-        layout = MessageLayout.of([value(tuple(one.shape), one.dtype) for one in tensors[:count]])
-        message = layout.pack(tensors[:count], CPU)
-        assert message.nbytes == layout.nbytes or count == 1
-        for one, other in zip(layout.unpack(message), tensors, strict=False):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_missing_gradients_are_zeros() -> None:
-    kinds = [value((2,), torch.float32), value((3,), torch.float32)]
-    layout = MessageLayout.of(kinds)
-    given = torch.ones(3)
-    first, second = layout.unpack(layout.pack([None, given], CPU))
-    assert first.tolist() == [0, 0]
-    assert second.tolist() == [1, 1, 1]
-    assert MessageLayout.of(kinds[:1]).pack([None], CPU).tolist() == [0, 0]
-
-
 def test_another_shape_than_the_samples_is_refused() -> None:
     layout = MessageLayout.of([value((2,), torch.float32)])
     with pytest.raises(ConfigError, match=r"\[3\].*\[2\].*move the cut point"):

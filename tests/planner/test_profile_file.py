@@ -87,11 +87,6 @@ def test_a_profile_of_another_model_is_refused() -> None:
         profile_file.check_model(measured(), preset("t5-small"), "p")
 
 
-def test_fewer_layers_of_the_same_width_are_no_other_model() -> None:
-    arguments = " ".join(preset("gpt2").arguments).replace("--num-layers 12", "--num-layers 48")
-    profile_file.check_model(measured(), read_model(arguments), "p")
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -103,13 +98,6 @@ def test_fewer_layers_of_the_same_width_are_no_other_model() -> None:
 def test_a_bad_profile_is_named(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         profile_file.load(save(tmp_path, {**measured(), **change}))
-
-
-def test_the_same_measurement_twice_is_refused() -> None:
-    content = measured()
-    content["layers"].append({**content["layers"][0], "gpu": "NVIDIA A100-SXM4-40GB"})
-    with pytest.raises(ConfigError, match=r"layers\[3\]: kind embedding on a100-40"):
-        profile_file.make_profile(content)
 
 
 def test_cut_points_make_a_profile_and_its_model(tmp_path: Path) -> None:

@@ -107,10 +107,9 @@ def test_a_forward_is_that_of_its_chunk() -> None:
     megatron.adaptive.install(placement="v")
     be(1)
     seam: Any = schedules.get_forward_backward_func
-    with seam.placed.running(1):
-        assert not parallel_state.is_pipeline_first_stage()
-    with seam.placed.running(0):
-        assert parallel_state.is_pipeline_first_stage()
+    for chunk in range(2):
+        seam.placed.running = chunk
+        assert parallel_state.is_pipeline_first_stage() == (chunk == 0)
 
 
 def test_one_rank_is_no_v() -> None:

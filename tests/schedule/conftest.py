@@ -12,11 +12,12 @@ settings.load_profile("megatron-adaptive")
 
 
 def actions(words: str) -> tuple[Action, ...]:
-    """The actions of a text such as ``F0-0 W0-0.1``."""
+    """The actions of a text such as ``F0-0+ B0-1 W0-0.1``."""
     found = []
     for word in words.split():
+        paired, word = word.endswith("+"), word.rstrip("+")
         chunk, microbatch, piece = f"{word[1:]}-0".replace(".", "-").split("-")[:3]
-        found.append(Action(ActionKind(word[0]), int(chunk), int(microbatch), int(piece)))
+        found.append(Action(ActionKind(word[0]), int(chunk), int(microbatch), int(piece), paired))
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Ten thousand random pipelines: every rule finishes each of them, within its cap."""
+"""Ten thousand random pipelines, three fifths of them with actions beside others."""
 
 from __future__ import annotations
 
@@ -44,10 +44,16 @@ def test_no_random_pipeline_deadlocks(name: str) -> None:
         pieces = rng.choice([0, 1, 2, 4])
         forward_only = case % 20 == 1
         stages = placement.num_stages
+        cuts, share = rng.choice([0, 0, 1, 2, 8]), rng.random()
+        forward_s = tuple(rng.choice([0.0, 1.0, rng.uniform(0, 5)]) for _ in range(stages))
+        backward_s = tuple(rng.uniform(0, 5) for _ in range(stages))
         times = StageTimes(
-            forward_s=tuple(rng.choice([0.0, 1.0, rng.uniform(0, 5)]) for _ in range(stages)),
-            backward_s=tuple(rng.uniform(0, 5) for _ in range(stages)),
+            forward_s=forward_s,
+            backward_s=backward_s,
             weight_s=tuple(rng.uniform(0, 5) for _ in range(stages)),
+            exchange_s=tuple(share * min(one) for one in zip(forward_s, backward_s, strict=True))
+            * bool(cuts),
+            exchanges=cuts,
         )
         jitter = Jitter(seed=rng.getrandbits(30), action_sigma=0.5, latency_sigma=2.0)
         link = Link(latency_s=rng.choice([0.0, 0.5, 20.0]), occupancy_s=rng.choice([0.0, 3.0]))
@@ -62,6 +68,7 @@ def test_no_random_pipeline_deadlocks(name: str) -> None:
             workload,
             cap=cap,
             weight_pieces=pieces,
+            beside=cuts > 0,
             forward_only=forward_only and name != "hinted",
             compiled=True,
         )

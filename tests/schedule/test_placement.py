@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import ActionKind
-from megatron.adaptive.schedule.placement import _KINDS, Placement, PlacementKind
+from megatron.adaptive.schedule.placement import Placement, PlacementKind
 
 placements = st.builds(
     Placement,
@@ -51,24 +50,6 @@ def test_next_walks_all_stages_and_previous_walks_back(placement: Placement) -> 
         assert placement.previous_of(*following) == place
         place = following
     assert placement.next_of(*place) is None
-
-
-@given(placements)
-def test_later_chunks_are_later_stages(placement: Placement) -> None:
-    for rank in range(placement.num_ranks):
-        stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-        assert stages == sorted(stages)
-
-
-def test_results_flow_to_the_neighbouring_stage() -> None:
-    loop, v = (Placement(num_ranks=2, num_chunks=2, kind=kind) for kind in _KINDS)
-    forward, backward, weight = ActionKind
-    assert loop.target_of(forward, 1, 0) == (0, 1)
-    assert loop.source_of(forward, 0, 1) == (1, 0)
-    assert v.target_of(forward, 1, 0) == v.source_of(backward, 1, 0) == (1, 1)
-    assert loop.target_of(backward, 0, 1) == (1, 0)
-    for nowhere in ((forward, 1, 1), (backward, 0, 0), (weight, 1, 1)):
-        assert loop.target_of(*nowhere) is None
 
 
 def test_the_ring_of_neighbours_closes_with_several_chunks() -> None:

@@ -9,7 +9,13 @@ from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, RulePolicy, codes_of, reasons_of
-from megatron.adaptive.schedule.registry import make_policies, policy_names
+from megatron.adaptive.schedule.registry import (
+    make_policies,
+    placement_for,
+    policy_names,
+    schedule_names,
+    splits_backward,
+)
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.workload import Jitter, StageTimes
@@ -40,25 +46,6 @@ def test_waits_for_the_next_action_even_if_others_are_ready() -> None:
     assert policy.pick(state) is None
     state.arrive(B, 0, 0)
     assert policy.pick(state) == Action(B, 0, 0)
-
-
-def test_one_object_serves_several_steps() -> None:
-    policy = Follow(ORDER, "mine")
-    assert policy.name == "mine"
-    for _ in range(2):
-        state = make_state(ranks=1)
-        for expected in ORDER:
-            assert policy.pick(state) == expected
-            assert policy.pick(state) == expected, "picking changes nothing"
-            run(state, expected)
-        assert policy.pick(state) is None
-
-
-def test_a_running_action_is_not_picked_again() -> None:
-    policy = Follow(ORDER)
-    state = make_state()
-    state.start(Action(F, 0, 0))
-    assert policy.pick(state) == Action(F, 0, 1)
 
 
 def test_the_cap_is_not_looked_at() -> None:
@@ -105,9 +92,9 @@ def words_of(name: str, placement: Placement, pieces: int = 0) -> list[list[str]
 @pytest.mark.parametrize("name", policy_names())
 def test_every_word_is_one_of_the_trace(name: str) -> None:
     chunks = 1 if name in ("1f1b", "varuna", "zb-h1") else 2
-    kind = "v" if name in ("zb-v", "v-half") else "loop"
+    kind = placement_for(name, 3, chunks).kind if name in schedule_names() else "loop"
     placement = Placement(num_ranks=3, num_chunks=chunks, kind=kind)
-    pieces = 1 if name in ("zb-v", "v-half", "zb-h1") else 0
+    pieces = int(splits_backward(name))
     if name == "forward-only":
         return
     for row in words_of(name, placement, pieces):
@@ -143,13 +130,3 @@ def test_words_of_the_rules() -> None:
     (first, *_) = make_policies("bfc", placement, 2)
     assert reasons_of(first, [0, 2], 2) == ["broadest", "deepest"]
     assert reasons_of(Follow((), "mine"), [0, 0], 1) == ["order", "order"]
-
-
-def test_a_policy_of_another_make_tells_nothing() -> None:
-    class Mine:
-        name = "mine"
-
-        def pick(self, state: RankState) -> Action | None:
-            return None
-
-    assert reasons_of(Mine(), [0, 1], 1) == ["", ""]

@@ -19,6 +19,8 @@ from megatron.adaptive.schedule.registry import (
 STATIC = (
     "1f1b",
     "breadth-first",
+    "combined-1f1b",
+    "dualpipe-v",
     "forward-only",
     "gpipe",
     "interleaved",
@@ -45,6 +47,8 @@ def test_names() -> None:
         ("varuna", "loop", 1),
         ("zb-v", "v", 2),
         ("v-half", "v", 2),
+        ("dualpipe-v", "v", 2),
+        ("combined-1f1b", "loop", 3),
         ("interleaved", "loop", 3),
         ("breadth-first", "loop", 3),
         ("gpipe", "loop", 3),

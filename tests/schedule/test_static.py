@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import gpipe, one_f_one_b, v_half, zb_v
+from megatron.adaptive.schedule import dualpipe_v, gpipe, one_f_one_b, v_half, zb_v
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow
@@ -49,7 +49,16 @@ def followed(schedule: Schedule, times: StageTimes) -> SimResult:
 @pytest.mark.parametrize(
     ("module", "schedules"),
     [
-        (one_f_one_b, [made("1f1b", 4, 6), made("interleaved", 2, 4), made("zb-h1", 4, 6)]),
+        (
+            one_f_one_b,
+            [
+                made("1f1b", 4, 6),
+                made("interleaved", 2, 4),
+                made("zb-h1", 4, 6),
+                made("combined-1f1b", 2, 4),
+            ],
+        ),
+        (dualpipe_v, [made("dualpipe-v", 2, 4)]),
         (
             gpipe,
             [
@@ -81,6 +90,8 @@ def test_a_smaller_last_group() -> None:
 PEAKS = {
     "1f1b": lambda p, r, v, m: min(p - r, m),
     "breadth-first": lambda p, r, v, m: m,
+    "combined-1f1b": lambda p, r, v, m: min((v - 1) * p + 2 * (p - 1 - r) + 2, m * v) / v,
+    "dualpipe-v": lambda p, r, v, m: p + 0.5,
     "forward-only": lambda p, r, v, m: 0,
     "gpipe": lambda p, r, v, m: m,
     "interleaved": lambda p, r, v, m: min((v - 1) * p + 2 * (p - 1 - r) + 1, m * v) / v,
@@ -108,7 +119,9 @@ def test_valid_and_within_its_memory(
     placement = placement_for(name, ranks, chunks)
     if name in ("gpipe", "forward-only"):
         placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)  # type: ignore[arg-type]
-    if name == "interleaved":
+    if name == "dualpipe-v":
+        microbatches += 2 * ranks
+    if name in ("combined-1f1b", "interleaved"):
         microbatches = -(-microbatches // ranks) * ranks
     schedule = make_schedule(name, placement, microbatches)
     limits = [PEAKS[name](ranks, rank, placement.num_chunks, microbatches) for rank in range(ranks)]

@@ -1,7 +1,6 @@
 """Figures of a run: small ones by hand, large ones against the simulator that made them."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +69,6 @@ def test_overlapping_actions_are_busy_once_and_iterations_do_not_overlap() -> No
     assert rank_figures(TraceTable.from_spans(spans), 1).busy_ns.tolist() == [8, 2]
 
 
-def test_a_clock_set_back_within_an_iteration_is_noticed() -> None:
-    ms = 1_000_000
-    spans = [Span("F", 0, m, start * ms, (start + 1) * ms, 1) for m, start in enumerate((9, 10, 2))]
-    assert rank_figures(TraceTable.from_spans(spans), 1).went_back.tolist() == [True]
-
-
 def test_reading_counts_only_where_it_lies_within_an_action() -> None:
     spans = [Span("data", -1, 0, 1, 4, 1), Span("F", 0, 0, 0, 10, 1)]
     spans += [
@@ -84,13 +77,6 @@ def test_reading_counts_only_where_it_lies_within_an_action() -> None:
         Span("B", 0, 0, 15, 20, 1),
     ]
     assert compute_ns(TraceTable.from_spans(spans)).tolist() == [3, 7, 3, 4, 5]
-
-
-def test_a_rank_without_actions() -> None:
-    figures = rank_figures(TraceTable.from_spans([Span("step", -1, -1, 0, 5, 1)]), 2)
-    assert (figures.num_actions.tolist(), figures.busy_ns.tolist()) == ([0], [0])
-    assert figures.count.shape == (1, 2, 3)
-    assert len(rank_figures(TraceTable.concat([]), 1).iterations) == 0
 
 
 def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
@@ -117,13 +103,6 @@ def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
     only = run_figures(read_run(tmp_path), [2, 77], ranks=[1, 3])
     assert (only.iterations.tolist(), only.ranks.tolist()) == ([2], [1, 3])
     assert only.num_actions.tolist() == [[1, 0]]
-
-
-def test_nothing_left_is_said(write_run: Callable[..., Path]) -> None:
-    with pytest.raises(TraceError, match="holds no spans of the iterations and ranks"):
-        run_figures(read_run(write_run()), [77])
-    with pytest.raises(TraceError, match="holds no spans"):
-        run_figures(read_run(write_run()), ranks=[9])
 
 
 def test_handing_a_result_over_is_no_work() -> None:

@@ -7,11 +7,7 @@ import pytest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
-    CAUSES,
-    COLUMNS,
-    FORMAT_VERSION,
     KINDS,
-    REASONS,
     ClockSamples,
     IterationStart,
     TraceHeader,
@@ -43,21 +39,6 @@ def test_a_header_says_what_stages_hold_or_does_not() -> None:
     for wrong in ("4", [-1], [None]):
         with pytest.raises(TraceError, match="field 'work' is .* expected numbers from 0"):
             parse_line(json.dumps({**record, "work": wrong}), "here")
-
-
-def test_the_header_names_columns_kinds_and_reasons() -> None:
-    written = json.loads(header_line(header()))
-    assert (written["format"], written["version"]) == ("megatron-adaptive-trace", FORMAT_VERSION)
-    assert tuple(written["columns"]) == COLUMNS
-    assert tuple(written["kinds"]) == KINDS
-    assert KINDS[:3] == ("F", "B", "W")
-    for words in (KINDS, REASONS, COLUMNS):
-        assert len(set(words)) == len(words)
-    assert set(CAUSES) < set(REASONS)
-    assert REASONS[0] == ""
-    # Processes of one machine have one clock.
-    assert written["clock"] == make_header(0).clock
-    assert written["unix_ns"] > written["monotonic_ns"] > 0
 
 
 def test_a_block_says_what_follows() -> None:

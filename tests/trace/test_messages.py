@@ -58,9 +58,3 @@ def test_iterations_are_told_apart() -> None:
     found = match_messages(tables)
     assert (found.arrived_ns - found.sent_ns).tolist() == [1, 1]
     assert found.iteration.tolist() == [1, 2]
-
-
-def test_nothing_to_match() -> None:
-    table = TraceTable.from_spans([end("receive", "F", 0, 1, 5, reason="seen")])
-    assert len(match_messages({0: table})) == 0
-    assert len(match_messages({})) == 0

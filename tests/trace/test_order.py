@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.order import legacy_name, legacy_shape, read_legacy, write_legacy
+from megatron.adaptive.trace.order import legacy_name, read_legacy, write_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.step import pipeline_step
 
@@ -56,13 +56,6 @@ def test_the_last_twenty_iterations_or_one_as_text(
     assert lines[-1] == "rank 1 iteration ends at timestamp 13.000000% iteration 2"
 
 
-def test_weight_actions_survive(tmp_path: Path) -> None:
-    path = tmp_path / "trace_pipeline_1_model_chunks_1.txt"
-    path.write_text("0, 0, weight start, 1.5%\n0, 0, weight finished, 2.25%\n")
-    span = read_legacy(path).ranks[0].spans(1)[0]
-    assert (span.action, span.start_ns, span.end_ns) == ("W", 1_500_000, 2_250_000)
-
-
 def test_a_file_without_markers_counts_iterations_by_repetition(tmp_path: Path) -> None:
     # Output of ranks that share a stream: records run together, other lines lie between.
     path = tmp_path / "trace_pipeline_2_model_chunks_1.txt"
@@ -91,12 +84,6 @@ def test_global_ranks_are_divided_among_pipeline_ranks(tmp_path: Path) -> None:
     run = read_legacy(path)
     assert [trace.header.rank for trace in run.replica(0) if trace] == [0, 2]
     assert [trace.header.rank for trace in run.replica(1) if trace] == [1, 3]
-
-
-def test_shape_in_a_name() -> None:
-    assert legacy_shape("some/trace_pipeline_4_model_chunks_2.txt") == (4, 2)
-    assert legacy_shape("trace_pipeline_0_model_chunks_2.txt") is None
-    assert legacy_shape("notes.txt") is None
 
 
 def test_bad_files_are_refused(tmp_path: Path, write_run: Callable[..., Path]) -> None:

@@ -1,10 +1,7 @@
 """Columns of spans: made from objects and back, chosen by kind, waits put down to actions."""
 
-import numpy as np
-import pytest
-
 from megatron.adaptive.trace.event import Span
-from megatron.adaptive.trace.table import KIND, TraceTable, wait_before
+from megatron.adaptive.trace.table import TraceTable, wait_before
 
 SPANS = (
     Span("wait", 1, 3, 10, 40, 7, of="B", peer=2, reason="input"),
@@ -20,24 +17,6 @@ def test_spans_survive_the_table() -> None:
     assert table.spans() == SPANS
     assert table.duration_ns.tolist() == [30, 50, 4, 1, 700]
     assert len(table) == 5
-
-
-def test_an_empty_table() -> None:
-    table = TraceTable.concat([])
-    assert len(table) == 0
-    assert table.spans() == ()
-    assert wait_before(table).tolist() == []
-    assert len(TraceTable.concat([table, table])) == 0
-
-
-def test_choosing_rows() -> None:
-    table = TraceTable.from_spans(SPANS[2:])
-    assert table.where("W", "send").tolist() == [True, True, False]
-    assert table.of_kind("checkpoint").start_ns.tolist() == [200]
-    assert table.take(slice(1, None)).kind.tolist() == [KIND["send"], KIND["checkpoint"]]
-    both = TraceTable.concat([table, table.of_kind("W")])
-    assert both.piece.tolist() == [2, 0, 0, 2]
-    assert both.kind.dtype == np.int8
 
 
 def test_a_wait_belongs_to_the_action_it_names() -> None:
@@ -58,8 +37,3 @@ def test_pieces_are_distinguished() -> None:
     rows = [Span("W", 0, 0, 10 * piece, 10 * piece + 5, 1, piece=piece) for piece in range(3)]
     rows.append(Span("wait", 0, 0, 15, 20, 1, of="W", piece=2))
     assert wait_before(TraceTable.from_spans(rows)).tolist() == [0, 0, 5, 0]
-
-
-def test_words_the_format_lacks_are_a_mistake() -> None:
-    with pytest.raises(KeyError):
-        TraceTable.from_spans([Span("F", 0, 0, 1, 2, 1, reason="luck")])

@@ -49,17 +49,6 @@ def test_every_type_comes_back(ends: Ends, dtype: torch.dtype) -> None:
     assert torch.equal(received.view(torch.uint8), sent.view(torch.uint8))
 
 
-def test_an_arrival_says_what_it_is(ends: Ends) -> None:
-    low, high = ends
-    low.send(1, LABEL, torch.zeros(3, 2))
-    arrival = take(high)
-    assert (arrival.label, arrival.peer, arrival.nbytes) == (LABEL, 0, 24)
-    assert arrival.label is arrival.label
-    arrival.take()
-    with pytest.raises(RuntimeError, match="once"):
-        arrival.take()
-
-
 def test_other_items_keep_their_place(ends: Ends) -> None:
     """Notices, arrivals of other transports and errors come through the same queue."""
     low, high = ends

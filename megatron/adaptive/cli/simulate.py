@@ -33,6 +33,7 @@ _SIZES = "--stage-data-parallel-sizes"
 # What the simulation of stages of unequal sizes does not know, with what says nothing.
 _UNKNOWN = {
     "jitter": 0.0,
+    "exchange": 0.0,
     "microbatch_jitter": 0.0,
     "occupancy": 0.0,
     "slow_rank": [],
@@ -118,12 +119,14 @@ def _parser() -> argparse.ArgumentParser:
         ("forward", 1.0, "S", "seconds of a rank's forward"),
         ("backward", 1.0, "S", "the same, backward by inputs"),
         ("weight", 1.0, "S", "the same, weight gradients"),
+        ("exchange", 0.0, "S", "part of the forward, and of the backward, in all-to-alls"),
         ("latency", 0.0, "S", "of a message between ranks"),
         ("occupancy", 0.0, "S", "a message's time on its link"),
         ("jitter", 0.0, "SIGMA", "lognormal, per action"),
         ("microbatch-jitter", 0.0, "SIGMA", "per microbatch"),
     ):
         add(f"--{name}", type=float, default=default, metavar=unit, help=text)
+    add("--exchanges", type=count, default=4, help="all-to-alls in a chunk's forward")
     add(
         "--slow-rank",
         action="append",
@@ -170,6 +173,8 @@ def _profile(options: argparse.Namespace, fine: int) -> StageProfile:
             forward_s=options.forward / chunks,
             backward_s=options.backward / chunks,
             weight_s=options.weight / chunks,
+            exchange_s=options.exchange / chunks,
+            exchanges=options.exchanges if options.exchange else 0,
         ),
         link=Link(latency_s=options.latency, occupancy_s=options.occupancy),
         rank_factors=factors,

@@ -20,7 +20,7 @@ from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
-from megatron.adaptive.config.refused import reason_for, refused_flags
+from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
@@ -104,6 +104,7 @@ def parse(
         SystemExit: ``--help`` was given and answered.
     """
     specs = _all_specs()
+    argv = _without_idle(argv)
     argv = expand_plan(argv, specs, world_size)
     _scan(argv, specs, last_wins=last_wins)
     given = _read_values(argv)
@@ -134,6 +135,7 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
         ConfigError: a flag is unknown or one that this trainer refuses.
     """
     specs = _all_specs()
+    argv = _without_idle(argv)
     _scan(argv, specs, last_wins=True)
     wanted = {spec.dest for kind in kinds for spec in _flagged(kind)}.union(more)
     names = {name for spec in specs.values() if spec.dest in wanted for name in spec.names}
@@ -198,7 +200,7 @@ def _takes_any_number(spec: FieldSpec) -> bool:
 
 def options_of(spec: FieldSpec) -> dict[str, Any]:
     """Keyword arguments of ``add_argument``; a flag that is not given is absent from the result."""
-    text = _help_of(spec).replace("%", "%%")
+    text = (spec.flag.detail or _help_of(spec)).replace("%", "%%")
     if spec.is_switch:
         return {
             "dest": spec.dest,
@@ -225,6 +227,17 @@ def options_of(spec: FieldSpec) -> dict[str, Any]:
     elif spec.length is not None:
         options |= {"nargs": spec.length, "metavar": tuple(_metavar(spec).split())}
     return options
+
+
+def _without_idle(argv: Sequence[str]) -> list[str]:
+    """Leaves out the flags of Megatron-LM that have no effect, with their values."""
+    kept, keeping = [], True
+    for word in argv:
+        if _LOOKS_LIKE_FLAG.match(word):
+            keeping = not is_idle(word.split("=", 1)[0])
+        if keeping:
+            kept.append(word)
+    return kept
 
 
 def _scan(argv: Sequence[str], specs: Mapping[str, FieldSpec], *, last_wins: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from megatron.adaptive.config.core import LATENT_SETTINGS, CoreConfig
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig
@@ -63,6 +64,7 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
     for rules in (
         _unequal_widths(config, given),
         _model(config, given),
+        _latent(config, given),
         _kernels(config, given, installed),
         _parallel(config, given, installed),
         _batch(config, given),
@@ -147,6 +149,7 @@ def _unequal_widths(config: TrainerConfig, given: _Given) -> Rules:
         (given.ddp_average_in_collective, parallel.ddp_average_in_collective),
         (given.repartition, schedule.repartition != "off"),
         (given.trace_dir, schedule.trace_dir is not None),
+        (given.calculate_per_token_loss, config.core.calculate_per_token_loss),
         (given.record_schedule, schedule.record_schedule is not None),
         (given.replay_schedule, schedule.replay_schedule is not None),
     ):
@@ -189,14 +192,31 @@ def _model(config: TrainerConfig, given: _Given) -> Rules:
         f"{given.num_attention_heads} is not a multiple of {given.num_query_groups}: every group "
         "serves the same number of heads",
     )
+    activations = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu")
+    chosen = [name for name in activations if getattr(model, name)]
     yield (
-        model.swiglu and model.squared_relu,
-        "--swiglu and --squared-relu exclude each other: a model has one activation; keep one",
+        len(chosen) > 1,
+        f"{' and '.join(getattr(given, name) for name in chosen)} exclude each other: a model has "
+        "one activation; keep one",
     )
     yield (
         not model.add_position_embedding and model.position_embedding_type == "learned_absolute",
         "--no-position-embedding contradicts --position-embedding-type learned_absolute: give "
         "--position-embedding-type rope or none",
+    )
+
+
+def _latent(config: TrainerConfig, given: _Given) -> Rules:
+    core, unset = config.core, CoreConfig()
+    for name in () if core.multi_latent_attention else LATENT_SETTINGS:
+        yield (
+            getattr(core, name) != getattr(unset, name),
+            f"{getattr(given, name)} has no effect by itself: add --multi-latent-attention",
+        )
+    yield (
+        core.multi_latent_attention and config.model.group_query_attention,
+        "--group-query-attention with --multi-latent-attention, which has one key and value for "
+        "each head: drop one of them",
     )
 
 
@@ -367,11 +387,12 @@ def _lengths(config: TrainerConfig, given: _Given) -> Rules:
         (given.micro_batch_size, config.batch.micro_batch_size > 1),
         (given.context_parallel_size, parallel.context_parallel_size > 1),
         (f"--pipeline-schedule {schedule}", schedule == "file"),
+        ("--multi-latent-attention", config.core.multi_latent_attention),
     ):
         yield (
             is_given,
-            f"{what} with {given.pack_to}: a microbatch is one row of whole documents on one "
-            "rank, and their number differs from step to step; drop one of them",
+            f"{what} with {given.pack_to}: a microbatch is one row of whole documents on one rank, "
+            "with plain attention, and their number differs from step to step; drop one of them",
         )
     yield (
         pack < config.model.seq_length,

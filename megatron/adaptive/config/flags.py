@@ -88,6 +88,7 @@ class Flag:
         derived: how the value is found when the flag is absent, for fields that depend on others.
         takes_value: a truth value that is written out (``--profile-execution True``).
         convert: own conversion from one word; raises ``ValueError`` with the rule.
+        detail: text for ``--help`` in place of ``help``.
     """
 
     help: str
@@ -98,6 +99,7 @@ class Flag:
     derived: str = ""
     takes_value: bool = False
     convert: Callable[[str], Any] | None = None
+    detail: str = ""
 
 
 def flag(help_text: str, default: Any = None, **options: Any) -> Any:
@@ -199,7 +201,8 @@ class FieldSpec:
         """The default as shown in ``--help`` and the README."""
         if self.flag.derived:
             return self.flag.derived
-        for value, text in ((MISSING, "required"), (None, "none"), (True, "on"), (False, "off")):
+        words = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))
+        for value, text in words:
             if self.default is value:
                 return text
         if isinstance(self.default, tuple):

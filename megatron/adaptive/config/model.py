@@ -37,7 +37,9 @@ class ModelConfig:
     ``ffn_hidden_size`` and ``kv_channels`` always hold a number once the object exists.
     """
 
-    num_layers: Layers = required("Transformer layers in the whole model.")
+    num_layers: Layers = required(
+        "Transformer layers in the whole model.", names=("--num-layers", "--encoder-num-layers")
+    )
     hidden_size: Count = required("Width of the hidden state.")
     num_attention_heads: Count = required("Attention heads of each layer.")
     ffn_hidden_size: Count = flag(
@@ -49,7 +51,9 @@ class ModelConfig:
     )
     group_query_attention: bool = switch("Let several query heads share one key and value head.")
     num_query_groups: Count = flag("Key and value heads, used with --group-query-attention.", 1)
-    seq_length: Count = required("Tokens of each sample.", unit="TOKENS")
+    seq_length: Count = required(
+        "Tokens of each sample.", names=("--seq-length", "--encoder-seq-length"), unit="TOKENS"
+    )
     max_position_embeddings: Count = required(
         "Longest sequence that the position embedding covers.", unit="TOKENS"
     )
@@ -93,6 +97,8 @@ class ModelConfig:
     qk_layernorm: bool = switch("Normalize queries and keys.")
     swiglu: bool = switch("Gated feed-forward block with SiLU in place of GELU.")
     squared_relu: bool = switch("Squared ReLU in place of GELU.")
+    quick_geglu: bool = switch("Gated feed-forward block with a sigmoid's approximation of GELU.")
+    openai_gelu: bool = switch("GELU by a hyperbolic tangent.")
     add_bias_linear: bool = switch(
         "Leave the bias out of linear layers.", off="--disable-bias-linear"
     )
@@ -202,12 +208,11 @@ class RecomputeConfig:
     )
     recompute_modules: tuple[str, ...] | None = flag(
         "With selective: modules computed again.",
-        choices=("core_attn", "layernorm", "mlp"),
+        choices=("core_attn", "layernorm", "mlp", "mla_up_proj"),
         refused_choices={
             "moe": _NO_EXPERTS,
             "moe_act": _NO_EXPERTS,
             "shared_experts": _NO_EXPERTS,
-            "mla_up_proj": "it belongs to latent attention, which this trainer does not build",
         },
         derived="core_attn",
     )

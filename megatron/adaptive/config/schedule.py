@@ -23,11 +23,11 @@ PlacementKind = Literal["loop", "v"]
 RULES = ("adaptive", "auto", "bfc", "dfc", "hinted")
 """Values of ``--pipeline-schedule`` that choose at run time; the others fix the order."""
 
-V_ONLY = ("v-half", "zb-v")
+V_ONLY = ("dualpipe-v", "v-half", "zb-v")
 V_SCHEDULES = (*RULES, "file", "gpipe", *V_ONLY)
 """Values of ``--pipeline-schedule`` under ``--pipeline-placement v``."""
 
-SPLIT_SCHEDULES = ("v-half", "zb-h1", "zb-v")
+SPLIT_SCHEDULES = ("dualpipe-v", "v-half", "zb-h1", "zb-v")
 """Fixed orders that compute weight gradients by themselves."""
 
 KEEPING_ALL = ("breadth-first", "gpipe", "varuna")
@@ -38,7 +38,7 @@ UNEQUAL_SCHEDULES = ("1f1b", "adaptive", "gpipe")
 
 ONE_CHUNK = ("1f1b", "varuna", "zb-h1")
 TWO_CHUNKS = V_ONLY
-SEVERAL_CHUNKS = ("breadth-first", "interleaved")
+SEVERAL_CHUNKS = ("breadth-first", "combined-1f1b", "interleaved")
 _FIXED = (*ONE_CHUNK, *TWO_CHUNKS, *SEVERAL_CHUNKS, "gpipe", "file")
 _IN_A_V = ("adaptive", "auto", "hinted", *V_ONLY)
 
@@ -142,7 +142,7 @@ class ScheduleConfig:
         "How stages lie over the ranks when each holds several: every round from the first rank "
         "to the last, or there and back.",
         choices=("loop", "v"),
-        derived="v for adaptive, auto and hinted with two chunks, zb-v and v-half; else loop",
+        derived="v for dualpipe-v, v-half, zb-v; with two chunks adaptive, auto, hinted; else loop",
     )
     repartition: str = flag(
         "Give layers of a slow rank to others between two steps, with their optimizer state, where "

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.adaptive.config.core import CoreConfig
 from megatron.adaptive.config.data import BatchConfig, DataConfig
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
@@ -40,6 +41,7 @@ class TrainerConfig:
     schedule: ScheduleConfig
     transport: TransportConfig
     run: RunConfig
+    core: CoreConfig = dataclasses.field(default_factory=CoreConfig)
 
     @property
     def world_size(self) -> int:
@@ -103,10 +105,17 @@ class TrainerConfig:
         return 1
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The settings as plain values that JSON can hold, by group."""
+        """The settings as plain values that JSON can hold, by group.
+
+        Those of megatron-core are left out where they have their defaults, so that another version
+        of it reads the rest.
+        """
+        saved = dataclasses.asdict(self)
+        defaults = vars(CoreConfig())
+        core = {name: value for name, value in saved["core"].items() if value != defaults[name]}
         return {
             group: {name: _plain(value) for name, value in values.items()}
-            for group, values in dataclasses.asdict(self).items()
+            for group, values in (saved | {"core": core}).items()
         }
 
     @classmethod

@@ -164,9 +164,10 @@ class DelayedCall:
                 else:
                     parameter.grad = torch.zeros_like(parameter)
 
+    @torch.no_grad()  # the layer's own tensors may require gradients
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
-    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    ) -> list[tuple[torch.nn.Parameter, Any]]:
         """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`.
 
         Nothing is returned of a weight that the layer has added to ``main_grad``.
@@ -190,9 +191,8 @@ class DelayedCall:
             found = {parameter: parameter.grad for parameter in before}
             for parameter, former in before.items():
                 parameter.grad = former
-        for parameter in (*weights, *(() if absent else biases)):
-            if (computed_here := found[parameter]) is not None:
-                yield parameter, computed_here
+        present = (*weights, *(() if absent else biases))
+        return [(each, found[each]) for each in present if found[each] is not None]
 
     def flops(self, gradient: torch.Tensor) -> float:
         """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""

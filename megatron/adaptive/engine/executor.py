@@ -17,6 +17,7 @@ one tensor-parallel group keep together is an ``Agreement``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,9 @@ class LaunchedAction(NamedTuple):
 
 
 _NO_INPUT = ActionInput()
+_OBSERVED = contextlib.nullcontext()
+# The same objects each time: to make one takes longer than to find it.
+_input_of = functools.lru_cache(maxsize=1 << 16)(Action)
 
 
 class Stages(Protocol):
@@ -267,7 +271,7 @@ class Executor:
             if action is None:
                 self._await_arrival(state)
                 continue
-            while not state.is_ready(action):
+            while not state.try_start(action):
                 if self._decides or not state.is_possible(action):
                     raise ScheduleError(
                         f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
@@ -324,7 +328,6 @@ class Executor:
         received, nbytes = given.tensor, given.nbytes
         depth = len(self._inputs)
         start = self._clock.mark()
-        state.start(action)
         kind, chunk, microbatch = action.kind, action.chunk, action.microbatch
         self._codes.append(NUMBER[kind] * self._num_chunks + chunk)
         held = self._held_bytes
@@ -365,12 +368,12 @@ class Executor:
             )
         rank, chunk = target
         if rank == self._pp_rank:
-            self._inputs[Action(kind, chunk, of.microbatch)] = ActionInput(tensor.detach())
+            self._inputs[_input_of(kind, chunk, of.microbatch)] = ActionInput(tensor.detach())
             state.arrive(kind, chunk, of.microbatch)
             return 0
         assert self._transport is not None
         peer, microbatch = self._route(rank, of.microbatch)
-        action = Action(kind, chunk, microbatch)
+        action = _input_of(kind, chunk, microbatch)
         log, nbytes = self._log, tensor.nbytes
         start_ns = 0 if log is None else log.now_ns()
         self._transport.send(peer, Label(self._step, action), tensor)
@@ -575,17 +578,19 @@ class ActivationMeter:
         """Bytes of one microbatch of the chunk, 0 before its first forward."""
         return self._bytes.get(chunk, 0)
 
-    @contextlib.contextmanager
-    def measure(self, chunk: int, held: Iterable[torch.Tensor]) -> Iterator[None]:
+    def measure(
+        self, chunk: int, held: Iterable[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
         """Observes a forward of ``chunk`` unless one was observed before.
 
         Args:
             chunk: local chunk.
             held: tensors that are there anyway, such as parameters; they do not count.
         """
-        if chunk in self._bytes:
-            yield
-            return
+        return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
+
+    @contextlib.contextmanager
+    def _observe(self, chunk: int, held: Iterable[torch.Tensor]) -> Iterator[None]:
         own = {tensor.untyped_storage().data_ptr() for tensor in held}
         seen: dict[int, int] = {}
 

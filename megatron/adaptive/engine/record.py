@@ -195,7 +195,8 @@ class ScheduleRecord:
                 f"{describe_numbers(self.steps)}; train other iterations, or record more"
             )
         codes = self._steps[step][rank]
-        recorded = codes.count(0)
+        lanes = 3 * self.shape.chunks
+        recorded = sum(code % lanes == 0 for code in codes)
         if recorded != num_microbatches:
             raise ConfigError(
                 f"step {step} of {self._source} has {recorded} microbatches, this run's has "
@@ -336,7 +337,8 @@ def _microbatches(order: Codes, shape: RecordShape) -> int:
     """Return the microbatches of an order that has every action once."""
     if not all(_is_count(code) for code in order):
         raise ValueError("an order holds something else than codes")
-    counts = Counter(order)
+    lanes = 3 * shape.chunks
+    counts = Counter(code % lanes for code in order)
     expected = {
         kind * shape.chunks + chunk: counts[0] * pieces
         for kind, pieces in enumerate((1, 1, shape.weight_pieces))

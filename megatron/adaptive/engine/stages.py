@@ -198,8 +198,9 @@ class MegatronStages:
         self._first_val_step = first_val_step
         stages = [placement.stage_of(pp_rank, chunk) for chunk in range(len(chunks))]
         self._is_last = [stage == placement.num_stages - 1 for stage in stages]
-        self._inputs: dict[tuple[int, int], torch.Tensor | None] = {}
-        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        # Input and output of forwards whose backward is to come, by chunk and microbatch.
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._backward_rest = (*((self._model_type,) if _TAKES_TYPE else ()), self.config)
         self._stores = stores if split and not forward_only else None
         if split and not forward_only and len(stores or ()) != len(chunks):
             raise ConfigError(
@@ -219,10 +220,11 @@ class MegatronStages:
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
-        if received is not None and not self._forward_only:
+        trains = not self._forward_only
+        if received is not None and trains:
             received.requires_grad_()
         model = self._chunks[chunk]
-        with self._meter.measure(chunk, model.parameters()) if not self._forward_only else _NOTHING:
+        with self._meter.measure(chunk, model.parameters()) if trains else _NOTHING:
             output, num_tokens = forward_step(
                 self._forward_step_func,
                 self._data_iterators[chunk],
@@ -233,17 +235,16 @@ class MegatronStages:
                 self.config,
                 self._cp_size,
                 collect_non_loss_data=self._collect_non_loss_data,
-                is_first_microbatch=check_first_val_step(
-                    self._first_val_step, self._forward_only, microbatch == 0
-                ),
+                is_first_microbatch=microbatch == 0
+                and check_first_val_step(self._first_val_step, self._forward_only, True),
                 current_microbatch=microbatch,
                 vp_stage=chunk if len(self._chunks) > 1 else None,
                 is_last_stage=self._is_last[chunk],
             )
-        self.num_tokens += num_tokens
-        if not self._forward_only:
-            self._inputs[chunk, microbatch] = received
-            self._outputs[chunk, microbatch] = output
+        if self._is_last[chunk]:  # elsewhere there are none
+            self.num_tokens += num_tokens
+        if trains:
+            self._kept[chunk, microbatch] = received, output
         return output
 
     def release(self, chunk: int, microbatch: int) -> None:
@@ -252,30 +253,27 @@ class MegatronStages:
         Only the graph of an output is needed from here on. Its storage lives as long as the
         transport holds it.
         """
-        output = self._outputs.get((chunk, microbatch))
-        if output is not None and not self._is_last[chunk]:
-            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        if not self._is_last[chunk] and self.config.deallocate_pipeline_outputs:
+            kept = self._kept.get((chunk, microbatch))
+            if kept is not None:
+                deallocate_output_tensor(kept[1], True)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
-        received = self._inputs.pop((chunk, microbatch))
-        output = self._outputs.pop((chunk, microbatch))
+        received, output = self._kept.pop((chunk, microbatch))
+        given = (received, output, gradient, *self._backward_rest)
         if self._stores is not None:
             with self._stores[chunk].collect(microbatch):
-                return self._backward_step(received, output, gradient)
+                return backward_step(*given)  # type: ignore[no-any-return]
         last = microbatch == self._num_microbatches - 1
         if last:
             self._sync.before_last_backward(chunk)
-        answer = self._backward_step(received, output, gradient)
+        answer = backward_step(*given)
         if last:
             self._sync.after_last_backward(chunk)
-        return answer
-
-    def _backward_step(self, *tensors: Any) -> Any:
-        kind = (self._model_type,) if _TAKES_TYPE else ()
-        return backward_step(*tensors, *kind, self.config)
+        return answer  # type: ignore[no-any-return]
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`.

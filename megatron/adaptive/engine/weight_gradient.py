@@ -49,7 +49,10 @@ class LayerCall(Protocol):
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return the gradient of each parameter that is not already added where it belongs."""
+        """Return the gradient of each parameter that is not already added where it belongs.
+
+        Neither tensor requires a gradient, so that none of this is recorded.
+        """
 
     def flops(self, gradient: torch.Tensor) -> float:
         """Return roughly how much work :meth:`weight_gradients` is."""
@@ -193,6 +196,11 @@ def _run_unit(unit: Sequence[_Task]) -> None:
     Autograd sums a microbatch's gradients of a parameter before they are added to those of
     earlier microbatches; so does this.
     """
+    if len(unit) == 1:
+        task = unit[0]
+        for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
+            accumulate(parameter, gradient)
+        return
     totals: dict[torch.nn.Parameter, torch.Tensor] = {}
     for task in unit:
         for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
@@ -235,6 +243,8 @@ class WeightGradientStore:
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
+        # Of the last microbatch that was cut: by what its calls have in common with the next one's.
+        self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
     def pending(self) -> int:
@@ -255,8 +265,7 @@ class WeightGradientStore:
             self._anchors[device] = torch.empty(0, device=device, requires_grad=True)
         return self._anchors[device]
 
-    @contextlib.contextmanager
-    def collect(self, microbatch: int) -> Iterator[None]:
+    def collect(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
         """Take the weight gradients of the backward that runs within as those of ``microbatch``.
 
         Raises:
@@ -269,15 +278,17 @@ class WeightGradientStore:
                 "other in ascending order"
             )
         self._collected, self._last_collected = [], microbatch
-        try:
-            yield
-            tasks = self._collected
-        finally:
-            self._collected = None
-        units: dict[torch.nn.Parameter, list[_Task]] = {}
+        return _Collecting(self)
+
+    def end(self, *, is_whole: bool) -> None:
+        """End :meth:`collect`, whose context calls this; a backward that failed leaves nothing."""
+        tasks, self._collected = self._collected, None
+        if tasks is None or not is_whole:
+            return
+        units: dict[int, list[_Task]] = {}
         for task in tasks:
-            units.setdefault(task.call.weight, []).append(task)
-        self._backlog.append(_Backlog(microbatch, deque(units.values())))
+            units.setdefault(id(task.call.weight), []).append(task)
+        self._backlog.append(_Backlog(self._last_collected, deque(units.values())))
         if not self._microbatch_bytes:
             tensors = [tensor for task in tasks for tensor in (task.given, task.gradient)]
             # By their object: those without memory all lie at one address.
@@ -298,7 +309,6 @@ class WeightGradientStore:
             )
         self._collected.append(_Task(call, given, gradient))
 
-    @torch.no_grad()
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
         """Compute one of ``pieces`` about equal parts of a microbatch's weight gradients.
 
@@ -316,8 +326,7 @@ class WeightGradientStore:
         self._check_turn(microbatch, piece, pieces)
         backlog = self._backlog[0]
         if piece == 0:
-            costs = [sum(t.call.flops(t.gradient) for t in unit) for unit in backlog.units]
-            backlog.counts = piece_sizes(costs, pieces)
+            backlog.counts = self._counts(backlog.units, pieces)
         backlog.next_piece += 1
         for _ in range(backlog.counts[piece]):
             _run_unit(backlog.units.popleft())
@@ -330,23 +339,49 @@ class WeightGradientStore:
         self._last_collected = -1
         self._backlog.clear()
 
+    def _counts(self, units: Sequence[list[_Task]], pieces: int) -> list[int]:
+        """Returns how many of the units each piece has; found anew where the first one differs."""
+        if not units:
+            return [0] * pieces
+        like = (len(units), pieces, units[0][0].gradient.shape)
+        if self._cut is None or self._cut[0] != like:
+            costs = [sum(t.call.flops(t.gradient) for t in unit) for unit in units]
+            self._cut = (like, piece_sizes(costs, pieces))
+        return self._cut[1]
+
     def _check_turn(self, microbatch: int, piece: int, pieces: int) -> None:
+        first = self._backlog[0] if self._backlog else None
+        if first is not None and 0 <= piece < pieces:
+            expected = len(first.counts) or pieces
+            if (microbatch, piece, pieces) == (first.microbatch, first.next_piece, expected):
+                return
         asked = f"weight gradients of microbatch {microbatch}, piece {piece} of {pieces}"
         if not 0 <= piece < pieces:
             raise ScheduleError(f"{asked} were asked for; a piece is at least 0 and below {pieces}")
-        if not self._backlog:
+        if first is None:
             raise ScheduleError(
                 f"{asked} were asked for, but none are pending after the backward of microbatch "
                 f"{self._last_collected}; run each once, after its backward"
             )
-        first = self._backlog[0]
-        expected = len(first.counts) or pieces
-        if (microbatch, piece, pieces) != (first.microbatch, first.next_piece, expected):
-            raise ScheduleError(
-                f"{asked} were asked for, but microbatch {first.microbatch}, piece "
-                f"{first.next_piece} of {expected} is next; ask for microbatches and pieces in "
-                "ascending order, and for one number of pieces throughout a microbatch"
-            )
+        raise ScheduleError(
+            f"{asked} were asked for, but microbatch {first.microbatch}, piece "
+            f"{first.next_piece} of {expected} is next; ask for microbatches and pieces in "
+            "ascending order, and for one number of pieces throughout a microbatch"
+        )
+
+
+class _Collecting:
+    """The context of :meth:`WeightGradientStore.collect`; that of a generator is far slower."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: WeightGradientStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._store.end(is_whole=error is None)
 
 
 class _Defer(torch.autograd.Function):
@@ -368,8 +403,10 @@ class _Defer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (given,), (gradient,) = ctx.saved_tensors, gradients
-        # Detached, or it would keep the graph before it until the weight gradient is computed.
-        ctx.store.add(ctx.call, given.detach(), gradient)
+        # Detached, or it would keep the graph before it until the weight gradient is computed. So
+        # would a gradient in the memory of an output: megatron-core's cross entropy makes one.
+        own = gradient.detach() if gradient.requires_grad else gradient
+        ctx.store.add(ctx.call, given.detach(), own)
         wanted = ctx.needs_input_grad[0]
         return ctx.call.input_gradient(gradient) if wanted else None, None, None, None
 

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
+from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.optimizer import (
     OptimizerConfig,
     get_megatron_optimizer,
@@ -30,15 +28,27 @@ from megatron.core.transformer.module import (
     fp32_to_float16,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
 )
+from megatron.core.transformer.utils import openai_gelu
 
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.core import parse_pattern
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.gpt.local_layers import completed
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     PlacedLayout,
@@ -140,8 +150,10 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     # On a CPU there are no fused kernels, and torch.compile takes longer than it saves.
     fused = model.transformer_impl == "transformer_engine" and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
+    kind = MLATransformerConfig if config.core.multi_latent_attention else TransformerConfig
     settings = {
-        **_by_name(TransformerConfig, model, precision, config.recompute),
+        **_by_name(kind, model, precision, config.recompute),
+        **core_settings(config, kind),
         "num_query_groups": model.query_groups,
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
@@ -180,7 +192,49 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         settings["pipeline_model_parallel_layout"] = PlacedLayout(
             placement_of(config), stages_of(config.layers_per_stage)
         )
-    return TransformerConfig(**settings)
+    return checked(kind, settings)
+
+
+def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
+    """Returns the settings of megatron-core that differ from the defaults of its class ``kind``."""
+    given = vars(config.core)
+    settings = {}
+    for field in dataclasses.fields(kind):
+        value = given.get(field.name, field.default)
+        if value == field.default or field.name not in given:
+            continue
+        if field.type is torch.dtype:
+            value = _DTYPES[value] if value else field.default
+        elif isinstance(value, str) and "int" in str(field.type):
+            value = parse_pattern(value)
+        elif isinstance(value, tuple) and "Tuple" not in str(field.type):
+            value = list(value)
+        settings[field.name] = value
+    return settings
+
+
+def checked(kind: Any, settings: dict[str, Any]) -> Any:
+    """Returns megatron-core's configuration with ``settings``.
+
+    Raises:
+        ConfigError: they break one of its own rules.
+    """
+    try:
+        return kind(**settings)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        why = " ".join(str(error).split()) or "a rule without a text"
+        raise ConfigError(
+            f"megatron-core's {kind.__name__} refuses the settings ({why}): change or drop the "
+            "flags that it names"
+        ) from error
+
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
 
 
 def _by_name(target: type, *sections: Any) -> dict[str, Any]:
@@ -198,8 +252,11 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
             "activation_func": F.silu,
             "bias_activation_fusion": model.bias_swiglu_fusion and accelerator.is_cuda,
         }
-    if model.squared_relu:
-        return {"activation_func": _squared_relu, "bias_activation_fusion": False}
+    if model.quick_geglu:
+        return {"gated_linear_unit": True, "activation_func": quick_gelu}
+    if model.squared_relu or model.openai_gelu:
+        function = _squared_relu if model.squared_relu else openai_gelu
+        return {"activation_func": function, "bias_activation_fusion": False}
     return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.is_cuda}
 
 
@@ -264,14 +321,18 @@ def wrap(
 ) -> list[torch.nn.Module]:
     """Put megatron-core's data-parallel wrapper around each of this rank's chunks."""
     parallel, precision = config.parallel, config.precision
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        check_for_nan_in_grad=precision.check_for_nan_in_loss_and_grad,
-        bucket_size=parallel.ddp_bucket_size,
-        average_in_collective=parallel.ddp_average_in_collective,
+    settings = checked(
+        DistributedDataParallelConfig,
+        {
+            **core_settings(config, DistributedDataParallelConfig),
+            "overlap_grad_reduce": parallel.overlap_grad_reduce,
+            "overlap_param_gather": parallel.overlap_param_gather,
+            "use_distributed_optimizer": parallel.use_distributed_optimizer,
+            "grad_reduce_in_fp32": precision.accumulate_allreduce_grads_in_fp32,
+            "check_for_nan_in_grad": precision.check_for_nan_in_loss_and_grad,
+            "bucket_size": parallel.ddp_bucket_size,
+            "average_in_collective": parallel.ddp_average_in_collective,
+        },
     )
     wrapped = [
         DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
@@ -302,7 +363,7 @@ def build_layer(
     core.init_method = core.output_layer_init_method = _as_it_is
     try:
         layer: torch.nn.Module = build_module(
-            _layer_spec(config, core),
+            _layer_specs(config, core)[get_transformer_layer_offset(core, block.vp_stage) + index],
             config=core,
             layer_number=index + 1,
             pg_collection=block.pg_collection,
@@ -336,13 +397,15 @@ def _build_chunk(
         init = KeyedInit(config.run.seed, first_outside=0 if first else 1 + learned)
         core.keyed_init = init
         core.init_method = init.normal(model.init_method_std)
-        core.embedding_init_method = core.init_method
+        core.embedding_init_method = init.normal(
+            config.core.embedding_init_method_std or model.init_method_std
+        )
         core.output_layer_init_method = init.normal(
             model.init_method_std / math.sqrt(2.0 * model.num_layers)
         )
     return GPTModel(
         config=core,
-        transformer_layer_spec=_layer_spec(config, core),
+        transformer_layer_spec=_block_spec(config, core, vp_stage),
         vocab_size=padded_vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,
@@ -360,33 +423,46 @@ def _build_chunk(
     )
 
 
-def _layer_spec(config: TrainerConfig, core: TransformerConfig) -> ModuleSpec:
-    """Return what a transformer layer is built of."""
+def _block_spec(
+    config: TrainerConfig, core: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Return what the layers of a chunk are built of."""
+    first = get_transformer_layer_offset(core, vp_stage)
+    count = get_num_layers_to_build(core, vp_stage)
+    specs = _layer_specs(config, core)[first : first + count]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=completed(LayerNormImpl))
+
+
+def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
+    """Return what each transformer layer of the model is built of."""
     model = config.model
-    if model.transformer_impl == "transformer_engine":
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
-    else:
-        spec = get_gpt_layer_local_spec(
-            qk_layernorm=model.qk_layernorm, normalization=model.normalization
-        )
-        if config.data.pack_to is not None:
+    specs = get_gpt_decoder_layer_specs(
+        core,
+        model.transformer_impl == "transformer_engine",
+        model.normalization,
+        core.qk_l2_norm,
+    )
+    if model.transformer_impl == "local":
+        specs = [completed(spec) for spec in specs]
+        for spec in specs if config.data.pack_to is not None else ():
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    if core.use_cpu_initialization:
-        spec = ModuleSpec(
-            module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules
-        )
-    return spec
+    return [_keyed(spec) for spec in specs] if core.use_cpu_initialization else specs
+
+
+def _keyed(spec: ModuleSpec) -> ModuleSpec:
+    return ModuleSpec(module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules)
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
     """Return megatron-core's optimizer over the parameters of ``chunks``."""
     settings, precision = config.optimizer, config.precision
-    core = OptimizerConfig(
-        **_by_name(OptimizerConfig, settings, precision),
-        params_dtype=getattr(torch, precision.dtype_name),
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        overlap_param_gather=config.parallel.overlap_param_gather,
-        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+    core = checked(
+        OptimizerConfig,
+        {
+            **_by_name(OptimizerConfig, settings, precision, config.parallel, config.logging),
+            **core_settings(config, OptimizerConfig),
+            "params_dtype": getattr(torch, precision.dtype_name),
+        },
     )
     # No weight decay on biases and norms, and a learning rate of its own for the embedding.
     return get_megatron_optimizer(core, list(chunks), get_standard_config_overrides(core))
@@ -441,10 +517,11 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
         layer:   h(q + 2k)   queries, keys, values
                + 2qs/2       scores and weighted values; a causal token sees half the others
                + qh          output projection
-               + 2hf         feed-forward, 3hf with --swiglu
+               + 2hf         feed-forward, 3hf with a gate
         model:   layers x layer + hV
 
-    times 2 for multiply and add, times 3 for forward, backward by inputs and by weights. Matrix
+    with latent attention the products of its ranks in place of the first three lines, all times 2
+    for multiply and add, times 3 for forward, backward by inputs and by weights. Matrix
     products only; what is computed again for lack of memory is not counted, nor are the optimizer
     and the lookup of embeddings.
 
@@ -481,14 +558,28 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
 def _layer(cfg: TrainerConfig) -> float:
     """Multiply-adds of one token's forward through a layer."""
     model = cfg.model
-    query_width = model.num_attention_heads * model.kv_channels
+    matrices = 3 if model.swiglu or model.quick_geglu else 2
+    feed_forward = matrices * model.hidden_size * model.ffn_hidden_size
+    core, heads = cfg.core, model.num_attention_heads
+    if core.multi_latent_attention:
+        key = core.qk_head_dim + core.qk_pos_emb_head_dim
+        down = core.kv_lora_rank + core.qk_pos_emb_head_dim
+        attention = (
+            model.hidden_size * down
+            + core.kv_lora_rank * heads * (core.qk_head_dim + core.v_head_dim)
+            + (model.hidden_size * core.q_lora_rank if core.q_lora_rank else 0)
+            + (core.q_lora_rank or model.hidden_size) * heads * key
+            + heads * (key + core.v_head_dim) * model.seq_length / 2
+            + heads * core.v_head_dim * model.hidden_size
+        )
+        return attention + feed_forward
+    query_width = heads * model.kv_channels
     key_value_width = 2 * model.query_groups * model.kv_channels
     attention = (
         model.hidden_size * (query_width + key_value_width)
         + 2 * query_width * model.seq_length / 2
         + query_width * model.hidden_size
     )
-    feed_forward = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
     return attention + feed_forward
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from megatron.adaptive.gpt.local_layers import LocalAttention
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -48,7 +49,7 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
         )
 
 
-class PackedAttention(DotProductAttention):  # type: ignore[misc]
+class PackedAttention(LocalAttention):
     """megatron-core's own attention, for packed rows as well."""
 
     def forward(
@@ -56,7 +57,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
         *more: Any,
         packed_seq_params: Documents | None = None,
         **options: Any,
@@ -64,7 +65,7 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
         """Attends; packed where queries, keys and values are ``[t, heads, width]``."""
         attend = super().forward
         if packed_seq_params is None:
-            return attend(query, key, value, attention_mask, *more, **options)  # type: ignore[no-any-return]
+            return attend(query, key, value, attention_mask, *more, **options)
         if self._has_kernel(query):
             return self._by_kernel(query, key, value, packed_seq_params)
         lengths = list(packed_seq_params.lengths)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.arguments import only_groups, parse
+from megatron.adaptive.config.core import CoreConfig
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import PrecisionConfig
@@ -134,7 +135,8 @@ def arguments_model(
     Raises:
         ConfigError: an argument is wrong, unknown or missing.
     """
-    kept = only_groups(arguments, (ModelConfig, PrecisionConfig), ("vocab_size",))
+    groups = (ModelConfig, PrecisionConfig, CoreConfig)
+    kept = only_groups(arguments, groups, ("vocab_size",))
     names = {word.split("=")[0] for word in kept}
     if precision is not None:
         kept = [word for word in kept if word not in ("--fp16", "--bf16")]

@@ -122,7 +122,7 @@ class Engine:
             if trace is not None:
                 trace.begin(self._iteration, given)
                 given = {**given, "data_iterator": trace.timed(given["data_iterator"])}
-        if len(chunks) > 1:
+        if self._settings.kind == "v":
             given = {**given, "forward_step_func": self._by_chunk(given["forward_step_func"])}
         try:
             with nullcontext() if trace is None or trains else trace.evaluating():
@@ -140,12 +140,16 @@ class Engine:
 
     def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
         """Let megatron-core know which chunk runs."""
+        numbers = {id(chunk): number for number, chunk in enumerate(self._chunks)}
+        placed = self._placed
 
         @functools.wraps(forward_step_func)
         def step(data_iterator: Any, model: Any, *rest: Any, **options: Any) -> Any:
-            chunk = next(n for n, one in enumerate(self._chunks) if one is model)
-            with self._placed.running(chunk):
+            placed.running = numbers[id(model)]
+            try:
                 return forward_step_func(data_iterator, model, *rest, **options)
+            finally:
+                placed.running = None
 
         return step
 

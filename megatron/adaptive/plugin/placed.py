@@ -23,12 +23,11 @@ counts positions from there, so that its own V begins at position 0 as everywher
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import megatron.core
@@ -73,11 +72,14 @@ class Placed:
 
     Args:
         kind: returns the placement in force.
+
+    Attributes:
+        running: the chunk that is meant where megatron-core does not say which one, if one runs.
     """
 
     def __init__(self, kind: Callable[[], PlacementKind]) -> None:
         self._kind = kind
-        self._running: int | None = None
+        self.running: int | None = None
         self._first: weakref.ref[torch.nn.Module] | None = None
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
@@ -114,15 +116,6 @@ class Placed:
             exchange(owner, name, ours, original)
         self._replaced.clear()
 
-    @contextlib.contextmanager
-    def running(self, chunk: int) -> Iterator[None]:
-        """Answer for ``chunk`` where megatron-core does not say which one it means."""
-        self._running = chunk
-        try:
-            yield
-        finally:
-            self._running = None
-
     @property
     def is_v(self) -> bool:
         """Whether the placement in force is a V."""
@@ -153,7 +146,7 @@ class Placed:
             ignore_virtual
             or parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
         ):
-            return self._running in (None, 0)
+            return self.running in (None, 0)
         assert vp_stage is not None, "vp_stage must be passed where a rank has several chunks"
         return vp_stage == 0
 

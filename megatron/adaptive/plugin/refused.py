@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_type, unwrap_model
 
+from megatron.adaptive.config.schedule import SEVERAL_CHUNKS
 from megatron.adaptive.engine.deferred_layers import delays_by_itself
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.placed import kind_of
@@ -166,7 +167,7 @@ def _check_schedule(config: Any, num_chunks: int, name: str) -> None:
         return  # chosen among those that fit; held against the file where it is read
     # The shape of the pipeline is not the question here, only the chunks.
     wanted = placement_for(name, 2, num_chunks).num_chunks
-    several = name in ("breadth-first", "interleaved")
+    several = name in SEVERAL_CHUNKS
     if wanted != num_chunks or (several and num_chunks == 1):
         raise ConfigError(
             f"schedule {name} with {num_chunks} model chunk{'s' * (num_chunks > 1)} on a rank, "

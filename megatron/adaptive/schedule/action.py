@@ -38,12 +38,15 @@ class Action:
         chunk: index of the chunk on its rank, from 0.
         microbatch: index of the microbatch in the batch, from 0.
         piece: which part of a weight gradient, from 0; 0 for everything else.
+        paired: a forward or backward of a fixed order that the next action starts beside, the one
+            computing while the other communicates. No part of the action's identity.
     """
 
     kind: ActionKind
     chunk: int
     microbatch: int
     piece: int = 0
+    paired: bool = False
 
     # Hot path: the generated pair compares and hashes tuples of all fields through Python code.
     def __eq__(self, other: object) -> bool:
@@ -63,7 +66,7 @@ class Action:
 
     def __str__(self) -> str:
         name = f"{self.kind}{self.chunk}-{self.microbatch}"
-        return f"{name}.{self.piece}" if self.piece else name
+        return f"{name}.{self.piece}" if self.piece else name + "+" * self.paired
 
 
 ActionTable = tuple[tuple[Action, ...], ...]

@@ -173,6 +173,7 @@ def evaluate(
                 workload,
                 cap=candidate.cap,
                 weight_pieces=candidate.weight_pieces,
+                beside=workload.cuts > 0,
                 compiled=compiled,
             )
         )

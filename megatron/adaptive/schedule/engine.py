@@ -1,7 +1,7 @@
 """The event loop of the simulator, as plain functions over numbers; compiled by ``compiled``.
 
-An event is the end of an action or the arrival of an action's input. All that happens at one moment
-is known before anyone decides. Times are whole picoseconds.
+An event is the end of an action, a communication within one, or the arrival of an action's input.
+All that happens at one moment is known before anyone decides. Times are whole picoseconds.
 
 ``rule`` stands for the policy: whoever runs this module puts the real one in its place.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.adaptive.schedule.machine import (
+    BESIDE,
     CHUNKS,
     DONE,
     FINISHED,
@@ -26,6 +27,7 @@ from megatron.adaptive.schedule.machine import (
     finish,
     is_ready,
     lane_count,
+    lanes,
     start,
 )
 
@@ -44,12 +46,23 @@ class World(NamedTuple):
         widths: per stage, its ranks, which take microbatches in turn (see ``widths``).
         total: number of microbatches of the whole step, which are those below.
         durations: ``[kind][stage][microbatch]``, flat, kinds F, B, W.
+        exchanges: the part of each F and B that is communication within a stage, likewise.
+        cuts: per stage, the pieces that this part of an F or B comes in; 0 for none.
         delays: latency of each action's message, ``[F or B][stage][microbatch]``, flat.
         occupancy: ``[from * ranks + to]``, how long a message keeps its link busy.
         free: ``[from * ranks + to]``, when the link is free again.
-        heap_times, heap_codes, heap_size: the events: an action's end is ``-1 - rank``, an arrival
-            the index of its action in ``durations``. Room for one per rank and one per message.
-        running: per rank, the code that runs, -1 for none.
+        heap_times, heap_codes, heap_size: the events: that a rank has computed up to an end or to a
+            communication is ``-1 - rank``, an arrival the index of its action in ``durations``.
+            Room for one per rank and one per message.
+        turn: per rank the place that computes, -1 for none. A rank has two, its number and that
+            plus ``ranks``: an action may run in one while that in the other communicates.
+        last: per rank, the place that computed last.
+        was_filler: per rank, 1 if its last action was a weight gradient.
+        link: per rank, when communication within its stages is over.
+        running: per place, the code that runs, -1 for none.
+        works, exchanged, counts, steps, due, at: per place, the action's picoseconds, those of them
+            that are communication, number of communications, how many were started, when the last
+            of them is over, and the action's index in ``codes``.
         codes, starts, ends: out, per rank, its actions in the order they ran.
     """
 
@@ -60,13 +73,25 @@ class World(NamedTuple):
     widths: list[int]
     total: list[int]
     durations: list[int]
+    exchanges: list[int]
+    cuts: list[int]
     delays: list[int]
     occupancy: list[int]
     free: list[int]
     heap_times: list[int]
     heap_codes: list[int]
     heap_size: list[int]
+    turn: list[int]
+    last: list[int]
+    was_filler: list[int]
+    link: list[int]
     running: list[int]
+    works: list[int]
+    exchanged: list[int]
+    counts: list[int]
+    steps: list[int]
+    due: list[int]
+    at: list[int]
     codes: list[list[int]]
     starts: list[list[int]]
     ends: list[list[int]]
@@ -138,32 +163,79 @@ def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
     return work
 
 
+def go_on(world: World, place: int, now: int) -> None:
+    """Let an action compute up to its next communication or its end."""
+    rank = place % len(world.states)
+    step, count = world.steps[place], world.counts[place]
+    compute = world.works[place] - world.exchanged[place]
+    if step < count:
+        compute = compute * (step + 1) // count - compute * step // count
+    elif count > 0:
+        compute = 0
+    world.turn[rank] = place
+    heap_push(world, max(now, world.due[place]) + compute, -1 - rank)
+
+
+def communicate(world: World, place: int, now: int) -> None:
+    """Start an action's next communication; those of a rank share one link."""
+    rank = place % len(world.states)
+    step, count, exchange = world.steps[place], world.counts[place], world.exchanged[place]
+    world.link[rank] = max(world.link[rank], now)
+    world.link[rank] += exchange * (step + 1) // count - exchange * step // count
+    world.due[place] = world.link[rank]
+    world.steps[place] = step + 1
+
+
 def decide(world: World, rank: int, now: int) -> bool:
-    """Ask a rank's policy and start what it picks; False if that is not ready."""
-    s = world.states[rank]
-    code = rule(s, world.hints[rank])
-    if code < 0:
+    """Say who computes next, a new action if the policy picks one; False if that is not ready."""
+    s, ranks = world.states[rank], len(world.states)
+    place = world.last[rank]
+    other = (place + ranks) % (2 * ranks)
+    waits = world.running[other] >= 0
+    # A weight gradient fills one communication, then the turn goes back.
+    if waits and (world.running[place] >= 0 or world.was_filler[rank]):
+        go_on(world, other, now)
+        return True
+    word = rule(s, world.hints[rank])
+    if word < 0:
+        if waits:
+            go_on(world, other, now)
+        elif world.running[place] >= 0:
+            go_on(world, place, now)
         return True
     chunks = s[CHUNKS]
+    code = word % lanes(s)
     kind = code // chunks
     chunk = code - kind * chunks
     if not is_ready(s, kind, chunk):
         return False
-    work = work_of(world, rank, kind, chunk, world.stages[rank * chunks + chunk])
-    end = now + work
+    if world.running[place] >= 0:
+        place = other
+    stage = world.stages[rank * chunks + chunk]
+    work = work_of(world, rank, kind, chunk, stage)
+    world.works[place] = work
+    world.exchanged[place] = 0
+    world.counts[place] = 0
+    if s[BESIDE] == 1 and kind != W:
+        at = (kind * len(world.where) + stage) * world.total[0]
+        at += whole_of(world, rank, stage, lane_count(s, kind, chunk))
+        world.exchanged[place] = world.exchanges[at]
+        world.counts[place] = world.cuts[stage]
+    world.steps[place] = 0
+    world.due[place] = 0
     at = s[STARTED]
-    world.codes[rank][at] = code
+    world.at[place] = at
+    world.codes[rank][at] = word
     world.starts[rank][at] = now
-    world.ends[rank][at] = end
-    world.running[rank] = code
+    world.running[place] = code
     start(s, kind, chunk)
-    heap_push(world, end, -1 - rank)
+    go_on(world, place, now)
     return True
 
 
 def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: int) -> None:
     """Hand the result of a forward or backward on to the stage that needs it."""
-    stages, ranks, total = len(world.where), len(world.running), world.total[0]
+    stages, ranks, total = len(world.where), len(world.states), world.total[0]
     to = stage + 1 if kind == F else stage - 1
     if to < 0 or to >= stages:
         return
@@ -189,18 +261,26 @@ def happen(world: World, event: int, now: int) -> int:
         stage = lane - kind * stages
         width = world.widths[stage]
         rank = world.where[stage] + whole % width
-        chunk = stage // len(world.running)
+        chunk = stage // len(world.states)
         arrive(world.states[rank], kind, chunk, whole // width)
         return rank
     rank = -1 - event
     s = world.states[rank]
-    code = world.running[rank]
-    world.running[rank] = -1
+    place = world.turn[rank]
+    world.turn[rank] = -1
+    world.last[rank] = place
+    if world.steps[place] < world.counts[place]:
+        communicate(world, place, now)
+        return rank
+    code = world.running[place]
+    world.running[place] = -1
+    world.ends[rank][world.at[place]] = now
     chunks = s[CHUNKS]
     kind = code // chunks
     chunk = code - kind * chunks
     microbatch = lane_count(s, kind + DONE, chunk)
     finish(s, kind, chunk)
+    world.was_filler[rank] = int(kind == W)
     if kind != W:
         send(world, rank, kind, world.stages[rank * chunks + chunk], microbatch, now)
     return rank
@@ -208,14 +288,14 @@ def happen(world: World, event: int, now: int) -> int:
 
 def run(world: World) -> int:
     """Run a step to its end; returns ``DONE_ALL``, ``DEADLOCK`` or ``NOT_READY`` plus a rank."""
-    ranks = len(world.running)
+    ranks = len(world.states)
     now = 0
     touched = [True for _ in range(ranks)]
     while True:
         for rank in range(ranks):
             if touched[rank]:
                 touched[rank] = False
-                if world.running[rank] < 0 and not decide(world, rank, now):
+                if world.turn[rank] < 0 and not decide(world, rank, now):
                     return NOT_READY + rank
         if world.heap_size[0] == 0:
             break

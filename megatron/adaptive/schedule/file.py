@@ -1,7 +1,9 @@
 """Reads and writes schedules as files: a free order of work, made by hand or by another program.
 
 JSON, the format of this package; the text of an action is kind, chunk, ``-``, microbatch and, for a
-weight gradient in several pieces, ``.`` and the piece::
+weight gradient in several pieces, ``.`` and the piece. ``F0-3+`` runs
+together with the backward after it, ``B0-3+`` with a forward: one computes while the other's
+experts communicate::
 
     {"version": 1, "name": "mine", "placement": "v", "ranks": 2, "chunks": 2, "microbatches": 1,
      "orders": ["F0-0 F1-0 B1-0 W1-0 B0-0 W0-0.0",
@@ -46,7 +48,7 @@ _PLACEMENTS: tuple[PlacementKind, ...] = ("loop", "v")
 
 _MOST_UNLISTED = 10_000
 
-_ACTION = re.compile(r"([FBW])(\d{1,6})-(\d{1,6})(?:\.(\d{1,6}))?", re.ASCII)
+_ACTION = re.compile(r"([FBW])(\d{1,6})-(\d{1,6})(?:\.(\d{1,6})|(\+))?", re.ASCII)
 _CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
 _SKIPPED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d*|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -174,12 +176,13 @@ def _parse_order(text: str, rank: int) -> Order:
     order = []
     for position, word in enumerate(text.split()):
         match = _ACTION.fullmatch(word)
-        if match is None or (match[4] is not None and match[1] != ActionKind.W):
+        if match is None or (match[4] and match[1] != "W") or (match[5] and match[1] == "W"):
             raise ScheduleError(
                 f"rank {rank}, position {position}: {word!r} is not an action: write F0-3, B0-3,"
-                " W0-3 or W0-3.1 (kind, chunk, microbatch, piece)"
+                " W0-3 or W0-3.1 (kind, chunk, microbatch, piece), F0-3+ for a pair with the next"
             )
-        order.append(Action(ActionKind(match[1]), int(match[2]), int(match[3]), int(match[4] or 0)))
+        numbers = int(match[2]), int(match[3]), int(match[4] or 0)
+        order.append(Action(ActionKind(match[1]), *numbers, bool(match[5])))
     return tuple(order)
 
 

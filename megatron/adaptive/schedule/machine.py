@@ -10,7 +10,8 @@ Memory is counted in millionths of the caller's unit, so that fractions add up e
 
 The rules: an action needs its input; each stage takes its forwards, its backwards and its weight
 gradients in ascending microbatch order; a backward follows its own forward, a weight gradient its
-own backward. A rank may run one action at a time.
+own backward. A rank runs one action at a time; where actions may start beside others, one of each
+kind.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ FINISHED = 10
 TOTAL = 11
 UNIT = 12  # activations of one microbatch of a chunk, 0 in an evaluation
 LAST_CHUNK = 13  # holds the last stage, whose forward enables its own backward; -1 for none
-HEAD = 14
+BESIDE = 14  # 1 where an action may start while another communicates
+BUSY = 15  # and two more: 1 where a forward, a backward, a weight gradient is under way
+HEAD = 18
 
 # Blocks of one count of actions per chunk; a count is also the next index.
 DONE = 3  # from a kind's block of started actions to that of finished ones
@@ -44,6 +47,11 @@ FLAGS = 6
 
 State = list[int]
 """A rank's numbers; compiled code has an ``int64`` array in its place."""
+
+
+def lanes(s: State) -> int:
+    """Counts the codes ``kind * chunks + chunk``; a forward's code plus this begins a pair."""
+    return 3 * s[CHUNKS]
 
 
 def lane_count(s: State, kind: int, chunk: int) -> int:
@@ -58,6 +66,8 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
     """True if the chunk's next action of that kind may start, memory aside."""
     chunks, microbatches = s[CHUNKS], s[MICROBATCHES]
     index = s[HEAD + kind * chunks + chunk]
+    if s[BUSY + kind] == 1:
+        return False
     if kind == W:
         return index < s[HEAD + (B + DONE) * chunks + chunk] * s[PIECES]
     if index >= microbatches:
@@ -85,6 +95,7 @@ def start(s: State, kind: int, chunk: int) -> None:
     """Note that the chunk's next action of that kind starts; a forward takes its memory now."""
     s[HEAD + kind * s[CHUNKS] + chunk] += 1
     s[STARTED] += 1
+    s[BUSY + kind] = 1
     if kind != W:
         s[LAST] = kind
     if kind == F:
@@ -102,6 +113,7 @@ def finish(s: State, kind: int, chunk: int) -> None:
     index = s[at]
     s[at] = index + 1
     s[FINISHED] += 1
+    s[BUSY + kind] = 0
     if kind == F:
         if chunk == s[LAST_CHUNK]:
             arrive(s, B, chunk, index)

@@ -39,8 +39,16 @@ microbatches, at least as many as ranks, on p equal stages takes
 ``m * (F + B + W) + (p - 1) * (F + B - min(F, B, W))``. The paper states ``F + B - W``, the same
 where W is the shortest of the three.
 
+**combined-1f1b**: interleaved 1F1B with one more warm-up forward, whose steady phase runs each
+forward together with the backward after it, which is of another microbatch: one computes while the
+other's experts communicate. ``F0-3+`` is such a forward::
+
+    rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F0-3+ B1-0 F1-2+ B1-1 F1-3+ B0-0 B0-1 B1-2 B1-3 B0-2 B0-3
+    rank 1 | F0-0 F0-1 F1-0 F1-1+ B1-0 F0-2+ B1-1 F0-3+ B0-0 F1-2+ B0-1 F1-3+ B1-2 B1-3 B0-2 B0-3
+
 Source: 1F1B: PipeDream-Flush, arXiv 2006.09503, section 2.2. Interleaved: Megatron-LM, arXiv
-2104.04473, section 2.2; group sizes other than the number of ranks as in megatron-core. ZB-H1: Zero
+2104.04473, section 2.2; group sizes other than the number of ranks as in megatron-core. Combined:
+megatron-core's ``overlap_moe_expert_parallel_comm``. ZB-H1: Zero
 Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 and table 2; the order is that of
 ``torch.distributed.pipelining`` with one stage per rank.
 """
@@ -48,6 +56,7 @@ Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 and table 2; the orde
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind, action_table
@@ -83,7 +92,11 @@ def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 
 
 def interleaved(
-    placement: Placement, num_microbatches: int, *, group_size: int | None = None
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    group_size: int | None = None,
+    pairs: bool = False,
 ) -> tuple[Order, ...]:
     """Returns the orders of interleaved 1F1B.
 
@@ -93,6 +106,7 @@ def interleaved(
             of ranks, which then forms the last, smaller group.
         group_size: microbatches that pass through a chunk before the next chunk's turn, from the
             number of ranks (the default) to ``num_microbatches``.
+        pairs: run each forward of the steady phase together with the backward after it.
 
     Raises:
         ScheduleError: one of these conditions is broken.
@@ -125,7 +139,7 @@ def interleaved(
         )
     )
     return tuple(
-        _in_turn(forwards, backwards, 2 * after + (chunks - 1) * size)
+        _in_turn(forwards, backwards, 2 * after + (chunks - 1) * size, pairs=pairs)
         for after in _stages_after(placement)
     )
 
@@ -135,9 +149,24 @@ def _stages_after(placement: Placement) -> range:
     return range(placement.num_ranks - 1, -1, -1)
 
 
-def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> Order:
-    warmup = min(warmup, len(forwards))
+def combined(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
+    """Returns the orders of combined 1F1B: interleaved, its steady phase in pairs.
+
+    Raises:
+        ScheduleError: ``num_microbatches`` does not suit ``interleaved``.
+    """
+    return interleaved(placement, num_microbatches, pairs=True)
+
+
+def _in_turn(
+    forwards: Sequence[Action],
+    backwards: Sequence[Action],
+    warmup: int,
+    *,
+    pairs: bool = False,
+) -> Order:
+    warmup = min(warmup + pairs, len(forwards))
     order = list(forwards[:warmup])
-    for pair in zip(forwards[warmup:], backwards, strict=False):
-        order += pair
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        order += [replace(forward, paired=True) if pairs else forward, backward]
     return (*order, *backwards[len(forwards) - warmup :])

@@ -67,7 +67,8 @@ class Follow:
     """Does the actions of a list one by one, each as soon as it is ready.
 
     The position in the list is the number of actions the state has started. The cap of the state
-    is not looked at: the memory of a list is known beforehand (``memory.peak_units``).
+    is not looked at: the memory of a list is known beforehand (``memory.peak_units``). A pair
+    starts when both its actions are ready.
 
     Args:
         order: one rank's actions, first to last.
@@ -93,7 +94,11 @@ class Follow:
                 )
             return None
         action = self.order[position]
+        if state.num_started > state.num_finished and not self.order[position - 1].paired:
+            return None
         if state.is_ready(action):
+            if action.paired and state.beside and not state.is_ready(self.order[position + 1]):
+                return None
             return action
         if not state.is_possible(action):
             raise ScheduleError(
@@ -107,8 +112,9 @@ def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...] | None
     """A rank's order as the codes that ``rules`` read.
 
     Returns:
-        ``kind * num_chunks + chunk`` of each action; None if some chunk takes a kind in another
-        order than ascending, which codes cannot say.
+        ``kind * num_chunks + chunk`` of each action, ``3 * num_chunks`` more for a forward that is
+        paired; None if some chunk takes a kind in another order than ascending, which codes cannot
+        say.
     """
     codes = []
     latest: dict[int, tuple[int, int]] = {}
@@ -118,7 +124,7 @@ def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...] | None
         if place <= latest.get(code, (-1, 0)):
             return None
         latest[code] = place
-        codes.append(code)
+        codes.append(code + 3 * num_chunks * action.paired)
     return tuple(codes)
 
 
@@ -126,10 +132,11 @@ def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tup
     """The order that ``codes_of`` says, with weight gradients in so many pieces."""
     counts = [0] * (3 * num_chunks)
     actions = []
-    for code in codes:
+    for word in codes:
+        paired, code = divmod(word, 3 * num_chunks)
         kind, chunk = divmod(code, num_chunks)
         pieces = max(1, weight_pieces) if kind == machine.W else 1
-        actions.append(Action(KINDS[kind], chunk, *divmod(counts[code], pieces)))
+        actions.append(Action(KINDS[kind], chunk, *divmod(counts[code], pieces), bool(paired)))
         counts[code] += 1
     return tuple(actions)
 
@@ -173,13 +180,14 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
 
     Args:
         policy: what picked them.
-        codes: the actions in the order they started, ``kind * num_chunks + chunk``.
+        codes: the actions in the order they started, as ``codes_of`` says them.
         num_chunks: chunks of the rank.
     """
     if isinstance(policy, Follow):
         return ["order"] * len(codes)
     if not isinstance(policy, RulePolicy):
         return [""] * len(codes)
+    codes = [code % (3 * num_chunks) for code in codes]
     if policy.rule is rules.hinted:
         return _hinted(policy.hint, codes, num_chunks)
     words = _BY_KIND.get(policy.rule, ("", "", ""))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.dualpipe_v import dualpipe_v
 from megatron.adaptive.schedule.gpipe import forward_only, gpipe, varuna
 from megatron.adaptive.schedule.memory import with_rounding
-from megatron.adaptive.schedule.one_f_one_b import interleaved, one_f_one_b, zb_h1
+from megatron.adaptive.schedule.one_f_one_b import combined, interleaved, one_f_one_b, zb_h1
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of
 from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_microbatches
@@ -65,6 +66,8 @@ _SEVERAL = "interleaved or adaptive for several"
 _STATIC: dict[str, _Static] = {
     "1f1b": _Static(one_f_one_b, most_chunks=1, instead=_SEVERAL),
     "breadth-first": _Static(gpipe, least_chunks=2, instead="gpipe for others"),
+    "combined-1f1b": _Static(combined, least_chunks=2, instead="1f1b for one chunk"),
+    "dualpipe-v": _Static(dualpipe_v, "v", 2, 2, splits_backward=True),
     "forward-only": _Static(forward_only),
     "gpipe": _Static(gpipe),
     "interleaved": _Static(interleaved, least_chunks=2, instead="1f1b for one chunk"),
@@ -231,7 +234,7 @@ def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> 
     actions: list[Action] = []
     for action in order:
         if action.kind is not ActionKind.W:
-            actions.append(action)
+            actions.append(replace(action, paired=False))
         if action.piece == 0 and action.kind is (ActionKind.W if splits else ActionKind.B):
             actions += [
                 Action(ActionKind.W, action.chunk, action.microbatch, piece)

@@ -1,7 +1,9 @@
 """The choices of the run-time policies, as plain functions over one rank's numbers.
 
 ``rule(s, hint)`` looks at a state (see ``machine``) and returns what to start now as a code,
-``kind * chunks + chunk``, or -1 to wait. The microbatch needs no saying: a stage takes each kind in
+``kind * chunks + chunk``, or -1 to wait. Where actions may start
+beside others, a rule is also asked while one communicates; what is under way is not ready then. The
+microbatch needs no saying: a stage takes each kind in
 ascending order. Like ``machine``, these run as they are in the executor and compiled in the
 simulator, so they use numbers only.
 
@@ -78,8 +80,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.adaptive.schedule.machine import (
+    BESIDE,
     CAP,
     CHUNKS,
+    FINISHED,
     GROUP,
     HEAD,
     IN_FLIGHT,
@@ -94,6 +98,7 @@ from megatron.adaptive.schedule.machine import (
     fits,
     is_ready,
     lane_count,
+    lanes,
 )
 
 LOOKAHEAD = 96
@@ -109,9 +114,17 @@ def follow(s: State, hint: Sequence[int]) -> int:
     position = s[STARTED]
     if position >= len(hint):
         return -1
-    code = hint[position]
-    kind = code // s[CHUNKS]
-    return code if is_ready(s, kind, code - kind * s[CHUNKS]) else -1
+    chunks = s[CHUNKS]
+    code = hint[position] % lanes(s)
+    kind = code // chunks
+    if s[STARTED] > s[FINISHED] and hint[position - 1] < lanes(s):
+        return -1
+    if not is_ready(s, kind, code - kind * chunks):
+        return -1
+    if hint[position] == code or s[BESIDE] == 0:
+        return code
+    partner = hint[position + 1] // chunks
+    return hint[position] if is_ready(s, partner, hint[position + 1] - partner * chunks) else -1
 
 
 def deepest_ready(s: State, kind: int) -> int:
@@ -184,9 +197,9 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     ``hint`` lists ``code + 3 * chunks * index``, where index counts the code's occurrences.
     """
     chunks = s[CHUNKS]
-    lanes = 3 * chunks
+    count = lanes(s)
     head = max(0, s[STARTED] - LOOKAHEAD)
-    while head < len(hint) and hint[head] // lanes < s[HEAD + hint[head] % lanes]:
+    while head < len(hint) and hint[head] // count < s[HEAD + hint[head] % count]:
         head += 1
     filling = True
     for chunk in range(chunks):
@@ -197,15 +210,17 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     other = -1
     early = -1
     for at in range(head, min(len(hint), head + LOOKAHEAD)):
-        index = hint[at] // lanes
-        code = hint[at] - index * lanes
+        index = hint[at] // count
+        code = hint[at] - index * count
         started = s[HEAD + code]  # a code is also the place of its count
         if index < started:
             continue
         kind = code // chunks
         chunk = code - kind * chunks
         if index == started and is_ready(s, kind, chunk):
-            if at == head or kind == W:
+            # Memory that an action under way will free is not free yet.
+            fitting = s[STARTED] == s[FINISHED] or kind == B or held + unit <= s[CAP]
+            if kind == W or (at == head and fitting):
                 return code
             if other < 0 and (kind == B or (kind == F and max(peak, held) + unit <= s[CAP])):
                 if filling and kind == F:

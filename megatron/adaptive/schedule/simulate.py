@@ -65,7 +65,7 @@ class SimResult:
     @property
     def makespan_s(self) -> float:
         """Seconds from start to the end of the last action."""
-        return max(int(ends[-1]) for ends in self.ends_ps) / PS_PER_S
+        return max(int(ends.max()) for ends in self.ends_ps) / PS_PER_S
 
     @property
     def num_actions(self) -> int:
@@ -80,9 +80,23 @@ class SimResult:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Per rank, seconds within actions."""
-        pairs = zip(self.starts_ps, self.ends_ps, strict=True)
-        return tuple(int((ends - starts).sum()) / PS_PER_S for starts, ends in pairs)
+        """Per rank, seconds within actions; those of a pair count once."""
+        return tuple(
+            int((ends - np.maximum(starts, np.append(0, ends)[:-1])).clip(0).sum()) / PS_PER_S
+            for starts, ends in zip(
+                self.starts_ps, map(np.maximum.accumulate, self.ends_ps), strict=True
+            )
+        )
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the communication within stages during which their ranks compute."""
+        work = self.workload
+        if work.exchanges_ps is None:
+            return 0.0
+        exchange_s = int(work.exchanges_ps.sum()) / PS_PER_S
+        apart_s = int(work.durations_ps.sum()) / PS_PER_S
+        return (apart_s - sum(self.busy_s)) / exchange_s
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
@@ -122,6 +136,7 @@ def simulate(
     cap: float | None = None,
     forward_only: bool = False,
     weight_pieces: int = 0,
+    beside: bool = False,
     compiled: bool = False,
 ) -> SimResult:
     """Simulate one step.
@@ -136,6 +151,7 @@ def simulate(
         cap: activation cap of every rank, None for no limit.
         forward_only: simulate an evaluation step.
         weight_pieces: parts of each weight gradient; 0 for whole backwards.
+        beside: an action may start while another, of another kind, communicates.
         compiled: use machine code, which numba makes at the first call; needs rules of ``rules``.
             Without it the same loop runs as Python, some fifty times slower.
 
@@ -163,6 +179,7 @@ def simulate(
             cap=cap,
             forward_only=forward_only,
             weight_pieces=weight_pieces,
+            beside=beside,
         )
         for rank in range(placement.num_ranks)
     ]
@@ -238,7 +255,8 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
                 f"policy {policy.name} broke the rules: rank {rank}: {action} cannot start:"
                 f" {state.why_not(action)}; {state.describe()}"
             )
-        return NUMBER[action.kind] * state.placement.num_chunks + action.chunk
+        code = NUMBER[action.kind] * state.placement.num_chunks + action.chunk
+        return code + machine.lanes(s) * (action.paired and state.beside)
 
     lists = engine.World(*(field.tolist() for field in world))
     lists = lists._replace(states=[state.numbers for state in states])
@@ -248,6 +266,9 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
         )
         raise ScheduleError(f"deadlock: no rank can go on: {waits}")
     return lists
+
+
+_PLACES = ("works", "exchanged", "counts", "steps", "due", "at")
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:
@@ -265,6 +286,9 @@ def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int
     def array(values: Sequence[Any]) -> Any:
         return np.array(values, dtype=np.int64)
 
+    exchanges = workload.exchanges_ps
+    if exchanges is None:
+        exchanges = zeros(*workload.delays_ps.shape)
     return engine.World(
         states=_padded([state.numbers for state in states]),
         hints=zeros(ranks, 1),
@@ -273,13 +297,20 @@ def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int
         widths=array([1] * len(first) if widths is None else widths),
         total=array([workload.durations_ps.shape[2]]),
         durations=workload.durations_ps.reshape(-1),
+        exchanges=exchanges.reshape(-1),
+        cuts=zeros(placement.num_stages) + workload.cuts,
         delays=workload.delays_ps.reshape(-1),
         occupancy=workload.occupancy_ps.reshape(-1),
         free=zeros(ranks * ranks),
         heap_times=zeros(events),
         heap_codes=zeros(events),
         heap_size=zeros(1),
-        running=zeros(ranks) - 1,
+        turn=zeros(ranks) - 1,
+        last=array(range(ranks)),
+        was_filler=zeros(ranks),
+        link=zeros(ranks),
+        running=zeros(2 * ranks) - 1,
+        **{name: zeros(2 * ranks) for name in _PLACES},
         codes=zeros(ranks, longest),
         starts=zeros(ranks, longest),
         ends=zeros(ranks, longest),

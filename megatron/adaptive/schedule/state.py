@@ -29,6 +29,7 @@ class RankState:
         forward_only: evaluation; there are no backwards and no activations are held.
         weight_pieces: parts into which each weight gradient is cut; 0 for whole backwards, which
             compute the weight gradients themselves.
+        beside: an action may start while another, of another kind, communicates.
 
     Raises:
         ScheduleError: an argument is out of range, or the cap is below the least cap.
@@ -43,6 +44,7 @@ class RankState:
         cap: float | None = None,
         forward_only: bool = False,
         weight_pieces: int = 0,
+        beside: bool = False,
     ) -> None:
         check_num_microbatches(num_microbatches)
         if weight_pieces < 0:
@@ -59,8 +61,16 @@ class RankState:
         self.forward_only = forward_only
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
+        last = placement.num_stages - 1
+        # By kind and chunk: whether its input comes from another stage.
+        self._takes = (
+            *(stage > 0 for stage in stages),
+            *(stage < last and not forward_only for stage in stages),
+            *(False for _ in stages),
+        )
         s = self.numbers = [0] * (HEAD + chunks * (machine.FLAGS + 2 * num_microbatches))
         s[machine.LAST] = -1
+        s[machine.BESIDE] = int(beside and not forward_only)
         s[machine.CAP] = machine.NO_CAP if forward_only else most
         s[machine.CHUNKS] = chunks
         s[machine.MICROBATCHES] = num_microbatches
@@ -73,7 +83,7 @@ class RankState:
             chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)
         )
         s[machine.UNIT] = 0 if forward_only else round(MEMORY_SCALE / chunks)
-        ends_here = not forward_only and placement.num_stages - 1 in stages
+        ends_here = not forward_only and last in stages
         s[machine.LAST_CHUNK] = chunks - 1 if ends_here else -1
         if stages[0] == 0:  # its forwards need no input
             flags = HEAD + machine.FLAGS * chunks
@@ -107,6 +117,11 @@ class RankState:
         return self.numbers[machine.FINISHED] == self.numbers[machine.TOTAL]
 
     @property
+    def beside(self) -> bool:
+        """True if an action may start while another, of another kind, communicates."""
+        return self.numbers[machine.BESIDE] == 1
+
+    @property
     def in_flight(self) -> float:
         """Activations held, in whole-rank microbatches."""
         return self.numbers[machine.IN_FLIGHT] / MEMORY_SCALE
@@ -121,8 +136,11 @@ class RankState:
 
         Memory is not considered; see ``fits``. An action that does not exist is never ready.
         """
-        return self.is_possible(action) and machine.is_ready(
-            self.numbers, NUMBER[action.kind], action.chunk
+        s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
+        return (
+            0 <= chunk < s[machine.CHUNKS]
+            and s[HEAD + number * s[machine.CHUNKS] + chunk] == self._index(action)
+            and machine.is_ready(s, number, chunk)
         )
 
     def is_possible(self, action: Action) -> bool:
@@ -176,18 +194,22 @@ class RankState:
         Raises:
             ScheduleError: no such action takes an input, or this one arrived before.
         """
-        name = f"rank {self.rank}: input of {kind}{chunk}-{microbatch}"
-        if not (self._has(kind, chunk) and self.placement.source_of(kind, self.rank, chunk)):
-            raise ScheduleError(f"{name} was reported, which takes no input from another stage")
-        if not 0 <= microbatch < self.num_microbatches:
-            raise ScheduleError(
-                f"{name} arrived, but the step has {self.num_microbatches} microbatches"
-            )
-        chunks = self.placement.num_chunks
-        lane = NUMBER[kind] * chunks + chunk
-        if self.numbers[HEAD + machine.FLAGS * chunks + lane * self.num_microbatches + microbatch]:
-            raise ScheduleError(f"{name} arrived twice")
-        machine.arrive(self.numbers, NUMBER[kind], chunk, microbatch)
+        s, number, chunks = self.numbers, NUMBER[kind], self.placement.num_chunks
+        if not (0 <= chunk < chunks and self._takes[number * chunks + chunk]):
+            why = "was reported, which takes no input from another stage"
+        elif not 0 <= microbatch < self.num_microbatches:
+            why = f"arrived, but the step has {self.num_microbatches} microbatches"
+        elif s[
+            HEAD
+            + machine.FLAGS * chunks
+            + (number * chunks + chunk) * self.num_microbatches
+            + microbatch
+        ]:
+            why = "arrived twice"
+        else:
+            machine.arrive(s, number, chunk, microbatch)
+            return
+        raise ScheduleError(f"rank {self.rank}: input of {kind}{chunk}-{microbatch} {why}")
 
     def start(self, action: Action) -> None:
         """Note that the action starts; a forward takes its memory now.
@@ -197,12 +219,18 @@ class RankState:
         Raises:
             ScheduleError: the action is not ready.
         """
-        if not self.is_ready(action):
+        if not self.try_start(action):
             raise ScheduleError(
                 f"rank {self.rank}: {action} cannot start: {self.why_not(action)};"
                 f" {self.describe()}"
             )
-        machine.start(self.numbers, NUMBER[action.kind], action.chunk)
+
+    def try_start(self, action: Action) -> bool:
+        """Note that the action starts if it is ready; returns whether it is. See :meth:`start`."""
+        ready = self.is_ready(action)
+        if ready:
+            machine.start(self.numbers, NUMBER[action.kind], action.chunk)
+        return ready
 
     def finish(self, action: Action) -> None:
         """Note that a started action ended; memory that it frees is free now.
@@ -211,10 +239,11 @@ class RankState:
             ScheduleError: the action is not the oldest running one of its kind and chunk.
         """
         s, number, chunk = self.numbers, NUMBER[action.kind], action.chunk
-        if (
-            not self._has(action.kind, chunk)
-            or self._index(action) != lane_count(s, number + machine.DONE, chunk)
-            or self._index(action) >= lane_count(s, number, chunk)
+        if not (
+            0 <= chunk < s[machine.CHUNKS]
+            and lane_count(s, number + machine.DONE, chunk)
+            == self._index(action)
+            < lane_count(s, number, chunk)
         ):
             raise ScheduleError(
                 f"rank {self.rank}: {action} finished, but it is not the oldest running action of"
@@ -249,6 +278,8 @@ class RankState:
             return (
                 f"its own {'forward' if number == machine.B else 'backward'} {of} has not finished"
             )
+        if s[machine.BUSY + number]:
+            return f"another {action.kind} is under way"
         if machine.is_ready(s, number, chunk):
             return "it is ready"
         return f"its input from {self._sender(action)} is not here"
@@ -266,7 +297,8 @@ class RankState:
             forwards = lane_count(self.numbers, machine.F + machine.DONE, chunk)
             limits = (self.num_microbatches, 0 if self.forward_only else forwards)
             for number, limit in enumerate(limits):
-                if lane_count(self.numbers, number, chunk) >= limit:
+                under_way = self.numbers[machine.BUSY + number]
+                if under_way or lane_count(self.numbers, number, chunk) >= limit:
                     continue
                 action = self.next_action(number, chunk)
                 if not machine.is_ready(self.numbers, number, chunk):

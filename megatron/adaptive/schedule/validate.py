@@ -7,14 +7,14 @@ with the cell in brackets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
 from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, action_table
 from megatron.adaptive.schedule.render import render_schedule
-from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.schedule import Order, Schedule
 from megatron.adaptive.schedule.state import RankState
 
 
@@ -25,7 +25,8 @@ def validate(schedule: Schedule) -> None:
     microbatch, a backward follows its forward and a weight gradient its backward; no ranks may
     wait for each other in a circle. Either nothing lists a W and backwards are whole, or every
     microbatch has its W on every stage, all in the same number of pieces. A schedule without any
-    backward is one of an evaluation.
+    backward is one of an evaluation. Of a pair, a forward and a backward in either order, the
+    second must not need the first, directly or through other ranks.
 
     Raises:
         ScheduleError: the first rule found broken, with the place and a picture of it.
@@ -54,12 +55,22 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
     peaks = []
     for rank, order in enumerate(schedule.orders):
         state = _new_state(schedule, rank)
-        for action in order:
-            kind = NUMBER[action.kind]
-            machine.start(state.numbers, kind, action.chunk)
-            machine.finish(state.numbers, kind, action.chunk)
+        for _, actions in _together(order):
+            for action in actions:
+                machine.start(state.numbers, NUMBER[action.kind], action.chunk)
+            for action in actions:
+                machine.finish(state.numbers, NUMBER[action.kind], action.chunk)
         peaks.append(state.peak_in_flight)
     return tuple(peaks)
+
+
+def _together(order: Order) -> Iterator[tuple[int, Order]]:
+    """Yields what starts at once, one action or a pair, with its position."""
+    position = 0
+    while position < len(order):
+        count = 1 + order[position].paired
+        yield position, order[position : position + count]
+        position += count
 
 
 def _fail(schedule: Schedule, rank: int, position: int, problem: str) -> NoReturn:
@@ -115,11 +126,15 @@ def _check_order(schedule: Schedule, rank: int) -> None:
                 for microbatch in range(num_microbatches):
                     state.arrive(kind, chunk, microbatch)
     order = schedule.orders[rank]
-    for position, action in enumerate(order):
-        if not state.is_ready(action):
-            _fail(schedule, rank, position, f"{action} cannot be here: {state.why_not(action)}")
-        state.start(action)
-        state.finish(action)
+    for position, actions in _together(order):
+        for at, action in enumerate(actions, position):
+            if not state.is_ready(action):
+                _fail(schedule, rank, at, f"{action} cannot be here: {state.why_not(action)}")
+            if action.paired and {one.kind for one in actions} != {ActionKind.F, ActionKind.B}:
+                _fail(schedule, rank, at, f"{action} is no pair of an F and a B with what follows")
+            state.start(action)
+        for action in actions:
+            state.finish(action)
     if not state.done:
         missing = _missing(schedule, rank)
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
@@ -147,24 +162,32 @@ def _check_flow(schedule: Schedule) -> None:
         rank = waiting.pop()
         state = states[rank]
         while not state.done:
-            action = orders[rank][state.num_started]
-            if not state.is_ready(action):
+            actions = _next(orders[rank], state)
+            if not all(map(state.is_ready, actions)):
                 break
-            state.start(action)
-            state.finish(action)
-            target = placement.target_of(action.kind, rank, action.chunk)
-            if target is not None:
-                states[target[0]].arrive(action.kind, target[1], action.microbatch)
-                waiting.append(target[0])
+            for action in actions:
+                state.start(action)
+            for action in actions:
+                state.finish(action)
+                target = placement.target_of(action.kind, rank, action.chunk)
+                if target is not None:
+                    states[target[0]].arrive(action.kind, target[1], action.microbatch)
+                    waiting.append(target[0])
     stuck = [rank for rank, state in enumerate(states) if not state.done]
     if stuck:
         # The rank that came least far is nearest to the cause.
         rank = min(stuck, key=lambda rank: states[rank].num_started)
-        positions = [state.num_started for state in states]
-        _fail(schedule, rank, positions[rank], f"deadlock: {_circle(schedule, rank, positions)}")
+        _fail(
+            schedule, rank, states[rank].num_started, f"deadlock: {_circle(schedule, rank, states)}"
+        )
 
 
-def _circle(schedule: Schedule, rank: int, positions: Sequence[int]) -> str:
+def _next(order: Order, state: RankState) -> Order:
+    position = state.num_started
+    return order[position : position + 1 + order[position].paired]
+
+
+def _circle(schedule: Schedule, rank: int, states: Sequence[RankState]) -> str:
     """Say who waits for whom: from a rank to what it waits for, until a rank comes again.
 
     Every rank in it stands at the input of another stage: what it needs of its own was checked.
@@ -174,12 +197,14 @@ def _circle(schedule: Schedule, rank: int, positions: Sequence[int]) -> str:
     seen: set[int] = set()
     while rank not in seen:
         seen.add(rank)
-        action = schedule.orders[rank][positions[rank]]
+        state = states[rank]
+        action = next(a for a in _next(schedule.orders[rank], state) if not state.is_ready(a))
         source = placement.source_of(action.kind, rank, action.chunk)
-        assert source is not None
+        if source is None:  # it is paired with the forward that it follows
+            return ", ".join([*parts, f"rank {rank} for the forward of {action}"])
         sent = Action(action.kind, source[1], action.microbatch)
         parts.append(
-            f"rank {rank} waits at position {positions[rank]} with {action} for {sent} of rank"
+            f"rank {rank} waits at position {state.num_started} with {action} for {sent} of rank"
             f" {source[0]} (stage {placement.stage_of(*source)})"
         )
         rank = source[0]

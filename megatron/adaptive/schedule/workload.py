@@ -34,9 +34,9 @@ from megatron.adaptive.schedule.placement import Placement
 PS_PER_S = 10**12
 _LONGEST_S = 10**5
 _VERSION = 1
-_LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "rank_factors")
+_LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _NUMBERS = ("latency_s", "occupancy_s", "action_sigma", "microbatch_sigma", "latency_sigma")
-_NAMES = ("version", *_LISTS, *_NUMBERS, "links")
+_NAMES = ("version", *_LISTS, *_NUMBERS, "exchanges", "links")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +51,36 @@ class StageTimes:
             both.
         recompute_s: seconds that every backward spends on repeating its forward, per stage; empty
             for none.
+        exchange_s: seconds of a forward, and as many of a backward, that pass in communication
+            within the stage (experts' all-to-alls), per stage; empty for none.
+        exchanges: number of these communications in each forward and backward.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...] = ()
     recompute_s: tuple[float, ...] = ()
+    exchange_s: tuple[float, ...] = ()
+    exchanges: int = 0
 
     @classmethod
     def equal(
-        cls, num_stages: int, *, forward_s: float, backward_s: float, weight_s: float = 0.0
+        cls,
+        num_stages: int,
+        *,
+        forward_s: float,
+        backward_s: float,
+        weight_s: float = 0.0,
+        exchange_s: float = 0.0,
+        exchanges: int = 0,
     ) -> StageTimes:
         """Returns the same times on every stage."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
             weight_s=(weight_s,) * num_stages,
+            exchange_s=(exchange_s,) * num_stages if exchanges else (),
+            exchanges=exchanges,
         )
 
 
@@ -147,11 +161,16 @@ class Workload:
         durations_ps: ``[3, stages, microbatches] int64``, kinds F, B, W.
         delays_ps: ``[2, stages, microbatches] int64``, latency of the message after an F or B.
         occupancy_ps: ``[ranks, ranks] int64``, from and to.
+        exchanges_ps: ``[2, stages, microbatches] int64``, the part of each F and B that is
+            communication within the stage; ``None`` for none.
+        cuts: communications that this part consists of.
     """
 
     durations_ps: Any
     delays_ps: Any
     occupancy_ps: Any
+    exchanges_ps: Any = None
+    cuts: int = 0
 
 
 def draw(
@@ -187,6 +206,9 @@ def draw(
     recompute = times.recompute_s or (0.0,) * fine
     backward = [sum(pair) for pair in zip(times.backward_s, recompute, strict=True)]
     durations = np.array([times.forward_s, backward, weight])[:, :, None]
+    shares = np.array(times.exchange_s or (0.0,) * fine) / np.maximum(
+        durations[:2, :, 0], 1 / PS_PER_S
+    )
     durations = np.broadcast_to(durations, (3, fine, num_microbatches))
     latency, occupancy = _links(placement, link or Link(), links or {})
     delays = np.broadcast_to(latency[:, :, None], (2, stages, num_microbatches))
@@ -199,12 +221,18 @@ def draw(
         factors = _lognormal(rng, jitter.latency_sigma, (2, fine, num_microbatches))
         group = fine // stages
         delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
-    durations = durations.reshape(3, stages, fine // stages, num_microbatches).sum(axis=2)
-    durations = durations * _factors(rank_factors, ranks)[where][None, :, None]
+
+    def summed(values: Any) -> Any:
+        values = values.reshape(-1, stages, fine // stages, num_microbatches).sum(axis=2)
+        values = values * _factors(rank_factors, ranks)[where][None, :, None]
+        return np.rint(values * PS_PER_S).astype(np.int64)
+
     return Workload(
-        durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
+        durations_ps=summed(durations),
         delays_ps=np.rint(delays * PS_PER_S).astype(np.int64),
         occupancy_ps=np.rint(occupancy * PS_PER_S).astype(np.int64),
+        exchanges_ps=summed(durations[:2] * shares[:, :, None]) if times.exchanges else None,
+        cuts=times.exchanges * (fine // stages),
     )
 
 
@@ -241,9 +269,9 @@ def _factors(rank_factors: Sequence[float] | None, ranks: int) -> Any:
 
 
 def _check_times(placement: Placement, times: StageTimes) -> None:
-    for field_ in fields(times):
-        what, values = field_.name.removesuffix("_s"), getattr(times, field_.name)
-        if what in ("weight", "recompute") and not values:
+    for name in (field_.name for field_ in fields(times) if field_.name != "exchanges"):
+        what, values = name.removesuffix("_s"), getattr(times, name)
+        if what in ("weight", "recompute", "exchange") and not values:
             continue
         if len(values) != len(times.forward_s) or len(values) % placement.num_stages:
             raise ScheduleError(
@@ -251,6 +279,13 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
             )
         for stage, value in enumerate(values):
             _check_number(f"{what} time of stage {stage}", value)
+    for stage, exchange_s in enumerate(times.exchange_s):
+        whole_s = min(times.forward_s[stage], times.backward_s[stage])
+        if exchange_s > whole_s or not times.exchanges:
+            raise ScheduleError(
+                f"stage {stage} communicates {exchange_s} s in {times.exchanges} exchanges: it must"
+                f" be part of its forward and its backward (at most {whole_s}), in 1 or more"
+            )
 
 
 def _check_number(what: str, value: Any) -> float:
@@ -302,7 +337,9 @@ def _parse(data: Any, num_stages: int) -> StageProfile:
         one = {name: entry.get(name, usual) for name, usual in delays.items()}
         links[int(entry["from"]), int(entry["to"])] = Link(**one)
     return StageProfile(
-        times=StageTimes(**lists),
+        times=StageTimes(
+            **lists, exchanges=int(_check_number("exchanges", data.get("exchanges", 0)))
+        ),
         link=Link(**delays),
         links=links,
         rank_factors=factors or None,

@@ -351,7 +351,10 @@ class NativeQueue:
         """Implements :class:`~megatron.adaptive.transport.interface.Completions`."""
         if self._forwarded is not None:
             return self._forwarded.poll()
-        return self._open(self._node.poll())
+        item = self._node.poll()
+        # Not in _open() here either.
+        ready = item is None or type(item) is self._ready
+        return item if ready else self._open(item)  # type: ignore[no-any-return]
 
     def wait(self, deadline_s: float) -> Item | None:
         """Implements :class:`~megatron.adaptive.transport.interface.Completions`."""

@@ -4,11 +4,8 @@ import colorsys
 
 import pytest
 
-from megatron.adaptive.trace.event import CAUSES
 from megatron.adaptive.trace.views.palette import (
     IDLE,
-    WAIT_COLORS,
-    WAIT_NAMES,
     chunk_color,
     text_color,
 )
@@ -44,12 +41,3 @@ def test_text_contrast_is_readable() -> None:
             fill = chunk_color(action, chunk, 16)
             light, dark = sorted((luminance(fill), luminance(text_color(fill))), reverse=True)
             assert (light + 0.05) / (dark + 0.05) >= 3.5
-
-
-def test_waits_have_colours_of_their_own_lighter_than_any_action() -> None:
-    assert WAIT_COLORS.keys() == WAIT_NAMES.keys() == {"", *CAUSES}
-    colors = {*WAIT_COLORS.values(), IDLE}
-    assert len(colors) == len(WAIT_COLORS) + 1
-    actions = [chunk_color(action, chunk, 3) for action in "FBW" for chunk in range(3)]
-    lightness = [colorsys.rgb_to_hls(*channels(color))[1] for color in colors]
-    assert min(lightness) > max(colorsys.rgb_to_hls(*channels(color))[1] for color in actions)

@@ -51,18 +51,6 @@ def test_the_rules_of_the_format_are_kept(run: RunTrace) -> None:
     assert rules.broken_rules(events) == []
 
 
-def test_the_rules_notice_what_breaks_them() -> None:
-    slice_ = {"name": "a", "ph": "X", "pid": 1, "tid": 7, "ts": 0.0, "dur": 2.0, "args": {}}
-    name = {"name": "thread_name", "ph": "M", "pid": 1, "tid": 7, "args": {"name": "x"}}
-    flow = {"name": "m", "cat": "m", "ph": "s", "id": 1, "pid": 1, "tid": 7, "ts": 1.0}
-    assert rules.broken_rules([name, slice_]) == []
-    assert "overlap" in rules.broken_rules([name, slice_, {**slice_, "ts": 1.0}])[0]
-    assert "flow" in rules.broken_rules([name, slice_, flow])[0]
-    outside = {**flow, "ts": 2.0}
-    assert "not within" in rules.broken_rules([name, slice_, outside])[0]
-    assert "no name" in rules.broken_rules([slice_])[0]
-
-
 def test_every_span_is_a_slice_with_its_times_and_figures(run: RunTrace) -> None:
     events = list(perfetto_events(run, run.iterations))
     first = min(int(trace.table().start_ns.min()) for trace in run.ranks.values())

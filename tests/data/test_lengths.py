@@ -1,0 +1,121 @@
+"""Documents as samples: packed or padded, the same ones in every shape, conversations masked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.config.data import DataConfig
+from megatron.adaptive.data.datasets import build_datasets
+from megatron.adaptive.data.lengths import Batching, LengthLoader, first_fit, left_out
+from megatron.adaptive.data.tokenizer import NullTokenizer
+from megatron.adaptive.errors import ConfigError, DataError
+
+LONGEST = 12
+
+
+def build(path: object, tmp_path: Path, samples: int, **more: Any) -> Any:
+    data = DataConfig(
+        data_path=(str(path),),
+        data_cache_path=str(tmp_path / "cache"),
+        split="1",
+        variable_seq_lengths=True,
+        **more,
+    )
+    return build_datasets(
+        data, NullTokenizer(200), seq_length=LONGEST, seed=3, train_samples=samples
+    )[0]
+
+
+@pytest.mark.parametrize("unit", [1, 2, 6])
+def test_rows_hold_every_sample_once_and_no_more_than_fits(unit: int) -> None:
+    rng = np.random.default_rng(1)
+    for count in (unit, 2 * unit, 24 * unit):
+        lengths = rng.integers(1, 11, count).tolist()
+        rows = first_fit(lengths, 10, unit)
+        assert len(rows) % unit == 0
+        assert sorted(sample for row in rows for sample in row) == list(range(count))
+        assert max(sum(lengths[n] for n in row) for row in rows) <= 10
+        assert len(rows) <= -(-(11 / 9 * sum(lengths) / 5 + 1) // unit) * unit
+    assert first_fit([7, 3, 9, 2, 5, 4], 10) == [[0, 1], [2], [3], [4, 5]]
+
+
+def test_too_few_samples_for_every_replica_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 samples of a step .* multiple of 4"):
+        first_fit([1, 1, 1], 10, 4)
+
+
+@pytest.mark.parametrize("pack_to", [None, 2 * LONGEST])
+def test_every_shape_takes_the_same_documents(
+    write_tokens: Callable[..., str], tmp_path: Path, pack_to: int | None
+) -> None:
+    """Resumed after two steps by another number of replicas; cut, empty and whole documents."""
+    prefix = write_tokens([[n] * (1 + n % 16) for n in range(1, 50)])
+    dataset = build(prefix, tmp_path, 96)
+    assert left_out([dataset]) == (
+        "9 documents are cut at --seq-length, 3 without a token to predict are left out"
+    )
+
+    def taken(replicas: int, consumed: int, steps: int) -> list[list[tuple[int, ...]]]:
+        batching = Batching(micro_batch_size=1, pack_to=pack_to, replicas=replicas)
+        given = {"consumed_samples": consumed, "batching": batching}
+        loaders = [LengthLoader(dataset, dp_rank=r, **given) for r in range(replicas)]
+        silent = LengthLoader(dataset, dp_rank=0, reads=False, **given)
+        found = []
+        for _ in range(steps):
+            parts = [loader.step(16 // replicas) for loader in loaders]
+            beside = silent.step(16 // replicas)
+            assert len({len(part) for part in (*parts, beside)}) == 1
+            documents: list[tuple[int, ...]] = []
+            for batch in (batch for part in parts for batch in part):
+                rows = batch["tokens"][batch["loss_mask"] > 0]
+                lengths = batch["lengths"].tolist() if pack_to else [len(rows)]
+                documents += [tuple(one.tolist()) for one in rows.split(lengths)]
+                if pack_to:
+                    positions = batch["position_ids"][0].split(lengths)
+                    assert all(p.tolist() == list(range(len(p))) for p in positions)
+                assert batch["tokens"].shape[1] <= (pack_to or LONGEST)
+            assert parts[0].load.tokens == sum(map(len, documents))
+            if pack_to:
+                own = parts[0]
+                assert [b["lengths"].tolist() for b in own] == [
+                    b["lengths"].tolist() for b in beside
+                ]
+            found.append(sorted(documents))
+        return found
+
+    whole = taken(1, 0, 6)
+    assert taken(2, 0, 2) + taken(4, 32, 4) == whole
+    assert max(len(document) for step in whole for document in step) == LONGEST
+
+
+def test_only_what_the_assistant_says_is_taught(tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    talk = [
+        ("system", "9"),
+        ("user", "1 2"),
+        ("assistant", "3 4"),
+        ("user", "5"),
+        ("assistant", "6"),
+    ]
+    lines = [{"messages": [{"role": role, "content": text} for role, text in talk]}]
+    lines += [{"messages": [{"role": "user", "content": "7"}]}]  # nothing to learn
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (sample,) = build(path, tmp_path, 1, sft=True)
+    end = 200
+    assert sample["tokens"].tolist() == [9, end, 1, 2, end, 3, 4, end, 5, end, 6]
+    assert sample["labels"].tolist() == [end, 1, 2, end, 3, 4, end, 5, end, 6, end]
+    assert sample["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("line", ["{", "{}", '{"messages": []}', '{"messages": [{"role": "x"}]}'])
+def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match=r"talks.jsonl:1: is no conversation"):
+        build(path, tmp_path, 1, sft=True)
