@@ -106,7 +106,7 @@ def test_only_what_the_assistant_says_is_taught(tmp_path: Path) -> None:
     lines = [{"messages": [{"role": role, "content": text} for role, text in talk]}]
     lines += [{"messages": [{"role": "user", "content": "7"}]}]  # nothing to learn
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    (sample,) = build(path, tmp_path, 1, sft=True)
+    sample = build(path, tmp_path, 1, sft=True)[0]
     end = 200
     assert sample["tokens"].tolist() == [9, end, 1, 2, end, 3, 4, end, 5, end, 6]
     assert sample["labels"].tolist() == [end, 1, 2, end, 3, 4, end, 5, end, 6, end]
