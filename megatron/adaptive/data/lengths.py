@@ -215,7 +215,7 @@ def _messages(line: str, where: str) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How samples of different lengths become microbatches.
+    """Groups samples of different lengths into microbatches.
 
     Attributes:
         micro_batch_size: samples of a microbatch where they are padded.
@@ -286,7 +286,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1) -> list[list[int
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What the microbatches of a step hold, over all replicas.
+    """Holds the sizes of a step's microbatches, over all replicas.
 
     Attributes:
         tokens: tokens of documents.
