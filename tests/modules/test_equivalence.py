@@ -27,6 +27,8 @@ SCHEDULES = [
     ("varuna", None),
     ("zb-h1", None),
     ("zb-v", None),
+    ("combined-1f1b", 2),
+    ("dualpipe-v", None),
 ]
 NO_DROPOUT: dict[str, Any] = {
     "mlp": {},

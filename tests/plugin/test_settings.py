@@ -18,7 +18,7 @@ from megatron.adaptive.plugin.settings import CHOICES, Settings, add_arguments, 
 def test_every_choice_is_possible(name: str) -> None:
     path = "order.csv" if name == "file" else None
     settings = Settings(schedule=name, schedule_file=path)
-    assert settings.kind == ("v" if name in ("zb-v", "v-half") else "loop")
+    assert settings.kind == ("v" if name in ("dualpipe-v", "v-half", "zb-v") else "loop")
     assert settings.is_rule == (name in ("adaptive", "auto", "bfc", "dfc", "hinted"))
     # Of itself where the order needs it; with these the model decides.
     expected = None if name in ("adaptive", "auto", "file", "hinted") else name in SPLIT_SCHEDULES
@@ -36,7 +36,8 @@ def test_every_choice_is_possible(name: str) -> None:
         (
             {"schedule": "1f1b", "placement": "v"},
             "placement v with pipeline schedule 1f1b, which lays stages in a loop: use placement "
-            "loop, or one of adaptive, auto, bfc, dfc, file, gpipe, hinted, v-half, zb-v",
+            "loop, or one of adaptive, auto, bfc, dfc, dualpipe-v, file, gpipe, hinted, v-half, "
+            "zb-v",
         ),
         ({"placement": "w"}, "placement w is unknown: choose loop or v"),
         (
