@@ -25,6 +25,8 @@ latent attention, with --multi-latent-attention, is the only variant that is bui
     experimental-attention-variant linear-attention-type experimental-attention-*
 it needs a hook after the optimizer's step and kernels that report scores; use --qk-layernorm
     qk-clip log-max-attention-logit
+multi-token prediction is not built here, the plug-in trains it in Megatron-LM; drop the flag
+    mtp-num-layers
 state space and hybrid models are not built; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
     is-hybrid-model
