@@ -152,9 +152,12 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
         if isinstance(default, ast.Call):  # of dataclasses.field
             given = {word.arg: word.value for word in default.keywords}
             default = given.get("default")
-            if "metadata" in given:
-                metadata = ast.literal_eval(given["metadata"]).get("argparse_meta", {})
-                names = tuple(metadata.get("arg_names", ()))
+            # Other parts of the metadata may be computed.
+            for part in ast.walk(given.get("metadata", ast.Pass())):
+                if isinstance(part, ast.Dict):
+                    for key, words in zip(part.keys, part.values, strict=True):
+                        if isinstance(key, ast.Constant) and key.value == "arg_names":
+                            names = tuple(ast.literal_eval(words))
         try:
             value = ast.literal_eval(default) if default is not None else None
         except ValueError:
