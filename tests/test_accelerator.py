@@ -301,8 +301,8 @@ def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     block = bytearray(os.urandom(1)) * (64 << 20)
     after = cpu.memory_in_use_bytes()
     assert after - before > 32 << 20
-    # The two are counted by different means, the peak with some delay.
-    assert cpu.peak_memory_bytes() >= 0.98 * after
+    # The two are counted by different means, and other threads give memory back in between.
+    assert cpu.peak_memory_bytes() - before > 32 << 20
     del block
 
 
