@@ -11,6 +11,10 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.planner.cluster import known_gpu
 from megatron.adaptive.profiling.memory import total_host_bytes
 
+HOST_SHARE = 0.35
+"""The C library keeps so much of freed activations between those in use. Measured with
+``benchmarks/planner.py --part memory`` in runs of the trainer with glibc."""
+
 
 def gpu_name(accelerator: Accelerator) -> str:
     """Returns the name by which profiles and clusters know the device."""
@@ -26,13 +30,19 @@ def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
         ranks_here: ranks of this node, which share the memory of a host evenly.
     """
     if accelerator.is_cuda:
-        memory = torch.cuda.get_device_properties(accelerator.device).total_memory
+        free, memory = torch.cuda.mem_get_info(accelerator.device)
+        process: dict[str, float] = {
+            "context_bytes": memory - free - torch.cuda.memory_reserved(accelerator.device)
+        }
     else:
         memory = total_host_bytes() // ranks_here
+        rss = psutil.Process().memory_info().rss
+        process = {"context_bytes": rss, "allocator_share": HOST_SHARE}
     return {
         "gpu": gpu_name(accelerator),
         "device": accelerator.name,
         "processes": ranks_here,
         "cores": psutil.cpu_count() or 0,
         "memory_bytes": int(memory),
+        **process,
     }
