@@ -162,8 +162,8 @@ class Placed:
     ) -> None:
         """Let rank 0 build the data, though it holds neither end of a V.
 
-        In a loop it always does: it makes the indices that other ranks then read, and whether it has
-        data decides for all ranks whether Megatron-LM trains.
+        In a loop it always does: it makes the indices that other ranks then read, and whether it
+        has data decides for all ranks whether Megatron-LM trains.
         """
         given = inspect.signature(original).bind(builder, *args, **kwargs)
         reads = given.arguments["is_built_on_rank"]
