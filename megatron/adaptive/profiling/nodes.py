@@ -9,7 +9,7 @@ import torch
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.planner.cluster import known_gpu
-from megatron.adaptive.profiling.memory import total_host_bytes
+from megatron.adaptive.profiling.memory import process_bytes, total_host_bytes
 
 HOST_SHARE = 0.35
 """The C library keeps so much of freed activations between those in use. Measured with
@@ -29,15 +29,12 @@ def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
         accelerator: the process's device.
         ranks_here: ranks of this node, which share the memory of a host evenly.
     """
+    process: dict[str, float] = {"context_bytes": process_bytes(accelerator)}
     if accelerator.is_cuda:
-        free, memory = torch.cuda.mem_get_info(accelerator.device)
-        process: dict[str, float] = {
-            "context_bytes": memory - free - torch.cuda.memory_reserved(accelerator.device)
-        }
+        memory = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
         memory = total_host_bytes() // ranks_here
-        rss = psutil.Process().memory_info().rss
-        process = {"context_bytes": rss, "allocator_share": HOST_SHARE}
+        process["allocator_share"] = HOST_SHARE
     return {
         "gpu": gpu_name(accelerator),
         "device": accelerator.name,
