@@ -19,13 +19,8 @@ import numpy as np
 
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.trace.event import (
-    COLLECTIVES,
-    COLUMNS as SPAN_COLUMNS,
-    IterationStart,
-    TraceHeader,
-    trace_file_name,
-)
+from megatron.adaptive.trace.event import COLLECTIVES, TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import COLUMNS as SPAN_COLUMNS
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.lines import block_text, header_line
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers, trace_files
@@ -52,10 +47,7 @@ def read_table(path: Path) -> RunTrace:
         SetupError: it is Parquet, and nothing here reads that.
     """
     try:
-        if path.suffix == ".csv":
-            columns = _csv_columns(path)
-        else:
-            columns = _parquet_columns(path)
+        columns = _csv_columns(path) if path.suffix == ".csv" else _parquet_columns(path)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
     return run_of_columns(columns, path)
@@ -123,13 +115,30 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path) -> RunTrace:
         raise TraceError(f"{origin} holds no operation; was the job traced?")
     broken = [name for name, values in numbers.items() if not np.isfinite(values).all()]
     if broken or numbers["duration"].min() < 0:
-        raise TraceError(f"{origin} has {' and '.join(broken) or 'duration'} without a value from 0")
+        raise TraceError(
+            f"{origin} has {' and '.join(broken) or 'duration'} without a value from 0"
+        )
     times_ns = {name: np.rint(numbers.pop(name) * 1e9) for name in ("start_ts", "duration")}
     table = {name: values.astype(np.int64) for name, values in numbers.items()}
-    start = (times_ns["start_ts"] - times_ns["start_ts"].min()).astype(np.int64)
+    start = _one_after_another(table["step"], times_ns["start_ts"], times_ns["duration"])
     return _Table(table, [str(word) for word in words], kind, start, times_ns["duration"]).run(
         origin
     )
+
+
+def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
+    """Start times with each step behind the one before: tables may begin every step at 0."""
+    _, number = np.unique(step, return_inverse=True)
+    first = np.full(int(number.max()) + 1, np.inf)
+    last = np.full(len(first), -np.inf)
+    np.minimum.at(first, number, start_ns)
+    np.maximum.at(last, number, start_ns + duration_ns)
+    shift, end = np.zeros(len(first)), first[0]
+    for place, begin in enumerate(first.tolist()):
+        shift[place] = max(0.0, end - begin)
+        end = last[place] + shift[place]
+    moved: Ints = (start_ns + shift[number] - first[0]).astype(np.int64)
+    return moved
 
 
 class _Table:
@@ -162,7 +171,9 @@ class _Table:
         self._check_microbatches(computes)
         known = {"forward-compute", "backward-compute", *_OPTIMIZERS, *COLLECTIVES}
         known |= {f"{way}-{end}" for way in _MESSAGES for end in ("send", "recv")}
-        unknown = Counter(self._words[k] for k in self._kind.tolist() if self._words[k] not in known)
+        unknown = Counter(
+            self._words[k] for k in self._kind.tolist() if self._words[k] not in known
+        )
         at, spans = self._spans(computes, placement)
         tp_rank = self._tensor_ranks()
         traces = {}
@@ -170,7 +181,9 @@ class _Table:
         order = np.lexsort((spans[:, _AT["start_ns"]], self._step[at], self._worker[at]))
         at, spans = at[order], spans[order]
         worker, step = self._worker[at], self._step[at]
-        heads = np.flatnonzero((np.diff(worker, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0))
+        heads = np.flatnonzero(
+            (np.diff(worker, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0)
+        )
         blocks: dict[int, dict[int, TraceTable]] = {}
         for low, high in zip(heads.tolist(), [*heads[1:].tolist(), len(at)], strict=True):
             table = TraceTable.from_rows(step[low:high], spans[low:high])
@@ -227,15 +240,15 @@ class _Table:
         for kind in ("loop", "v"):
             if kind == "v" and num_chunks != 2:
                 continue
-            place = Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)  # type: ignore[arg-type]
+            place = Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
             stages = np.array(
                 [[place.stage_of(r, c) for c in range(num_chunks)] for r in range(num_ranks)]
             )
             if (stages[stage, np.maximum(chunk, 0)] == model).all():
                 return place
         raise TraceError(
-            f"{origin}: gmc (chunk in the model) is neither mc * {num_ranks} + stage nor a V of two "
-            "chunks; check the columns mc, gmc and stage"
+            f"{origin}: gmc (chunk in the model) is neither mc * {num_ranks} + stage nor a V of "
+            "two chunks; check the columns mc, gmc and stage"
         )
 
     def _check_microbatches(self, computes: Ints) -> None:
@@ -376,6 +389,6 @@ def describe_run(run: RunTrace) -> str:
     replicas = len({trace.header.dp_rank for trace in run.ranks.values()})
     spans = sum(sum(trace.num_spans.values()) for trace in run.ranks.values())
     return (
-        f"{run.run}: {len(run.ranks)} ranks ({run.num_ranks} pipeline ranks x {replicas} replicas), "
-        f"iterations {describe_numbers(run.iterations)}, {spans:,} spans"
+        f"{run.run}: {len(run.ranks)} ranks ({run.num_ranks} pipeline ranks x {replicas} replicas),"
+        f" iterations {describe_numbers(run.iterations)}, {spans:,} spans"
     )

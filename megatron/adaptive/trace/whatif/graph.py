@@ -148,9 +148,7 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
     return np.append(sources, groups), np.append(targets, members), count
 
 
-def _around(
-    ops: Operations, rank: Ints, computes: Ints, others: Ints
-) -> list[tuple[Ints, Ints]]:
+def _around(ops: Operations, rank: Ints, computes: Ints, others: Ints) -> list[tuple[Ints, Ints]]:
     """Dependencies between computes and what else their rank does."""
     if not len(others):
         return []

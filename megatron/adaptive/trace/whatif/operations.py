@@ -228,16 +228,12 @@ def _kinds(table: TraceTable) -> Ints:
     by_kind[KIND["optimizer"]] = OPTIMIZER
     by_name = np.full(len(REASONS), NAMES.index("all-reduce"))
     by_name[[REASON[word] for word in COLLECTIVES]] = _COLLECTIVE + np.arange(len(COLLECTIVES))
-    kind = np.where(
-        table.kind == KIND["collective"], by_name[table.reason], by_kind[table.kind]
-    )
+    kind = np.where(table.kind == KIND["collective"], by_name[table.reason], by_kind[table.kind])
     kind[(kind == OPTIMIZER) & (table.reason == REASON["gc"])] = GC
     return kind
 
 
-def _inputs(
-    actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints
-) -> tuple[Ints, int]:
+def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
     """Finds the compute that made each one's input, and how many have none where one must be."""
     is_f, is_b = actions.kind == KIND["F"], actions.kind == KIND["B"]
     last = where.num_stages - 1
