@@ -106,7 +106,7 @@ def set_up_mesh(config: TrainerConfig) -> None:
         else None,
         context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
-        get_embedding_ranks=embedding_ranks(placement_of(config)),
+        get_embedding_ranks=embedding_ranks(config),
     )
 
 
