@@ -191,6 +191,7 @@ def build_run(job: TrainingJob) -> Run:
                 config.num_microbatches * (1 if widths is None else widths.round_size)
             ),
             widths=widths,
+            model=core,
         )
         tracing.watch(wiring.executor.snapshot)
         forward_backward = ForwardBackward(

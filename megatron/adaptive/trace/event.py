@@ -52,7 +52,7 @@ DRAWN_ACTIONS = KINDS[:3]
 
 CAUSES = ("input", "memory", "order", "group")
 """Causes of a wait: no input was there; one was, but its activations would not have fitted the
-cap; something was ready, but the order wanted another; a member of the tensor-parallel group had
+cap; something was ready, but the order wanted another; a member of the decision group had
 no input or no decision yet."""
 
 REASONS = (
