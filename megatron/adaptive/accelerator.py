@@ -476,18 +476,15 @@ def _substitute_exchanged_parts() -> None:
 
     megatron-core turns those of a GPU into numbers, and leaves those of a CPU what they are.
     """
-    original = dist.all_to_all_single
+    original: Any = dist.all_to_all_single
+
+    def number(value: Any) -> Any:
+        return value.tolist() if torch.is_tensor(value) else value
 
     @functools.wraps(original)
-    def exchange(
-        output: torch.Tensor, input: torch.Tensor, *sizes: Any, **options: Any
-    ) -> Any:
-        numbers = [size.tolist() if torch.is_tensor(size) else size for size in sizes]
-        named = {
-            name: value.tolist() if torch.is_tensor(value) else value
-            for name, value in options.items()
-        }
-        return original(output, input, *numbers, **named)
+    def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        named = {name: number(value) for name, value in options.items()}
+        return original(output, input, *map(number, rest), **named)
 
     dist.all_to_all_single = exchange
 
@@ -503,9 +500,7 @@ def _substitute_unequal_parts() -> None:
         return len({part.shape for part in parts}) > 1 and not options.get("async_op")
 
     @functools.wraps(gather)
-    def all_gather(
-        parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **options: Any
-    ) -> Any:
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **options: Any) -> Any:
         if not differ(parts, options):
             return gather(parts, own, *args, **options)
         whole = torch.cat(parts)
@@ -529,7 +524,7 @@ def _substitute_unequal_parts() -> None:
         own.copy_(found.sum(dim=0))
         return None
 
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter  # type: ignore[assignment]
 
 
 class _AnyIndex(tuple):  # type: ignore[type-arg]

@@ -147,7 +147,7 @@ NOTHING --hidden-size 64 --lr 1
 NO_RATE => --lr is missing
 NO_LENGTH => --train-iters or --train-samples
 --overlap-moe-expert-parallel-comm
-    => --overlap-moe-expert-parallel-comm is a flag of Megatron-LM that this trainer refuses | merged
+    => --overlap-moe-expert-parallel-comm is a flag | refuses | merged
 --fp8-format hybrid => --fp8-format is a flag of Megatron-LM that this trainer refuses | float32
 --wandb-project x
     => --wandb-project is a flag of Megatron-LM that this trainer refuses | TensorBoard

@@ -155,8 +155,6 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 @2 => 2 | --sequence-parallel
 --num-experts 4 --expert-tensor-parallel-size 2 --disable-bias-linear @2
     => --expert-tensor-parallel-size 2 | make the first two equal
-PP2 --num-experts 4 --expert-model-parallel-size 2 @4 => adaptive | 2 ranks | 1f1b
-PP2 --num-experts 4 --moe-router-load-balancing-type global_aux_loss @4 => global_aux_loss | 1f1b
 PP2 --num-experts 4 --repartition auto @2 => --repartition auto | dense layers
 PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
     => --stage-data-parallel-sizes 2-1 | experts

@@ -295,6 +295,7 @@ WITH_EXPERTS = tuple(
         (EXPERTS, ("1f1b",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {GATHER} {STATE}"}),
         (EXPERTS, ("megatron",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
         (EXPERTS, ("zb-v",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {GATHER}"}),
+        (EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
         (
             MODERN_EXPERTS,
             ("interleaved",),
@@ -328,6 +329,7 @@ SAME_SUMS = tuple(
         Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
         {"schedule": "1f1b"},
         {"schedule": "zb-h1"},
+        {"schedule": "adaptive"},
     )
     for model in (EXPERTS, MODERN_EXPERTS)
 )

@@ -324,6 +324,15 @@ def _expert_ranks(config: TrainerConfig, given: _Given) -> Rules:
         f"{given.num_moe_experts} is not a multiple of {given.expert_model_parallel_size}: every "
         "rank takes as many experts; change one of them",
     )
+    for what, path in (
+        (given.save, config.checkpoint.save),
+        (given.load, config.checkpoint.load),
+    ):
+        yield (
+            spread > 1 and path is not None,
+            f"{given.expert_model_parallel_size} with {what}: checkpoints of experts that are "
+            "spread over ranks are not built yet; use --expert-model-parallel-size 1",
+        )
     tensor = tensor or parallel.tensor_model_parallel_size
     unit = tensor * spread * parallel.pipeline_model_parallel_size
     yield (
@@ -349,24 +358,6 @@ def _expert_ranks(config: TrainerConfig, given: _Given) -> Rules:
         f"experts of width {width} (--moe-ffn-hidden-size) on {tensor} expert tensor parallel "
         "ranks: every rank takes an equal share; change one of them",
     )
-    within = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    balances = "global_aux_loss" in config.core.moe_router_load_balancing_type
-    for what, meets in (
-        (
-            f"experts shared by {tensor * spread} ranks (--expert-model-parallel-size)",
-            within % (tensor * spread) != 0,
-        ),
-        (
-            given.moe_router_load_balancing_type,
-            balances and config.parallel.data_parallel_size > 1,
-        ),
-    ):
-        yield (
-            meets and config.schedule.is_rule and parallel.pipeline_model_parallel_size > 1,
-            f"{given.pipeline_schedule} with {what}: ranks with different samples meet within "
-            "forwards and backwards, and this rule lets each choose its own order; use a fixed "
-            "one such as 1f1b, interleaved, zb-h1 or zb-v",
-        )
 
 
 def _kernels(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
