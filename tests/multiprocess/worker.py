@@ -169,6 +169,8 @@ def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
         config.mtp_stage not in (None, config.num_stages - 1),
         config.model.untie_embeddings_and_output_weights,
         parallel.stage_data_parallel_sizes or (),
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
         config.placement_kind,
     )
 
