@@ -48,6 +48,12 @@ DEEPSEEK = (
     "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 2 "
     "--calculate-per-token-loss --eod-mask-loss"
 )
+# With experts as well, whose balance the router's bias keeps, and one that all tokens share.
+DEEPSEEK_EXPERTS = (
+    f"{DEEPSEEK} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 16 "
+    "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
+)
 # Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
@@ -73,12 +79,15 @@ MODEL_NAMES = {
     MODERN_LENGTHS: "modern-lengths",
     TIED_MTP: "tied-mtp",
     DEEPSEEK: "deepseek",
+    DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
     FULL_EXPERTS: "full-experts",
 }
 LOOP, V = "--pipeline-placement loop", "--pipeline-placement v"
 SEQUENCE = "--sequence-parallel"
+SPREAD = "--expert-model-parallel-size 2"
+GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
 LAYOUT = "--pipeline-model-parallel-layout"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -310,13 +319,13 @@ TODAY = (
     Case("megatron", pp=4, model=TIED_MTP, extra=f"{LAYOUT} Et*3|t*5|m|L"),
     Case("adaptive", pp=4, model=TIED_MTP, extra=f"{LAYOUT} Et*3|t*5|m|L"),
     Case("megatron", tp=2, pp=2, model=DEEPSEEK),
+    Case("adaptive", pp=2, chunks=2, extra=f"{V} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
+    Case("zb-h1", pp=2, dp=2, extra=f"{SPREAD} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
     Case("1f1b", cp=2, model=MODERN),
     Case("interleaved", cp=2, pp=2, chunks=2, model=MODERN),
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
     Case("adaptive", pp=2, chunks=2, extra="--decoder-first-pipeline-num-layers 2 " + LOOP),
 )
-GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
-SPREAD = "--expert-model-parallel-size 2"
 STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 WITH_EXPERTS = tuple(
     Case(*words, **shape, model=model)  # type: ignore[arg-type]
