@@ -4,7 +4,8 @@
 
 Part (a), ``emulated``: actions sleep as long as was drawn for them, in real processes that exchange
 real messages; every competitor gets the same draws. Part (b), ``gpt``: two processes train a real
-small GPT. Part (c), ``costs``: what deciding itself costs. Exits with status 1 where a goal is
+small GPT. Part (c), ``costs``: what deciding itself costs. Part (d), ``experts``: actions beside
+others that trade tokens, and decisions of groups. Exits with status 1 where a goal is
 missed, or where two schedules of part (b) compute different losses or gradients.
 """
 
@@ -24,7 +25,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_steps, schedule_costs  # noqa: E402
-from benchmarks.emulated import competitors, goals, report  # noqa: E402
+from benchmarks.emulated import competitors, experts, goals, report  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
 from benchmarks.ranks import fork_ranks  # noqa: E402
 from benchmarks.report import Result, finish, parser_of, run  # noqa: E402
@@ -82,7 +83,12 @@ def costs(_: argparse.Namespace) -> Result:
     return Result(rows=schedule_costs.measure())
 
 
-PARTS = {"costs": costs, "emulated": emulated, "gpt": gpt}
+def trading(options: argparse.Namespace) -> Result:
+    """Part (d)."""
+    return Result(rows=experts.measure(quick=options.quick, chunk_ms=options.chunk_ms))
+
+
+PARTS = {"costs": costs, "emulated": emulated, "experts": trading, "gpt": gpt}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
