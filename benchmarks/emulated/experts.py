@@ -1,6 +1,6 @@
 """Experts in an emulated pipeline: replicas of a stage that trade tokens in every action.
 
-Part (d) of ``benchmarks/schedules.py``. Eight ranks are two stages of four replicas; each forward
+Part (e) of ``benchmarks/schedules.py``. Eight ranks are two stages of four replicas; each forward
 and backward consists of parts that sleep and of exchanges between the replicas, real ones over gloo
 that take as long as was drawn from when the last replica has begun them. The same is simulated,
 where a group of replicas is one rank, and for eight ranks in a row.
