@@ -377,6 +377,13 @@ SAME_SUMS = tuple(
     )
     for model in (EXPERTS, MODERN_EXPERTS)
 )
+# Stopped as a V, gone on with as one stage for each rank, of another partition, and back.
+_BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
+_MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
+RESUMED = (
+    *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
+    dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
+)
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --fp16 --initial-loss-scale 1024"),
@@ -554,6 +561,19 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=rel, abs=0)
+
+
+@pytest.mark.parametrize("cases", [RESUMED], ids=["v-1f1b-v"])
+def test_predicting_layers_go_on_from_a_checkpoint(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    whole, *parts = cases
+    for key in ("losses", "further"):
+        losses = [loss for part in parts for loss in losses_of(part, outcome(part), key)]
+        expected = losses_of(whole, outcome(whole), key)
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+    norms = [norm for part in parts for norm in norms_of(outcome(part))]
+    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)
