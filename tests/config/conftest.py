@@ -30,6 +30,7 @@ BASES = {
     ),
 }
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+UNLIKE = '--heterogeneous-layers-config-encoded-json {"block_configs":['
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 PARALLEL = "--sequence-parallel --tensor-model-parallel-size 2"
 UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
@@ -39,7 +40,7 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
     """Reads flags, processes and words of the message from lines ``FLAGS @2 => WORD | WORD``.
 
     ``@2`` is left out for one process. Indented lines continue the one before. The flags may begin
-    with one of ``BASES``; ``PP2``, ``UNEQUAL``, ``MTP`` and ``PARALLEL`` stand for flags.
+    with one of ``BASES``; ``PP2``, ``UNEQUAL``, ``UNLIKE``, ``MTP`` and ``PARALLEL`` stand for flags.
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
@@ -47,6 +48,7 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
         for name, text in (
             ("PP2", PP2),
             ("UNEQUAL", UNEQUAL),
+            ("UNLIKE", UNLIKE),
             ("MTP", MTP),
             ("PARALLEL", PARALLEL),
         ):
