@@ -40,7 +40,8 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
     """Reads flags, processes and words of the message from lines ``FLAGS @2 => WORD | WORD``.
 
     ``@2`` is left out for one process. Indented lines continue the one before. The flags may begin
-    with one of ``BASES``; ``PP2``, ``UNEQUAL``, ``UNLIKE``, ``MTP`` and ``PARALLEL`` stand for flags.
+    with one of ``BASES``; ``PP2``, ``UNEQUAL``, ``UNLIKE``, ``MTP`` and ``PARALLEL`` stand for
+    flags.
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
