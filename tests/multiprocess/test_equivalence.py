@@ -281,7 +281,9 @@ DIFFERENT_LENGTHS = tuple(
     )
 )
 GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
+OVERLAP = "--overlap-moe-expert-parallel-comm"
 SEQUENCE, SPREAD = "--sequence-parallel", "--expert-model-parallel-size 2"
+EACH = "--expert-tensor-parallel-size 1"
 STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 WITH_EXPERTS = tuple(
     Case(*words, **shape, model=model)  # type: ignore[arg-type]
@@ -307,10 +309,19 @@ WITH_EXPERTS = tuple(
             {
                 "tp": 2,
                 "pp": 2,
-                "extra": f"{SEQUENCE} {SPREAD} --expert-tensor-parallel-size 1 {EXCHANGE}",
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE}",
             },
         ),
         (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {GATHER}"}),
+        (
+            MODERN_EXPERTS,
+            ("adaptive",),
+            {
+                "tp": 2,
+                "pp": 2,
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE} {OVERLAP}",
+            },
+        ),
         (
             MODERN_EXPERTS,
             ("megatron",),
@@ -324,14 +335,27 @@ WITH_EXPERTS = tuple(
     )
 )
 # Megatron-core's own order and others, whole and split: the same sums, one by one.
-SAME_SUMS = tuple(
+SAME_SUMS = (
+    *(
+        same(
+            Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
+            {"schedule": "1f1b"},
+            {"schedule": "zb-h1"},
+            {"schedule": "adaptive"},
+            {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        )
+        for model in (EXPERTS, MODERN_EXPERTS)
+    ),
+    # Norms are sums over a rank's layers: only where the layers are the same.
     same(
-        Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
-        {"schedule": "1f1b"},
-        {"schedule": "zb-h1"},
-        {"schedule": "adaptive"},
-    )
-    for model in (EXPERTS, MODERN_EXPERTS)
+        Case("interleaved", pp=2, chunks=2, dp=2, model=EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "combined-1f1b", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
+    same(
+        Case("zb-v", pp=2, chunks=2, dp=2, model=MODERN_EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "dualpipe-v", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
 )
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
