@@ -305,7 +305,6 @@ DIFFERENT_LENGTHS = tuple(
     )
 )
 OVERLAP = "--overlap-moe-expert-parallel-comm"
-SEQUENCE, SPREAD = "--sequence-parallel", "--expert-model-parallel-size 2"
 EACH = "--expert-tensor-parallel-size 1"
 # Pairs of what models of today need: latent attention, multi-token prediction, layouts, parts of
 # sequences; with whole and split backwards, in a loop and a V.
