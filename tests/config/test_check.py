@@ -182,6 +182,14 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 @2 => 2 | --sequence-parallel
 --num-experts 4 --expert-tensor-parallel-size 2 --disable-bias-linear @2
     => --expert-tensor-parallel-size 2 | make the first two equal
+--num-experts 4 --overlap-moe-expert-parallel-comm
+    => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | spread
+SPREAD @2 => --moe-token-dispatcher-type allgather, whose layers cannot be left | alltoall
+EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
+EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
+EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | selective
+EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
+    --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
 PP2 --num-experts 4 --repartition auto @2 => --repartition auto | dense layers
 PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
     => --stage-data-parallel-sizes 2-1 | experts

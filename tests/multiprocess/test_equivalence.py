@@ -315,6 +315,8 @@ DIFFERENT_LENGTHS = tuple(
         (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
     )
 )
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+EACH = "--expert-tensor-parallel-size 1"
 # Pairs of what models of today need: latent attention, multi-token prediction, layouts, parts of
 # sequences; with whole and split backwards, in a loop and a V.
 TODAY = (
@@ -364,10 +366,19 @@ WITH_EXPERTS = tuple(
             {
                 "tp": 2,
                 "pp": 2,
-                "extra": f"{SEQUENCE} {SPREAD} --expert-tensor-parallel-size 1 {EXCHANGE}",
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE}",
             },
         ),
         (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {GATHER}"}),
+        (
+            MODERN_EXPERTS,
+            ("adaptive",),
+            {
+                "tp": 2,
+                "pp": 2,
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE} {OVERLAP}",
+            },
+        ),
         (
             MODERN_EXPERTS,
             ("megatron",),
@@ -381,14 +392,27 @@ WITH_EXPERTS = tuple(
     )
 )
 # Megatron-core's own order and others, whole and split: the same sums, one by one.
-SAME_SUMS = tuple(
+SAME_SUMS = (
+    *(
+        same(
+            Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
+            {"schedule": "1f1b"},
+            {"schedule": "zb-h1"},
+            {"schedule": "adaptive"},
+            {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        )
+        for model in (EXPERTS, MODERN_EXPERTS)
+    ),
+    # Norms are sums over a rank's layers: only where the layers are the same.
     same(
-        Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
-        {"schedule": "1f1b"},
-        {"schedule": "zb-h1"},
-        {"schedule": "adaptive"},
-    )
-    for model in (EXPERTS, MODERN_EXPERTS)
+        Case("interleaved", pp=2, chunks=2, dp=2, model=EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "combined-1f1b", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
+    same(
+        Case("zb-v", pp=2, chunks=2, dp=2, model=MODERN_EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "dualpipe-v", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
 )
 # Stopped as a V, gone on with as one stage for each rank, of another partition, and back.
 _BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)

@@ -15,8 +15,8 @@ from itertools import groupby
 
 # Below each reason its flags, without leading dashes; a prefix ends in a star.
 _TABLE = """\
-forwards and backwards are not merged, weight gradients are the engine's to put off; use zb-h1
-    overlap-moe-expert-parallel-comm delay-wgrad-compute ep-overlap-early-attn-memory-release
+weight gradients and activations are the engine's to put off; use --split-backward
+    delay-wgrad-compute ep-overlap-early-attn-memory-release
 a dense checkpoint becomes experts in Megatron-LM's own converter alone; drop the flag
     moe-use-upcycling moe-upcycling-granularity
 experts' tokens follow the router of this run, not one that was recorded; drop the flag
