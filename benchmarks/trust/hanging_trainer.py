@@ -32,7 +32,7 @@ LOCK = threading.Lock()
 
 
 class Fault:
-    """What this rank does wrong, if it is the one.
+    """Brings about what this rank does wrong, if it is the one.
 
     Args:
         given: as ``HANG`` has it.

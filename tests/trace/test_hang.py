@@ -1,4 +1,4 @@
-"""Who keeps a job from going on, on made-up states of its ranks, and what is no hang."""
+"""Finds the rank that a job waits for in made-up states of its ranks, and no hang where none is."""
 
 from __future__ import annotations
 

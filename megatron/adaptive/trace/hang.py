@@ -58,7 +58,7 @@ _KINDS = {"F": "the forward", "B": "the backward", "W": "the weight gradient"}
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """Everything that is known of one rank without its help.
+    """Holds what is known of one rank without its help.
 
     Attributes:
         rank: global rank.
