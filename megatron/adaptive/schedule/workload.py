@@ -236,6 +236,32 @@ def draw(
     )
 
 
+def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """Returns the order in which a pipeline best takes microbatches of unequal cost.
+
+    Short ones fill and drain the pipeline, where every rank waits for one microbatch; long ones are
+    in the middle, where ranks have other work meanwhile::
+
+        costs        5 1 4 2 3 6
+        taken as     1 3 5 6 4 2        more microbatches than ranks
+                     1 2 3 4 5 6        no more than ranks: nothing but filling and draining
+
+    Equal costs keep their order, so that equal lengths leave the given one. The order is fixed
+    before the step, from costs alone: sums of gradients have one order on every rank.
+
+    Args:
+        costs: of each microbatch, in any unit (seconds, tokens).
+        num_ranks: ranks of the pipeline.
+
+    Returns:
+        Indices into ``costs``, first to last.
+    """
+    ascending = sorted(range(len(costs)), key=costs.__getitem__)
+    if len(costs) <= num_ranks or costs[ascending[0]] == costs[ascending[-1]]:
+        return ascending
+    return ascending[::2] + ascending[1::2][::-1]
+
+
 def _links(
     placement: Placement, link: Link, links: Mapping[tuple[int, int], Link]
 ) -> tuple[Any, Any]:
