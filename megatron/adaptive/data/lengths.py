@@ -224,6 +224,7 @@ class Batching:
         replicas: data-parallel size.
         multiple: number that the tokens of a row are a multiple of.
         group: number that the microbatches of a replica are a multiple of.
+        least: microbatches that a replica has at least.
     """
 
     micro_batch_size: int
@@ -231,11 +232,13 @@ class Batching:
     replicas: int
     multiple: int = 1
     group: int = 1
+    least: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Returns the microbatches of all replicas, each a list of positions in ``lengths``."""
         if self.pack_to is not None:
-            return first_fit(lengths, self.pack_to, self.replicas * self.group)
+            unit, least = self.replicas * self.group, self.replicas * self.least
+            return first_fit(lengths, self.pack_to, unit, least)
         size = self.micro_batch_size
         return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
 
@@ -250,7 +253,7 @@ class Batching:
         return -(-tokens // self.multiple) * self.multiple
 
 
-def first_fit(lengths: Sequence[int], room: int, unit: int = 1) -> list[list[int]]:
+def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
     """Packs samples into rows: the longest first, each into the first row that has room.
 
     Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973: first fit decreasing, at
@@ -260,6 +263,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1) -> list[list[int
         lengths: tokens of each sample.
         room: tokens that a row holds; samples are no longer.
         unit: number that the rows are a multiple of; rows with the most samples are divided.
+        least: rows at least, divided likewise.
 
     Returns:
         Positions in ``lengths``, ascending within a row; rows ascend by their first sample.
@@ -277,12 +281,13 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1) -> list[list[int
             left.append(room)
         rows[row].append(sample)
         left[row] -= length
-    if -(-len(rows) // unit) * unit > len(lengths):
+    wanted = -(-max(len(rows), least) // unit) * unit
+    if wanted > len(lengths):
         raise ConfigError(
-            f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches; use "
-            f"a --global-batch-size that is a multiple of {unit}"
+            f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches, "
+            f"{wanted} here; use a --global-batch-size of so many at least, a multiple of {unit}"
         )
-    while len(rows) % unit:
+    while len(rows) < wanted:
         largest = max(rows, key=lambda row: (len(row), sum(lengths[n] for n in row)))
         rows.append(largest[1::2])
         del largest[1::2]

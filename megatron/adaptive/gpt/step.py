@@ -153,7 +153,9 @@ class Step:
         run, model = self._run, self._config.model
         if microbatches is not None:
             num_microbatches = len(microbatches)  # packed ones may be fewer
-        numbers, more = (None, {}) if dealt is None else (dealt.numbers, {"loss_parts": dealt.total})
+        numbers, more = (
+            (None, {}) if dealt is None else (dealt.numbers, {"loss_parts": dealt.total})
+        )
         feeds = [
             ChunkFeed(microbatches, count=num_microbatches, step=step, numbers=numbers)
             for _ in run.chunks

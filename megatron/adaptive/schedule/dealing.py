@@ -9,8 +9,8 @@ The microbatches stay those of the step; only the replica that works on each is 
                 replica 1    9  5        4  2     20
 
 The cost for a rank is a fixed part, one for each token and one for each token that a token attends
-to, fitted to the last steps; a rank's pace is its compute time, without waits, over the cost of what
-it was given. A replica is as fast as its slowest rank.
+to, fitted to the last steps; a rank's pace is its compute time, without waits, over the cost of
+what it was given. A replica is as fast as its slowest rank.
 
 Every rank computes all of this from the same numbers, in plain Python's floats and one order of
 operations, so that ranks on unlike machines decide alike without a message.
@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.adaptive.schedule.workload import order_by_cost
+
 Size = tuple[float, float]
 """Tokens of a microbatch, and the sum of the squares of its documents' tokens."""
 
@@ -34,7 +36,6 @@ Measured = tuple[float, float, float]
 """Seconds of a rank's actions in a step, and the same times tokens and times squares, summed over
 the microbatches that the actions were for."""
 
-MODES = ("off", "lengths", "speed", "both")
 _LEAST_SIZES = 4  # to fit three parts
 _REMEMBERED = 0.9  # of a step's weight in the fit, after each further step
 _REFIT_STEPS = 8  # after as many steps the fit is made anew at every such number of them only
@@ -163,22 +164,32 @@ class Dealer:
     """Deals each step by what the steps before it took; every rank has one.
 
     Args:
-        mode: whether lengths, speeds or both count, one of ``MODES`` but ``off``.
+        mode: ``lengths``, ``speed`` or ``both``: what counts.
         replicas: data-parallel replicas.
         ranks: pipeline ranks of each.
         group: number that the microbatches of each replica are a multiple of.
         least: microbatches that each replica gets at least.
+        pair: multiplications for a token that a token attends to, over those for a token; by
+            these, which two runs share, a replica's microbatches are ordered.
     """
 
     def __init__(
-        self, mode: str, *, replicas: int, ranks: int, group: int = 1, least: int = 1
+        self,
+        mode: str,
+        *,
+        replicas: int,
+        ranks: int,
+        group: int = 1,
+        least: int = 1,
+        pair: float = 0.0,
     ) -> None:
+        self._ranks, self._pair = ranks, pair
         self._by_length, self._by_speed = mode != "speed", mode != "lengths"
         self._limits = {"group": group, "least": least}
         self._fits = [CostFit() for _ in range(ranks)]
         self._places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
         # Of each rank, by step: seconds; microbatches, tokens and squares that they were for.
-        self._past: deque[dict[tuple[int, int], tuple[float, Sequence[float]]]] = deque(
+        self._past: deque[dict[tuple[int, int], tuple[float, tuple[float, ...]]]] = deque(
             maxlen=_STEPS
         )
         self._paces: dict[tuple[int, int], float] = {}
@@ -187,16 +198,16 @@ class Dealer:
         self._steps = 0
 
     def deal(self, sizes: Sequence[Size]) -> tuple[tuple[int, ...], ...]:
-        """Returns the microbatches of each replica, given the sizes of all."""
+        """Returns the microbatches of each replica in their order, given the sizes of all."""
         dealt = deal([self._costs(r, sizes) for r in range(self._replicas)], **self._limits)
-        self.take(sizes, dealt)
-        return dealt
-
-    def take(self, sizes: Sequence[Size], dealt: Sequence[Sequence[int]]) -> None:
-        """Notes that a step is dealt like this, by itself or by a record."""
         self._sizes = [[sizes[n] for n in numbers] for numbers in dealt]
         if len(self._different) < _LEAST_SIZES:
             self._different.update(sizes)
+        work = [tokens + self._pair * squares for tokens, squares in sizes]
+        return tuple(
+            tuple(own[n] for n in order_by_cost([work[one] for one in own], self._ranks))
+            for own in dealt
+        )
 
     def add(self, measured: Sequence[Sequence[Measured]]) -> str | None:
         """Adds the times of the step that was dealt last.
