@@ -3,6 +3,7 @@
     python benchmarks/planner.py --data DIR [--quick] [--part NAME ...] [--json FILE]
 
 Parts: ``fasop``, its cases and Pareto run; ``measured``, predictions against published runs;
+``literature``, against runs that papers print; ``memory``, peaks of 24 short runs on this machine;
 ``large``, a cluster of 1,024 GPUs; ``small``, problems against every plan of theirs; ``own``, plans
 of a small GPT run on this machine against their predictions, which wants a machine that does
 nothing else. ``DIR`` holds the published sets (``fasop``, ``amp``, ``sailor``); those that are
@@ -25,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.planning import fasop, large, measured, own_runs  # noqa: E402
+from benchmarks.planning import fasop, large, measured, memory, own_runs  # noqa: E402
 from benchmarks.planning.small import better, brute_force, random_problem, solve  # noqa: E402
 from benchmarks.report import Result, Row, finish, one_line, parser_of, run  # noqa: E402
 
-PARTS = ("fasop", "measured", "large", "small", "own")
+PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own")
 
 
 def small_rows(quick: bool) -> list[Row]:
@@ -66,6 +67,10 @@ def measure(part: str, options: argparse.Namespace) -> Result:
     try:
         if part == "own":
             return own(options)
+        if part == "memory":
+            return memory.measure(options.quick)
+        if part == "literature":
+            return Result(rows=measured.literature_rows())
         if part in ("large", "small"):
             rows = {"large": large.rows, "small": small_rows}[part](options.quick)
         elif options.data is None:

@@ -1,10 +1,13 @@
 """Pipeline schedules against those of megatron-core and torch, in one run.
 
     python benchmarks/schedules.py [--quick] [--json FILE] [--chart FILE]
+    python benchmarks/schedules.py --part traces DIR
 
 Part (a), ``emulated``: actions sleep as long as was drawn for them, in real processes that exchange
 real messages; every competitor gets the same draws. Part (b), ``gpt``: two processes train a real
-small GPT. Part (c), ``costs``: what deciding itself costs. Exits with status 1 where a goal is
+small GPT. Part (c), ``costs``: what deciding itself costs. Part (d), ``traces``, of a folder with
+recorded jobs (tables or traces): their microbatches' times under other schedules, and dealt over
+replicas, against 1F1B. Exits with status 1 where a goal is
 missed, or where two schedules of part (b) compute different losses or gradients.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -27,7 +31,21 @@ from benchmarks import gpt_steps, schedule_costs  # noqa: E402
 from benchmarks.emulated import competitors, goals, report  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
 from benchmarks.ranks import fork_ranks  # noqa: E402
-from benchmarks.report import Result, finish, parser_of, run  # noqa: E402
+from benchmarks.report import (  # noqa: E402
+    Result,
+    Row,
+    finish,
+    measured,
+    missing,
+    parser_of,
+    ratios,
+    run,
+)
+from megatron.adaptive.schedule.compare import DEFAULT_PIECES  # noqa: E402
+from megatron.adaptive.trace.imports.published import ENDINGS  # noqa: E402
+from megatron.adaptive.trace.locate import load_run  # noqa: E402
+from megatron.adaptive.trace.whatif.operations import pipelines_of, read_operations  # noqa: E402
+from megatron.adaptive.trace.whatif.replay import recorded_times  # noqa: E402
 
 QUICK_CASES = {"jitter 0.3": 3, "lengths": 3, "quiet": 3, "slow link": 2, "straggler": 2}
 """Scenarios of the short form with their repetitions."""
@@ -82,7 +100,49 @@ def costs(_: argparse.Namespace) -> Result:
     return Result(rows=schedule_costs.measure())
 
 
-PARTS = {"costs": costs, "emulated": emulated, "gpt": gpt}
+def traces(options: argparse.Namespace) -> Result:
+    """Part (d)."""
+    if options.folder is None:
+        return Result(rows=[missing("recorded jobs", "no folder given")])
+    return Result(rows=[row for path in jobs_in(options.folder) for row in replayed(path)])
+
+
+def jobs_in(folder: Path) -> list[Path]:
+    """Tables of operations in a folder, and folders of traces there; itself where there is none."""
+    tables = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
+    runs = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [*tables, *runs] or [folder]
+
+
+def replayed(path: Path) -> list[Row]:
+    """Speed-ups over 1F1B of a job's steps, each with the times of its own microbatches."""
+    run_read = load_run(path)
+    where = pipelines_of(run_read)
+    times = recorded_times([read_operations(run_read, where, run_read.iterations)])
+    if times is None:
+        return [missing(path.stem, "its ranks hold several stages, or no step is complete")]
+    steps = list(times.steps)
+    base = [times.step_s(step, "1f1b", dealt=False) for step in steps]
+    speeds = {}
+    for name, schedule, dealt in (
+        ("adaptive V", "adaptive", False),
+        ("microbatches dealt over replicas, 1F1B", "1f1b", True),
+        ("both", "adaptive", True),
+    ):
+        ours = [times.step_s(step, schedule, dealt=dealt, pieces=DEFAULT_PIECES) for step in steps]
+        speeds[name] = ratios(base, ours)
+    best = max(speeds, key=lambda name: statistics.median(speeds[name]))
+    goal = next((goal for ending, goal in TRACE_GOALS.items() if path.stem.endswith(ending)), None)
+    return [
+        *(measured(f"{path.stem}: {name}", values) for name, values in speeds.items()),
+        measured(f"{path.stem}: best of ours", speeds[best], goal=goal, least=True, note=best),
+    ]
+
+
+TRACE_GOALS = {"AR": 1.85, "ST": 1.57, "SE": 1.60}
+"""Least speed-ups over 1F1B as recorded, by the end of a published trace's name."""
+
+PARTS = {"costs": costs, "emulated": emulated, "gpt": gpt, "traces": traces}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -90,6 +150,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, (), "fewer cases, within ten minutes")
     parser.add_argument("--chart", type=Path, help="draw the speed-ups of part (a) here, as PNG")
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
+    parser.add_argument("folder", nargs="?", type=Path, help="part (d): recorded jobs")
     parser.add_argument("--rounds", type=int, help="part (b): turns to take")
     group = parser.add_argument_group("part (a)")
     group.add_argument("--seed", type=int, default=1, help="of all draws")

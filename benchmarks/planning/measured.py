@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from benchmarks.planning.published.amp import SETS, read_amp
 from benchmarks.planning.published.sailor import read_sailor
 from benchmarks.report import Row
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import Comparison, MeasuredRun, compare
+from megatron.adaptive.planner.cluster import make_cluster
+from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.model_file import arguments_model
+from megatron.adaptive.planner.plan import Plan, Prediction, place_ranks
+from megatron.adaptive.planner.profile import PlanInputs
+from megatron.adaptive.planner.propose import complete_profile
 
 _SETS: dict[str, tuple[str, Callable[[Path], list[MeasuredRun]]]] = {
     **{f"amp {name}": (f"measured_{name}.csv", partial(read_amp, name=name)) for name in SETS},
@@ -59,3 +69,64 @@ def _set(found: Comparison) -> Iterator[Row]:
     if errors := found.memory_errors:
         what = f"{name}: worst error of the memory of {len(errors)} runs"
         yield Row(what=what, value=max(abs(error) for error in errors), goal=0.15)
+
+
+def literature_rows() -> list[Row]:
+    """Predicts the runs of ``literature.yaml`` from the data sheets of their GPUs."""
+    document = yaml.safe_load(Path(__file__).with_name("literature.yaml").read_text("utf-8"))
+    errors, unfit, rows = [], 0, []
+    for run in document["runs"]:
+        for recompute, measured in (run.get("step_s") or run["tflops"]).items():
+            inputs, seen = literature_run(document["clusters"][run["cluster"]], run, recompute)
+            if "tflops" in run:
+                model = inputs.model
+                work = sum(model.layer(i).forward_flops for i in range(model.num_layers))
+                gpus = run["tp"] * run["dp"] * run["pp"]
+                error = measured / (3 * work * run["batch"] / seen.seconds / gpus / 1e12) - 1
+                what = f"{run['name']} on {gpus} GPUs: error of the time"
+                rows.append(Row(what=what, value=abs(error), goal=0.1, note=f"{error:+.1%}"))
+            else:
+                errors.append(abs(seen.seconds / measured - 1))
+                unfit += not seen.fits
+    name = f"{len(errors)} runs of the literature"
+    rows.append(Row(what=f"{name}: median error", value=statistics.median(errors), goal=0.1))
+    rows.append(Row(what=f"{name}: refused for memory", value=unfit, goal=0))
+    return rows
+
+
+def literature_run(
+    cluster: Mapping[str, Any], run: Mapping[str, Any], recompute: str
+) -> tuple[PlanInputs, Prediction]:
+    """Predicts one run: as many layers for each stage as possible, with sequence parallelism."""
+    tp, dp, pp, chunks = run["tp"], run["dp"], run["pp"], run["chunks"]
+    count = tp * dp * pp // 8
+    node = {"gpu": cluster["gpu"], "count": count, "gpus_per_node": 8, "link": cluster["link"]}
+    made = make_cluster(
+        {"format": 1, "nodes": [node], "network": cluster["network"]}, "literature", {}
+    )
+    words = run["model"].split()
+    fused = "--use-flash-attn" in words
+    model = arguments_model(words, run["name"], run["precision"], fused=fused)
+    # Stages at both ends have the fewest layers, and embedding and head besides.
+    each, more = divmod(model.num_counted, pp * chunks)
+    full = range((pp * chunks - more) // 2, (pp * chunks - more) // 2 + more)
+    layers = [each + (stage in full) for stage in range(pp * chunks)]
+    layers[0] += 1
+    layers[-1] += 1
+    plan = Plan(
+        tp=tp,
+        dp=dp,
+        pp=pp,
+        chunks=chunks,
+        micro_batch=run["micro_batch"],
+        global_batch=run["batch"],
+        schedule="1f1b" if chunks == 1 else "interleaved",
+        recompute=recompute,
+        sequence_parallel=recompute != "full",
+        distributed_optimizer=run.get("sharded", False),
+        overlap_reduce=run.get("sharded", False),
+        partition=tuple(layers),
+        places=place_ranks(made, range(count), tp=tp, dp=dp, pp=pp, micro_batch=run["micro_batch"]),
+    )
+    inputs = PlanInputs(model, made, complete_profile(None, model, made))
+    return inputs, predict(plan, inputs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planning.measured import read_sets
+from benchmarks.planning.measured import literature_rows, read_sets
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import compare
 
@@ -36,3 +36,7 @@ def test_published_runs_are_predicted() -> None:
         assert found.correlation >= 0.9
         assert found.place_of_best <= 3
         assert all(abs(error) <= 0.15 for error in found.memory_errors)
+
+
+def test_runs_of_the_literature_fit_and_take_what_was_printed() -> None:
+    assert all(row.met for row in literature_rows())

@@ -45,6 +45,16 @@ def run(cluster: Path, flags: str) -> int:
     return main(["--cluster", str(cluster), *flags.split()])
 
 
+def test_a_margin_of_memory_is_left(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = []
+    for margin in ("0.5", "0"):
+        assert run(cluster, f"{PLAN} --tp 1 --top 1 --json --memory-margin {margin}") == 0
+        plan = json.loads(capsys.readouterr().out)[0]["prediction"]
+        assert max(plan["memory_bytes"]) <= min(plan["memory_limit_bytes"])
+        limits.append(max(plan["memory_limit_bytes"]))
+    assert limits[0] == limits[1] / 2
+
+
 def test_table_and_explanation(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cluster, f"{PLAN} --explain --tokens 1e9") == 0
     said = capsys.readouterr().out

@@ -141,14 +141,13 @@ def test_each_flag_is_refused_once_in_one_line_that_says_what_to_do() -> None:
 BAD = """\
 --pipline-schedule adaptive => --pipline-schedule is not a flag | the nearest is --pipeline-schedule
 --num-layer 8 => the nearest is --num-layers
---num-expert 8 => --num-experts, which is refused
+--num-expert 8 => the nearest is --num-experts
 NOTHING --hidden-size 64 --lr 1
     => --num-layers, --num-attention-heads, --seq-length | --micro-batch-size are missing
 NO_RATE => --lr is missing
 NO_LENGTH => --train-iters or --train-samples
---num-experts 8 => --num-experts is a flag of Megatron-LM that this trainer refuses | experts
---moe-flag-of-tomorrow
-    => --moe-flag-of-tomorrow is a flag of Megatron-LM that this trainer refuses | experts
+--overlap-moe-expert-parallel-comm
+    => --overlap-moe-expert-parallel-comm is a flag | refuses | merged
 --fp8-format hybrid => --fp8-format is a flag of Megatron-LM that this trainer refuses | float32
 --wandb-project x
     => --wandb-project is a flag of Megatron-LM that this trainer refuses | TensorBoard

@@ -136,13 +136,33 @@ GROWS --micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2
     --pipeline-model-parallel-size 2 --pipeline-schedule interleaved @2
     => 3 microbatches (global batch 3)
 --sequence-parallel => --tensor-model-parallel-size 1
-PARALLEL @2 => LayerNorm | Transformer Engine
-PARALLEL APEX --normalization RMSNorm @2 => RMSNorm
 PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of 2
 --context-parallel-size 2 @2 => is not installed
 ENGINE --context-parallel-size 2 --transformer-impl local @2 => is not in use
 ENGINE --context-parallel-size 2 --seq-length 30 @2 => 2 x --context-parallel-size 2 = 4
 PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
+--moe-grouped-gemm => --moe-grouped-gemm has no effect by itself | --num-experts
+--expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 has no effect | --num-experts
+--num-experts 0 => --num-experts 0 | 1 at least
+--num-experts 4 --moe-router-topk 5 => --moe-router-topk 5 of --num-experts 4
+--num-experts 4 --moe-expert-capacity-factor 0 => --moe-expert-capacity-factor 0 | above 0
+--num-experts 4 --moe-layer-freq [1]*3 => --moe-layer-freq [1]*3 says of 3 layers | --num-layers 4
+--num-experts 4 --moe-layer-freq 0 => --moe-layer-freq 0 | 1 at least
+--num-experts 4 --moe-aux-loss-coeff 0.1 0.2 => 0.1 0.2 | as many
+--num-experts 4 --moe-token-dispatcher-type flex => flex needs DeepEP | alltoall
+--num-experts 4 --variable-seq-lengths => allgather | alltoall
+--num-experts 4 --moe-grouped-gemm --disable-bias-linear => --bf16
+--num-experts 4 --moe-shared-expert-intermediate-size 8 => 8 with biases | --disable-bias-linear
+--num-experts 4 --moe-latent-size 8 => --moe-latent-size 8 needs Transformer Engine
+--num-experts 4 --expert-model-parallel-size 3 @3 => --num-experts 4 | 3 | not a multiple
+--num-experts 4 --expert-model-parallel-size 4 --global-batch-size 12 @6
+    => world size 6 | expert tensor 1 x expert 4
+--num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 @2 => 2 | --sequence-parallel
+--num-experts 4 --expert-tensor-parallel-size 2 --disable-bias-linear @2
+    => --expert-tensor-parallel-size 2 | make the first two equal
+PP2 --num-experts 4 --repartition auto @2 => --repartition auto | dense layers
+PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
+    => --stage-data-parallel-sizes 2-1 | experts
 --record-schedule /dev/null/orders.json => --record-schedule | cannot be written
 """
 

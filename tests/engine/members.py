@@ -1,4 +1,4 @@
-"""Members of a tensor-parallel group that run one pipeline rank together; started by the tests.
+"""Members of a decision group that run one pipeline rank together; started by the tests.
 
 Usage under torchrun: ``members.py PROGRAM ARGUMENT FOLDER``. What the program returns goes to
 ``FOLDER/RANK.json``. ``ARGUMENT`` is a kind of channel, ``message`` or ``memory``; of programs
@@ -18,13 +18,15 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.adaptive import extension
-from megatron.adaptive.engine.agreement import Agreement, connect
+from megatron.adaptive.accelerator import detect, install
+from megatron.adaptive.engine.agreement import Agreement, connect, encode
 from megatron.adaptive.engine.decision_channel import Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.record import Recording, RecordShape, ScheduleRecord
@@ -38,7 +40,7 @@ from megatron.adaptive.schedule.registry import make_schedule
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
 from tests.engine import loopback
-from tests.engine.loopback import Loopback, Writing
+from tests.engine.loopback import Counting, Loopback, Writing
 
 WATCHDOG_S = 60.0
 MICROBATCHES = 8
@@ -315,9 +317,66 @@ def error_of(action: Callable[[], object]) -> list[str]:
     return ["none", ""]
 
 
+def experts(member: Member) -> dict[str, Any]:
+    """Two pipelines of two ranks whose stages trade numbers in every forward and backward.
+
+    What a member gets must be of the very action that it runs. One of them is slower.
+    """
+    install()  # the other programs start faster without megatron-core
+    from megatron.core import parallel_state
+
+    from megatron.adaptive.engine.build import build_executor, decision_group, gather_places
+
+    parallel_state.initialize_model_parallel(1, 2, expert_model_parallel_size=2)
+    model = SimpleNamespace(num_moe_experts=2)
+    placement = Placement(num_ranks=2, num_chunks=2)
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    wiring = build_executor(
+        placement=placement,
+        accelerator=detect(0, backend="gloo"),
+        places=gather_places(),
+        payload_shape=None,
+        payload_dtype=torch.float32,
+        payload_varies=True,
+        timeout_s=20.0,
+        recorder=None,
+        model=model,
+    )
+    group = parallel_state.get_expert_model_parallel_group()
+    chance = random.Random(member.rank)
+    strangers: list[str] = []
+
+    def when_run(action: Action) -> None:
+        time.sleep(0.002 * chance.random() * (1.3 if member.rank == 1 else 1.0))
+        if action.kind is not ActionKind.W:
+            mine = torch.tensor([encode(action, 0)] * 2)
+            theirs = torch.empty_like(mine)
+            dist.all_to_all_single(theirs, mine, group=group)
+            if not torch.equal(theirs, mine):
+                strangers.append(f"{action}: {theirs.tolist()}")
+
+    taken = []
+    static = make_schedule("interleaved", placement, MICROBATCHES).orders[pp_rank]
+    for policy, pieces in ((ADAPTIVE, 0), (ADAPTIVE, 3), (Follow(static, "interleaved"), 0)):
+        stages = Counting(placement, pp_rank, when_run)
+        state = RankState(
+            placement=placement,
+            rank=pp_rank,
+            num_microbatches=MICROBATCHES,
+            cap=3.0,
+            weight_pieces=pieces,
+        )
+        wiring.executor.run(stages, policy, state)
+        taken.append(stages.actions)
+    group_of = {"experts": decision_group(model), "dense": decision_group()}
+    words = words_of(wiring.agreement)
+    wiring.close()
+    return {"taken": taken, "strangers": strangers, "groups": group_of, "words": words}
+
+
 PROGRAMS: dict[str, Callable[[Member], Any]] = {
     program.__name__: program
-    for program in (agree, lacking, broken, many, deaf, record, run, lost, late, last)
+    for program in (agree, lacking, broken, many, deaf, experts, record, run, lost, late, last)
 }
 
 

@@ -123,6 +123,61 @@ class Linear(torch.nn.Module):
 Linear.__module__ = "transformer_engine.pytorch.module.linear"
 
 
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Any, sizes: Any, store: Any, layer: Any, *weights: Any) -> Any:
+        ctx.save_for_backward(given)
+        ctx.sizes, ctx.store, ctx.weights = sizes, store, weights
+        parts = zip(given.split(sizes), weights, strict=True)
+        return torch.cat([F.linear(part, weight) for part, weight in parts])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (given,), (gradient,) = ctx.saved_tensors, gradients
+        parts = list(gradient.split(ctx.sizes))
+        totals = [torch.empty_like(weight) for weight in ctx.weights]
+
+        def products(rows: Any, parts: Any, totals: Any) -> Any:
+            for row, part, total in zip(rows, parts, totals, strict=True):
+                total.copy_(part.t().mm(row))
+            return None, [None] * len(totals), None
+
+        kept = [list(given.split(ctx.sizes)), parts, totals]
+        later = ctx.store.delay_wgrad_compute()
+        (ctx.store.put if later else lambda tensors, run: run(*tensors))(kept, products)
+        dgrad = torch.cat([p.mm(w) for p, w in zip(parts, ctx.weights, strict=True)])
+        return dgrad, None, None, None, *([None] * len(totals) if later else totals)
+
+
+class GroupedLinear(torch.nn.Module):
+    """``transformer_engine.pytorch.GroupedLinear`` without biases."""
+
+    def __init__(self, num_gemms: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        for number in range(num_gemms):
+            weight = torch.nn.Parameter(torch.randn(out_features, in_features))
+            self.register_parameter(f"weight{number}", weight)
+        self.wgrad_store = WeightGradStore()
+
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        return [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+
+    def forward(self, given: torch.Tensor, sizes: list[int]) -> Any:
+        return _Grouped.apply(given, sizes, self.wgrad_store, self, *self.weights)
+
+    def backward_dw(self) -> None:
+        if not self.wgrad_store.delay_wgrad_compute():
+            return
+        _, (_, _, totals) = self.wgrad_store.pop()
+        for weight, total in zip(self.weights, totals, strict=True):
+            weight.grad = total
+
+
+GroupedLinear.__module__ = "transformer_engine.pytorch.module.grouped_linear"
+
+
 class TELinear(Linear):
     """megatron-core's wrapper of it: output and bias, a delay by the model's configuration."""
 

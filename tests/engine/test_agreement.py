@@ -1,4 +1,4 @@
-"""Members of a tensor-parallel group take the same actions, each when it is ready on all."""
+"""Members of a decision group take the same actions, each when it is ready on all."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from megatron.adaptive.transport.interface import (
     Notice,
 )
 
+from . import groups
 from .conftest import BOARDS, WATCHDOG_S, Start
 
 F, B = ActionKind.F, ActionKind.B
@@ -56,6 +57,23 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
 
 
 @pytest.mark.multiprocess
+def test_replicas_that_trade_tokens_take_the_same_actions(start: Start) -> None:
+    # Each on an order of its own, they would trade tokens of different microbatches.
+    results = start("experts", "message", 4)
+    for rank, result in enumerate(results):
+        assert result["groups"] == {"experts": [0, 1] if rank < 2 else [2, 3], "dense": [rank]}
+        assert result["strangers"] == []
+        assert [len(step) for step in result["taken"]] == [32, 80, 32]
+        assert result["taken"] == results[rank // 2 * 2]["taken"]
+        assert result["words"] in (None, 32 + 80)  # the fixed order needs none
+
+
+def test_no_random_group_deadlocks_or_disagrees() -> None:
+    # ``python -m tests.engine.groups`` runs ten thousand.
+    assert groups.failures(300) == []
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
     # The leader once went ahead: it had the input itself.
@@ -77,15 +95,14 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
     leader, *others, last = start("broken", board, size)
     assert leader == [
         "PeerLostError",
-        f"rank {size - 1} (stage 1), of the same tensor-parallel group, lost its channel to "
-        "another stage",
+        f"rank {size - 1} (stage 1), of the same decision group, lost its channel to another stage",
         "soon",
     ]
     assert last == ["PeerLostError", "the connection to rank 9 broke", "soon"]
     for other in others:
         assert other == [
             "PeerLostError",
-            "rank 2 (stage 1) ended the step of its tensor-parallel group: it lost another rank",
+            "rank 2 (stage 1) ended the step of its decision group: it lost another rank",
             "soon",
         ]
 

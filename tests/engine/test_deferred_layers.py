@@ -34,16 +34,19 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import experts, moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.adaptive.engine import deferred_layers
 from megatron.adaptive.engine.deferred_layers import (
     DeferringColumnParallelLinear,
+    attach_store,
     attach_stores,
     defer_layers,
 )
+from megatron.adaptive.engine.weight_gradient import WeightGradientStore
 
-from .te_layers import TELayerNormLinear, TELinear
+from .te_layers import GroupedLinear, TELayerNormLinear, TELinear
 
 MICROBATCHES = 3
 
@@ -227,6 +230,66 @@ def test_embedding_backward_is_all_weight_gradient() -> None:
         assert piece == 29 or not before
     assert word.main_grad.any()
     stages.finish()
+
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_aux_loss_coeff": 0.01,
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+}
+
+ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+
+
+@pytest.mark.parametrize(
+    ("grouped", "changes"),
+    [
+        (False, {}),
+        (False, {"moe_shared_expert_intermediate_size": 16, **BF16}),
+        (True, BF16),
+        (True, {"moe_apply_probs_on_input": True, **ONE, **BF16}),
+    ],
+    ids=["sequential", "shared", "grouped", "grouped probs"],
+)
+def test_experts(grouped: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Names that megatron-core takes from packages for GPUs.
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    monkeypatch.setattr(experts.gg, "grouped_gemm", SimpleNamespace())
+    monkeypatch.setattr(experts.gg, "ops", SimpleNamespace(gmm=grouped_products))
+    core = core_config(**{**EXPERTS, "moe_grouped_gemm": grouped, **changes})
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=grouped)
+    for late, pieces in ((0, 1), (1, 5)):
+        check(core, late, pieces, spec=spec)
+
+
+def grouped_products(rows: Any, matrices: Any, counts: Any, trans_b: bool = False) -> Any:
+    parts = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
+    return torch.cat([part @ (one.t() if trans_b else one) for part, one in parts])
+
+
+def test_grouped_experts_of_transformer_engine() -> None:
+    layers = [GroupedLinear(3, 4, 5) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    chunk, store = torch.nn.Sequential(layers[1]), WeightGradientStore()
+    assert defer_layers(chunk) == []
+    attach_store(chunk, store)
+    store.active = True
+    for microbatch, sizes in enumerate(([3, 0, 4], [1, 5, 2])):
+        given = torch.randn(sum(sizes), 4)
+        layers[0](given.clone().requires_grad_(), sizes).square().sum().backward()
+        output = layers[1](given.clone().requires_grad_(), sizes).square().sum()
+        with store.collect(microbatch):
+            output.backward()
+        store.run(microbatch, 0, 1)
+    for plain, split in zip(layers[0].weights, layers[1].weights, strict=True):
+        assert plain.grad is not None
+        assert torch.equal(plain.grad, split.grad)
+    assert store.is_uneven
 
 
 def engine_spec() -> ModuleSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from megatron.adaptive.engine.weight_gradient import (
     EmbeddingCall,
     LinearCall,
     WeightGradientStore,
+    _Task,
     defer,
     is_deferring,
     piece_sizes,
+    uneven_pieces,
 )
 from megatron.adaptive.errors import ScheduleError
 
@@ -50,6 +53,31 @@ def collect(store: WeightGradientStore, microbatch: int, weights: list[torch.nn.
 )
 def test_pieces_are_balanced(costs: list[float], pieces: int, sizes: list[int]) -> None:
     assert piece_sizes(costs, pieces) == sizes
+
+
+def test_what_communicates_is_in_the_same_piece_on_ranks_with_other_experts() -> None:
+    class Call(NamedTuple):
+        cost: float
+        sequence_group: object = None
+
+        def flops(self, gradient: object) -> float:
+            return self.cost
+
+    def cut(experts: list[float]) -> tuple[list[list[int]], list[float]]:
+        calls = [Call(4, "group"), *map(Call, experts), *[Call(4, "group")] * 3]
+        units = [[_Task(call, number, None)] for number, call in enumerate(calls)]  # type: ignore[arg-type]
+        order, counts = uneven_pieces(units, 4)
+        parts = [[order.popleft()[0] for _ in range(count)] for count in counts]
+        assert not order
+        communicating = [[t.given for t in part if t.call.sequence_group] for part in parts]  # type: ignore[attr-defined]
+        return communicating, [sum(t.call.flops(None) for t in part) for part in parts]  # type: ignore[arg-type]
+
+    places, costs = cut([0, 0, 0, 8, 8, 0])
+    assert places == [[0], [7], [8], [9]]
+    assert costs == [4, 12, 4, 12]
+    for experts in ([8.0] * 6, [0.0] * 6, [48.0, 0, 0, 0, 0, 0]):
+        assert cut(experts)[0] == places
+    assert cut([8.0] * 6)[1] == [12, 20, 12, 20]
 
 
 def test_the_size_of_the_first_microbatch_is_known() -> None:

@@ -40,12 +40,32 @@ MODERN = (
 # Documents of 20 to 80 tokens, some of them cut.
 LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
+# Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
+EXPERTS = (
+    f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
+    "--moe-z-loss-coeff 0.001 --moe-ffn-hidden-size 48"
+)
+MODERN_EXPERTS = (
+    f"{MODERN} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 32 "
+    "--moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 3 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
+    "--moe-shared-expert-intermediate-size 32"
+)
+# Tokens that find no room are dropped, as many wherever they are.
+FULL_EXPERTS = (
+    f"{EXPERTS} --moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity "
+    "--calculate-per-token-loss"
+)
 MODEL_NAMES = {
     NO_DROPOUT: "",
     DROPOUT: "dropout",
     MODERN: "modern",
     LENGTHS: "lengths",
     MODERN_LENGTHS: "modern-lengths",
+    EXPERTS: "experts",
+    MODERN_EXPERTS: "modern-experts",
+    FULL_EXPERTS: "full-experts",
 }
 LOOP, V = "--pipeline-placement loop", "--pipeline-placement v"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -268,6 +288,59 @@ DEALT = (
     Case("1f1b", dp=2, extra=f"{BALANCED} --overlap-grad-reduce --use-distributed-optimizer"),
     Case("zb-h1", pp=2, dp=2, extra=f"{BALANCED} --overlap-grad-reduce"),
 )
+GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
+SEQUENCE, SPREAD = "--sequence-parallel", "--expert-model-parallel-size 2"
+STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+WITH_EXPERTS = tuple(
+    Case(*words, **shape, model=model)  # type: ignore[arg-type]
+    for model, words, shape in (
+        # Dispatchers, expert parallelism, tensor parallelism, pipeline, placement, split: in pairs.
+        (EXPERTS, ("adaptive",), {"pp": 2, "extra": f"{GATHER} {WHOLE}"}),
+        (EXPERTS, ("adaptive",), {"dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
+        (MODERN_EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {EXCHANGE}"}),
+        (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "extra": f"{SEQUENCE} {EXCHANGE}"}),
+        (FULL_EXPERTS, ("zb-h1",), {"pp": 2, "extra": EXCHANGE}),
+        (EXPERTS, ("1f1b",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {GATHER} {STATE}"}),
+        (EXPERTS, ("megatron",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
+        (EXPERTS, ("zb-v",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {GATHER}"}),
+        (EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
+        (
+            MODERN_EXPERTS,
+            ("interleaved",),
+            {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"},
+        ),
+        (
+            MODERN_EXPERTS,
+            ("zb-h1",),
+            {
+                "tp": 2,
+                "pp": 2,
+                "extra": f"{SEQUENCE} {SPREAD} --expert-tensor-parallel-size 1 {EXCHANGE}",
+            },
+        ),
+        (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {GATHER}"}),
+        (
+            MODERN_EXPERTS,
+            ("megatron",),
+            {"tp": 2, "dp": 2, "extra": f"{SEQUENCE} {SPREAD} {GATHER}"},
+        ),
+        (
+            MODERN_EXPERTS,
+            ("1f1b",),
+            {"dp": 4, "extra": f"--expert-model-parallel-size 4 {EXCHANGE} {RECOMPUTE}"},
+        ),
+    )
+)
+# Megatron-core's own order and others, whole and split: the same sums, one by one.
+SAME_SUMS = tuple(
+    same(
+        Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "1f1b"},
+        {"schedule": "zb-h1"},
+        {"schedule": "adaptive"},
+    )
+    for model in (EXPERTS, MODERN_EXPERTS)
+)
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --fp16 --initial-loss-scale 1024"),
@@ -275,6 +348,11 @@ HALF = (
     Case("adaptive", pp=2, chunks=2, extra="--bf16"),
     Case("adaptive", tp=2, pp=2, extra="--bf16"),
     Case("1f1b", pp=2, dp=2, extra="--bf16 --use-distributed-optimizer"),
+    Case("zb-h1", pp=2, model=MODERN_EXPERTS, extra=f"--bf16 --moe-grouped-gemm {EXCHANGE}"),
+    Case(
+        *("1f1b", 1, 2, 1, 2, f"--bf16 --moe-grouped-gemm {SPREAD} {GATHER} {STATE}"),
+        model=MODERN_EXPERTS,
+    ),
 )
 # Jobs of one shape whose losses and norms must not differ in a single bit.
 DROPPING = Case("adaptive", model=DROPOUT)
@@ -429,6 +507,21 @@ def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
 @pytest.mark.parametrize("case", each(DIFFERENT_LENGTHS), ids=str)
 def test_documents_of_any_length_equal_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, 1e-6)
+
+
+@pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)
+def test_experts_equal_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, 1e-6)
+
+
+@pytest.mark.parametrize("cases", each(SAME_SUMS), ids=lambda cases: str(cases[0]))
+def test_experts_do_not_depend_on_the_order(cases: tuple[Case, ...], outcome: Outcome) -> None:
+    first, *others = cases
+    for other in others:
+        for seen in ("losses", "evaluated"):
+            expected = losses_of(first, outcome(first), seen)
+            assert losses_of(other, outcome(other), seen) == expected, str(other)
+        assert norms_of(outcome(other)) == norms_of(outcome(first)), str(other)
 
 
 @pytest.mark.parametrize("case", FREE, ids=str)

@@ -166,6 +166,8 @@ def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size or 1,
         parallel.stage_data_parallel_sizes or (),
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
         config.placement_kind,
     )
 

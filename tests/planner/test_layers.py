@@ -5,14 +5,43 @@ from __future__ import annotations
 import pytest
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.layers import make_estimator
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
+from megatron.adaptive.planner.layers import layer_table, make_estimator
+from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model, preset
+from megatron.adaptive.planner.profile import PlanInputs
+from megatron.adaptive.planner.propose import complete_profile
 
 
 def test_a_part_without_bfloat16_is_refused_for_it() -> None:
     estimate = make_estimator(preset("gpt2-medium", "bf16"))
     with pytest.raises(ConfigError, match="v100-16 does not compute in bf16"):
         estimate("transformer", "V100", 1, 1)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recompute: str) -> None:
+    model = preset("gpt3-175b", "fp16", fused=False)
+    node = NodeType(
+        name="n", gpu="a100-80", gpus=8, memory_bytes=8e10, intra=LinkSpeed(bytes_per_s=3e11)
+    )
+    cluster = Cluster(groups=(NodePool(type=node, count=1),))
+    inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
+    layer = model.kinds["transformer"]
+    tables = [
+        layer_table(
+            inputs, cluster.nodes[0], tp=8, micro_batch=2, recompute=recompute, sequence_parallel=on
+        )
+        for on in (False, True)
+    ]
+    for table, on in zip(tables, (False, True), strict=True):
+        # Where less is kept, a backward has the whole of one layer at a time.
+        both = table.kept_bytes[1] + table.workspace_bytes[1]
+        assert both >= 2 * (layer.kept_bytes(8, sequence_parallel=on) + layer.workspace_bytes / 8)
+        # Head and embedding are never computed again.
+        assert table.kept_bytes[-1] >= 2 * model.kinds["head"].activation_bytes / 8
+    assert tables[1].kept_bytes[1] < tables[0].kept_bytes[1]
+    assert tables[1].backward_s[1] == pytest.approx(tables[0].backward_s[1])
 
 
 def test_estimates_are_near_what_others_measured() -> None:

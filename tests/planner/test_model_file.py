@@ -49,6 +49,10 @@ def test_activations_are_those_of_the_literature() -> None:
     assert layer.kept_bytes(8) == pytest.approx(split)
     assert layer.kept_bytes(8, "selective") == pytest.approx(length * hidden * (10 + 24 / 8))
     assert layer.kept_bytes(8, "full") == pytest.approx(2 * length * hidden)
+    # Equation 4 without attention: sequence parallelism divides everything, s b h 34/t.
+    split = layer.kept_bytes(8, "selective", sequence_parallel=True)
+    assert split == pytest.approx(length * hidden * 34 / 8)
+    assert layer.kept_bytes(8, "full", sequence_parallel=True) == 2 * length * hidden / 8
 
 
 def test_t5_is_cut_between_encoder_and_decoder_and_hands_the_memory_on() -> None:
@@ -60,6 +64,13 @@ def test_t5_is_cut_between_encoder_and_decoder_and_hands_the_memory_on() -> None
     assert decoder.output_elements > encoder.output_elements
     assert decoder.parameters > encoder.parameters
     assert model.tied_layers == (0, cut, model.num_layers - 1)
+
+
+def test_fused_attention_counts_for_every_form_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text(SMALL)
+    for text in (SMALL, str(tmp_path / "words"), "gpt2"):
+        layers = [read_model(text, fused=fused).kinds["transformer"] for fused in (True, False)]
+        assert layers[0].attention_bytes == 0 < layers[1].attention_bytes
 
 
 def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
@@ -76,6 +87,7 @@ def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
     ("text", "words"),
     [
         ("gpt2-xxl", "model 'gpt2-xxl' is not known: the nearest is gpt2-xl"),
+        (f"{SMALL} --context-parallel-size 2", "--context-parallel-size 2: plans divide no seq"),
         (f"{SMALL} --num-experts 8", "--num-experts is a flag of Megatron-LM that"),
         ("--num-layers '4", "No closing quotation"),
         ("nowhere.yaml", "No such file or directory; name a model file"),

@@ -45,6 +45,16 @@ V: list[dict[str, Any]] = [
     }
     for number, case in enumerate(LOOP[::2])
 ]
+# In pairs: each model with loop or V, whole or split.
+TENSOR_PARALLEL: list[dict[str, Any]] = [
+    {**LOOP[0], "runs": {"adaptive": {"split_backward": False}}},
+    {**LOOP[2], "runs": {"split": {"split_backward": True}}},
+    {
+        **LOOP[1],
+        "from": "weights",
+        "runs": {"split, then loop": {"schedule": "zb-v", "then": None}},
+    },
+]
 real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 
@@ -76,6 +86,16 @@ def test_steps_are_those_of_its_own_schedule(python_path: str, tmp_path: Path) -
         plain = case["runs"].pop("plain")
         assert len(plain[-1]["trained"]["losses"]) == 3
         assert case["runs"] == dict.fromkeys(case["runs"], plain)  # bit for bit
+
+
+@pytest.mark.parametrize(
+    "python_path",
+    [pytest.param(version, marks=real) for version in ("0.15.3", "0.19.2")],
+    indirect=True,
+)
+def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
+    cases = [{**case, "shape": {**case["shape"], "tp": 2}} for case in TENSOR_PARALLEL]
+    check_numbers(run(cases, 4, tmp_path, fresh=False, python_path=python_path))
 
 
 def finalize_0_15(model: Any, num_tokens: Any = None, pg_collection: Any = None) -> None: ...

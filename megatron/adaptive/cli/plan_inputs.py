@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron.adaptive.config.command_parser import number
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.calibrate import TracedRun, calibrate
@@ -24,6 +25,9 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
+
+MEMORY_MARGIN = 0.1
+"""Predicted peaks lie so far below measured ones at most (``benchmarks/planner.py``, memory)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,13 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     add("--profile", type=Path, nargs="+", metavar="FILE", help="what was measured; else estimated")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="best that all GPUs have")
     add("--attention", choices=("fused", "unfused"), help="fused with Transformer Engine")
+    add(
+        "--memory-margin",
+        type=number(float, 0, 0.9),
+        default=MEMORY_MARGIN,
+        metavar="X",
+        help="share of each GPU's memory that plans leave alone (%(default)s)",
+    )
     add_calibrate_arguments(parser)
 
 
@@ -62,7 +73,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
         parts = [(str(path), profile_file.load(path)) for path in options.profile]
         document = profile_file.merge(parts) if len(parts) > 1 else parts[0][1]
     memories = {} if document is None else profile_file.measured_memory(document)
-    cluster = read_cluster(options.cluster, memories)
+    cluster = read_cluster(options.cluster, memories).with_memory(1 - options.memory_margin)
     model = _model(options, cluster, document)
     measured = None
     if document is not None:

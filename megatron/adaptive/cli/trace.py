@@ -1,7 +1,9 @@
-"""``trace``: prints a run's figures and writes its views; diagnoses it.
+"""``trace``: prints a run's figures and writes its views; diagnoses it; imports others' traces.
 
 python -m megatron.adaptive trace runs/latest --format html,xlsx --output-dir views
 python -m megatron.adaptive trace diagnose runs/latest
+python -m megatron.adaptive trace whatif runs/latest
+python -m megatron.adaptive trace import trace.parquet --output traces
 
 ``process_trace.py`` and ``visualize_trace.py`` are the same by their older names and flags. They
 take the JSON lines in a run's ``traces/`` or, where there are none, the text form
@@ -51,12 +53,13 @@ _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand ``trace``."""
-    if argv and argv[0] == DIAGNOSE:
-        return _diagnose(argv[1:])
+    if argv and argv[0] in _SUBCOMMANDS:
+        return _SUBCOMMANDS[argv[0]](argv[1:])
     parser = _parser(
         PROGRAM,
         "Print where the time of a step went on each pipeline rank, and write the views of the "
-        f"run. 'trace {DIAGNOSE} DIR' says what slows the run.",
+        f"run. 'trace {DIAGNOSE} DIR' says what slows the run, 'trace whatif DIR' what it would "
+        "gain if, 'trace import' reads traces of other programs.",
     )
     return _show(parser, argv, formats="all")
 
@@ -103,6 +106,65 @@ def _diagnose(argv: Sequence[str]) -> int:
     else:
         show(found.format())
     return 0
+
+
+def _what_if(argv: Sequence[str]) -> int:
+    parser = _parser(
+        f"{PROGRAM} whatif",
+        "Simulate the recorded steps with other times: what the run loses, to whom, and what each "
+        "repair would gain.",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print everything as JSON instead of text"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw where time is lost here, as PNG"
+    )
+    arguments = parser.parse_args(argv)
+    from megatron.adaptive.trace.whatif.answers import what_if
+
+    run = load_run(arguments.run_dir)
+    found = what_if(run, _chosen_iterations(run, arguments))
+    for line in found.notes:
+        show(f"warning: {line}", file=sys.stderr)
+    if arguments.picture is not None:
+        from megatron.adaptive.trace.views.picture import write_heat
+
+        write_heat(found, run.run, arguments.picture)
+    if arguments.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show(found.format())
+    return 0
+
+
+def _import(argv: Sequence[str]) -> int:
+    parser = CommandParser(
+        prog=f"{PROGRAM} import",
+        description="Read the trace of another program and write it as one of ours.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="table of operations (.parquet or .csv), see docs/traces.md",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="new folder for the traces"
+    )
+    arguments = parser.parse_args(argv)
+    from megatron.adaptive.trace.imports.published import describe_run, write_run
+
+    run = load_run(arguments.source)
+    write_run(run, arguments.output)
+    for line in run.notes():
+        show(f"warning: {line}", file=sys.stderr)
+    show(f"{describe_run(run)}: {arguments.output}")
+    return 0
+
+
+_SUBCOMMANDS = {DIAGNOSE: _diagnose, "whatif": _what_if, "import": _import}
 
 
 def _show(

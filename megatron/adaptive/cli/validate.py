@@ -46,8 +46,6 @@ OWN = "own runs"
 def main(argv: Sequence[str]) -> int:
     """Predicts the runs found, and prints how far off that is."""
     options = _parser().parse_args(argv)
-    if options.set not in (None, OWN):
-        raise ConfigError(f"--set {options.set}: {options.data} has {OWN}")
     found = compare(OWN, _read_runs(_find_runs(options.data), options))
     if options.json:
         print(json.dumps([_as_json(found)], indent=2))
@@ -66,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="folder of traced runs")
-    add("--set", metavar="NAME", help="only this set: own runs")
     add("--rows", action="store_true", help="also every run")
     add("--json", action="store_true", help="for programs")
     add_input_arguments(parser, required=False)

@@ -12,7 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from megatron.adaptive.config.core import LATENT_SETTINGS, CoreConfig
+from megatron.adaptive.config.core import (
+    EXPERT_SETTINGS,
+    LATENT_SETTINGS,
+    CoreConfig,
+    parse_pattern,
+)
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig
@@ -65,6 +70,8 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _unequal_widths(config, given),
         _model(config, given),
         _latent(config, given),
+        _experts(config, given, installed),
+        _expert_ranks(config, given),
         _kernels(config, given, installed),
         _parallel(config, given, installed),
         _batch(config, given),
@@ -221,6 +228,139 @@ def _latent(config: TrainerConfig, given: _Given) -> Rules:
     )
 
 
+def _experts(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
+    core, unset, experts = config.core, CoreConfig(), config.core.num_moe_experts
+    if experts is None:
+        for name in EXPERT_SETTINGS:
+            yield (
+                getattr(core, name) != getattr(unset, name),
+                f"{getattr(given, name)} has no effect by itself: add --num-experts",
+            )
+        return
+    yield experts < 1, f"{given.num_moe_experts}: give 1 at least, or drop the flag"
+    yield (
+        not 1 <= core.moe_router_topk <= experts,
+        f"{given.moe_router_topk} of {given.num_moe_experts}: a token goes to 1 expert at least "
+        "and to all at most; change one of them",
+    )
+    yield (
+        core.moe_expert_capacity_factor == 0,
+        f"{given.moe_expert_capacity_factor} leaves experts no token: give a factor above 0, or "
+        "drop the flag so that none is dropped",
+    )
+    pattern, layers = parse_pattern(core.moe_layer_freq), config.model.num_layers
+    if isinstance(pattern, list):
+        yield (
+            len(pattern) != layers or not {*pattern} <= {0, 1},
+            f"{given.moe_layer_freq} says of {len(pattern)} layers whether they have experts, and "
+            f"{given.num_layers}: give one 0 or 1 for each",
+        )
+    else:
+        yield pattern < 1, f"{given.moe_layer_freq}: give 1 at least, or a list of 0 and 1"
+    kinds, weights = core.moe_router_load_balancing_type, core.moe_aux_loss_coeff
+    yield (
+        len(kinds) != len(weights),
+        f"{given.moe_router_load_balancing_type} with {given.moe_aux_loss_coeff}: give as many "
+        "coefficients as types",
+    )
+    dispatcher = core.moe_token_dispatcher_type
+    yield (
+        dispatcher == "flex" and not installed.flexible_dispatch,
+        f"{given.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs: "
+        "install it, or use alltoall",
+    )
+    yield (
+        dispatcher == "allgather" and config.data.variable_seq_lengths,
+        f"{given.moe_token_dispatcher_type} with --variable-seq-lengths, whose rows differ from "
+        "rank to rank: use alltoall",
+    )
+    local, biased = config.model.transformer_impl == "local", config.model.add_bias_linear
+    grouped, shared = core.moe_grouped_gemm and local, core.moe_shared_expert_intermediate_size
+    yield (
+        grouped and not config.precision.bf16,
+        f"{given.moe_grouped_gemm} with --transformer-impl local, whose grouped experts compute in "
+        "bf16: add --bf16, or drop --moe-grouped-gemm, which changes the speed alone",
+    )
+    tensor = config.parallel.expert_tensor_parallel_size
+    for what, broken in (
+        (given.moe_grouped_gemm, grouped),
+        (given.moe_shared_expert_intermediate_size, shared is not None),
+        (
+            f"experts on {tensor or config.parallel.tensor_model_parallel_size} tensor parallel "
+            "ranks (--expert-tensor-parallel-size)",
+            (tensor or config.parallel.tensor_model_parallel_size) > 1,
+        ),
+    ):
+        yield biased and broken, f"{what} with biases: add --disable-bias-linear"
+    yield (
+        core.moe_latent_size is not None and local,
+        f"{given.moe_latent_size} needs Transformer Engine, but --transformer-impl is local: "
+        "install it and use --transformer-impl transformer_engine, or drop the flag",
+    )
+    yield (
+        config.parallel.unequal_sizes is not None,
+        f"{given.num_moe_experts} with {given.stage_data_parallel_sizes}: stages of unequal sizes "
+        "do without experts; use the same number of ranks for each stage",
+    )
+    yield (
+        config.schedule.repartition != "off",
+        f"{given.num_moe_experts} with {given.repartition}, which moves dense layers alone; give "
+        "--partition",
+    )
+
+
+def _expert_ranks(config: TrainerConfig, given: _Given) -> Rules:
+    """The ranks that experts are spread over."""
+    parallel, experts = config.parallel, config.core.num_moe_experts
+    spread, tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if experts is None:
+        for what, is_given in (
+            (given.expert_model_parallel_size, spread > 1),
+            (given.expert_tensor_parallel_size, tensor is not None),
+        ):
+            yield is_given, f"{what} has no effect by itself: add --num-experts"
+        return
+    yield (
+        experts % spread != 0,
+        f"{given.num_moe_experts} is not a multiple of {given.expert_model_parallel_size}: every "
+        "rank takes as many experts; change one of them",
+    )
+    for what, path in (
+        (given.save, config.checkpoint.save),
+        (given.load, config.checkpoint.load),
+    ):
+        yield (
+            spread > 1 and path is not None,
+            f"{given.expert_model_parallel_size} with {what}: checkpoints of experts that are "
+            "spread over ranks are not built yet; use --expert-model-parallel-size 1",
+        )
+    tensor = tensor or parallel.tensor_model_parallel_size
+    unit = tensor * spread * parallel.pipeline_model_parallel_size
+    yield (
+        config.world_size % unit != 0,
+        f"world size {config.world_size} is not a multiple of expert tensor {tensor} x expert "
+        f"{spread} x pipeline {parallel.pipeline_model_parallel_size} = {unit}: start a multiple "
+        f"of {unit} processes or change --expert-model-parallel-size",
+    )
+    yield (
+        parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel,
+        f"{given.num_moe_experts} with {given.tensor_model_parallel_size}: the ranks share the "
+        "tokens of a sequence between them; add --sequence-parallel",
+    )
+    yield (
+        spread == 1 and tensor != parallel.tensor_model_parallel_size,
+        f"{given.expert_tensor_parallel_size} with {given.tensor_model_parallel_size} and "
+        f"{given.expert_model_parallel_size}: megatron-core adds up experts' gradients over the "
+        "wrong ranks; make the first two equal, or raise --expert-model-parallel-size",
+    )
+    width = config.core.moe_ffn_hidden_size or config.model.ffn_hidden_size
+    yield (
+        width % tensor != 0,
+        f"experts of width {width} (--moe-ffn-hidden-size) on {tensor} expert tensor parallel "
+        "ranks: every rank takes an equal share; change one of them",
+    )
+
+
 def _kernels(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
     model = config.model
     uses_engine = model.transformer_impl == "transformer_engine"
@@ -287,11 +427,6 @@ def _parallel(config: TrainerConfig, given: _Given, installed: Installed) -> Rul
             model.seq_length % (tensor * context) != 0,
             f"{given.seq_length} is not a multiple of {tensor * context}, the ranks that "
             "--sequence-parallel splits it over: change one of them",
-        )
-        yield (
-            not _norm_is_fused(model, installed),
-            f"--sequence-parallel does not work with the local {model.normalization} of torch: "
-            "install Transformer Engine, or apex for LayerNorm, or drop the flag",
         )
     if context > 1:
         have = "is not in use" if installed.transformer_engine else "is not installed"

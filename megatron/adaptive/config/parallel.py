@@ -32,6 +32,13 @@ class ParallelConfig:
     context_parallel_size: Ranks = flag(
         "Ranks that share each sequence; needs Transformer Engine.", 1
     )
+    expert_model_parallel_size: Ranks = flag(
+        "Ranks that the experts of each layer are spread over, neighbours within data parallelism.",
+        1,
+    )
+    expert_tensor_parallel_size: Ranks | None = flag(
+        "Ranks that share each expert's matrices.", derived="the tensor parallel size"
+    )
     num_layers_per_virtual_pipeline_stage: Layers | None = flag(
         "Layers of each chunk, another way to give the number of chunks."
     )

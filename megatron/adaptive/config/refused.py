@@ -15,12 +15,16 @@ from itertools import groupby
 
 # Below each reason its flags, without leading dashes; a prefix ends in a star.
 _TABLE = """\
-the model is a dense GPT without experts; drop the flag
-    num-experts expert-model-parallel-size expert-tensor-parallel-size
-    overlap-moe-expert-parallel-comm delay-wgrad-compute use-fused-weighted-squared-relu
-    enable-experimental ep-overlap-early-attn-memory-release moe-layer-freq moe-grouped-gemm
-    moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-ffn-hidden-size
-    moe-token-dispatcher-type moe-layer-recompute moe-use-upcycling moe-* expert-*
+forwards and backwards are not merged, weight gradients are the engine's to put off; use zb-h1
+    overlap-moe-expert-parallel-comm delay-wgrad-compute ep-overlap-early-attn-memory-release
+a dense checkpoint becomes experts in Megatron-LM's own converter alone; drop the flag
+    moe-use-upcycling moe-upcycling-granularity
+experts' tokens follow the router of this run, not one that was recorded; drop the flag
+    moe-enable-routing-replay
+it was renamed long ago; use --expert-tensor-parallel-size
+    moe-extended-tp
+it turns on parts of megatron-core that change from version to version; drop the flag
+    enable-experimental
 latent attention, with --multi-latent-attention, is the only variant that is built; use it
     experimental-attention-variant linear-attention-type experimental-attention-*
 it needs a hook after the optimizer's step and kernels that report scores; use --qk-layernorm

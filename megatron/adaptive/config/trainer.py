@@ -109,12 +109,11 @@ class TrainerConfig:
     def fixes_replicas(self) -> tuple[str, ...]:
         """Settings under which microbatches can only be dealt in turns, as on the command line."""
         schedule, parallel = self.schedule.pipeline_schedule, self.parallel
-        experts = getattr(parallel, "expert_model_parallel_size", None) or 1
         return tuple(
             name
             for name, is_set in (
                 ("--stage-data-parallel-sizes", parallel.unequal_sizes is not None),
-                ("--expert-model-parallel-size", experts > 1),
+                ("--expert-model-parallel-size", parallel.expert_model_parallel_size > 1),
                 ("--ddp-average-in-collective", parallel.ddp_average_in_collective),
                 (f"--pipeline-schedule {schedule}", schedule in ("file", "megatron")),
             )

@@ -1,8 +1,15 @@
-"""One decision per tensor- and context-parallel group.
+"""One decision for all ranks that meet inside forwards and backwards.
 
-Ranks of such a group meet in collectives inside every layer: two of them on different actions would
-add up numbers of different microbatches without any error. So the first rank of the group decides
-and publishes, the others read and do the same. Nobody waits for a collective.
+Such a decision group holds the tensor- and context-parallel ranks of a stage and, with experts, its
+replicas that trade tokens (see ``build.decision_group``). Two of them on different actions would
+add up numbers of different microbatches, or trade their tokens, without any error. So the first
+rank of the group decides and publishes, the others read and do the same. Nobody waits for a
+collective.
+
+Each member has inputs of its own: those of replicas come from replicas of the stage before. What is
+one group on a stage is one on every other, so that a group as a whole is one rank of a pipeline
+whose inputs arrive when the last member has them: a slow member delays its group, and nothing can
+deadlock that could not with one rank.
 
 The leader decides on what is there for all: its state learns that an input has arrived once it has
 arrived on every member. Followers report theirs, from the thread that received it, whatever their
@@ -41,6 +48,8 @@ from megatron.adaptive.transport.interface import (
 
 # Word of a follower that cannot go on; no label has this number.
 _LOST = (1 << 63) - 1
+# Word of a leader that nothing starts beside what communicates; no action has this kind.
+_NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
 # The thread that reports a loss may be the one that ends this process.
@@ -78,12 +87,21 @@ class Agreement:
         """
         return True
 
-    def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
+    def next_action(
+        self, policy: Policy, state: RankState, timeout_s: float, *, may_pass: bool = False
+    ) -> Action | None:
         """Return the next action of this rank.
 
         A leader (or a rank alone) gets ``None`` when nothing can start and must wait for an
         arrival. A follower blocks until the leader has decided; the input of the action it gets is
         in its completion queue, but the state may not have taken it.
+
+        Args:
+            policy: picks the action, where this rank does.
+            state: this rank's own.
+            timeout_s: limit of the wait for a decision.
+            may_pass: an action under way communicates, and goes on where nothing starts beside it:
+                that is a decision as well, on which all members get ``None``.
 
         Raises:
             DeadlineError: the leader did not decide within ``timeout_s``.
@@ -154,11 +172,14 @@ class Leader(Agreement):
         self._seen.pop(action, None)
         return True
 
-    def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
+    def next_action(
+        self, policy: Policy, state: RankState, timeout_s: float, *, may_pass: bool = False
+    ) -> Action | None:
         """Implements :class:`Agreement`."""
         action = policy.pick(state)
-        if action is not None and not self._is_static:
-            self._decisions.publish(encode(action, action.piece), timeout_s)
+        if (may_pass or action is not None) and not self._is_static:
+            word = _NOTHING if action is None else encode(action, action.piece)
+            self._decisions.publish(word, timeout_s)
         return action
 
     def missing(self) -> str:
@@ -188,7 +209,7 @@ class Leader(Agreement):
             if thread.is_alive():
                 self._reports[rank].give_up()
                 raise DeadlineError(
-                    f"{self._describe(rank)}, of the same tensor-parallel group, did not close "
+                    f"{self._describe(rank)}, of the same decision group, did not close "
                     f"within {_CLOSE_S:g} s; did it stop elsewhere?"
                 )
 
@@ -199,7 +220,7 @@ class Leader(Agreement):
             while (word := reader.next(_FOR_EVER_S)) is not None:
                 if word == _LOST:
                     raise PeerLostError(
-                        f"{self._describe(rank)}, of the same tensor-parallel group, lost its "
+                        f"{self._describe(rank)}, of the same decision group, lost its "
                         "channel to another stage"
                     )
                 kind, chunk, microbatch, step = decode(word)
@@ -258,17 +279,19 @@ class Follower(Agreement):
             self._report(item.label)
         return True
 
-    def next_action(self, policy: Policy, state: RankState, timeout_s: float) -> Action | None:
+    def next_action(
+        self, policy: Policy, state: RankState, timeout_s: float, *, may_pass: bool = False
+    ) -> Action | None:
         """Implements :class:`Agreement`."""
         if self._is_static:
             return policy.pick(state)
         word = self._decisions.next(timeout_s)
         if word is None:
             raise PeerLostError(
-                "the first rank of the tensor-parallel group has ended, while this one waits for "
+                "the first rank of the decision group has ended, while this one waits for "
                 "its next decision; the ranks ran different numbers of steps"
             )
-        return Action(*decode(word))
+        return None if word == _NOTHING else Action(*decode(word))
 
     def close(self) -> None:
         """Implements :class:`Agreement`."""
@@ -356,7 +379,7 @@ def encode(action: Action, rest: int) -> int:
     chunk, microbatch = action.chunk, action.microbatch
     if chunk >> 10 or microbatch >> 20 or rest >> 31:
         raise ScheduleError(
-            f"{action} cannot be agreed on by a tensor-parallel group: use at most 1024 chunks and "
+            f"{action} cannot be agreed on by a decision group: use at most 1024 chunks and "
             "1048576 microbatches, and fewer than 2^31 steps and pieces"
         )
     return rest << 32 | NUMBER[action.kind] << 30 | chunk << 20 | microbatch

@@ -50,7 +50,7 @@ class Wiring:
     Attributes:
         executor: the engine.
         transport: its channels, ``None`` for a pipeline of one rank.
-        agreement: its tensor-parallel group's decisions.
+        agreement: its decision group's decisions.
     """
 
     executor: Executor
@@ -78,6 +78,7 @@ def build_executor(
     in_flight: int | None = None,
     widths: Widths | None = None,
     pp_ranks: Sequence[int] | None = None,
+    model: Any = None,
 ) -> Wiring:
     """Make this rank's executor with its channels and agreement.
 
@@ -98,6 +99,8 @@ def build_executor(
         widths: of the stages where they are unequal.
         pp_ranks: this rank's pipeline in the order of the placement; megatron-core's where
             ``None``.
+        model: megatron-core's configuration of the model, which says whom its layers talk to
+            besides tensor- and context-parallel ranks; nobody where ``None``.
     """
     if pp_ranks is None:
         pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -129,7 +132,7 @@ def build_executor(
         transport or TransportConfig(),
         timeout_s,
     )
-    agreement = _build_agreement(places, describe, channels, timeout_s)
+    agreement = _build_agreement(model, places, describe, channels, timeout_s)
     executor = Executor(
         placement=placement,
         pp_rank=pp_rank,
@@ -272,16 +275,39 @@ def _store_host() -> str | None:
     return getattr(store, "host", None)
 
 
+def decision_group(model: Any = None) -> list[int]:
+    """Returns the ranks that take one decision with this one, in ascending order.
+
+    They meet inside forwards and backwards, directly or through others: tensor- and
+    context-parallel ranks, and with experts the replicas of the stage that trade tokens, or all of
+    them where a loss balances experts over the whole batch. Collective over all ranks.
+
+    Args:
+        model: megatron-core's configuration of the model, ``None`` for one without experts.
+    """
+    groups = [parallel_state.get_tensor_and_context_parallel_group()]
+    if getattr(model, "num_moe_experts", None):
+        groups.append(parallel_state.get_expert_tensor_and_model_parallel_group())
+        if "global_aux_loss" in getattr(model, "moe_router_load_balancing_type", ""):
+            groups.append(parallel_state.get_tensor_and_data_parallel_group(True))
+    meets = gather({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+    found = {dist.get_rank()}
+    while (more := found.union(*(meets[rank] for rank in found))) != found:
+        found = more
+    return sorted(found)
+
+
 def _build_agreement(
+    model: Any,
     places: list[dict[str, Any]],
     describe: Describe,
     transport: Transport | None,
     timeout_s: float,
 ) -> Agreement:
-    """Connect this rank with its tensor- and context-parallel group. Collective over all ranks."""
+    """Connect this rank with its decision group. Collective over all ranks."""
     if transport is None:
         return Agreement()
-    members = dist.get_process_group_ranks(parallel_state.get_tensor_and_context_parallel_group())
+    members = decision_group(model)
     if len(members) == 1:  # on all ranks alike
         return Agreement()
     group = gloo_group(members, gather)

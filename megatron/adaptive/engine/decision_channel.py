@@ -1,4 +1,4 @@
-"""One-way channels for numbers between the members of a tensor-parallel group.
+"""One-way channels for numbers between the members of a decision group.
 
 A channel has one writer and one or more readers; every reader gets every number, in order. Two
 kinds, with the same contract: shared memory for members on one node, small messages for all others.
@@ -108,8 +108,7 @@ class _MemoryEnd:
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
         if (rank := self._log.abort_reason) is not None:
             raise PeerLostError(
-                f"{self._describe(rank)} ended the step of its tensor-parallel group: it lost "
-                "another rank"
+                f"{self._describe(rank)} ended the step of its decision group: it lost another rank"
             ) from error
         raise error
 
@@ -166,7 +165,7 @@ class _MessageWriter:
         self._count += 1
         sent = []
         for name, index in self._readers:
-            with _lost(f"{name}, of the same tensor-parallel group, took no word", timeout_s):
+            with _lost(f"{name}, of the same decision group, took no word", timeout_s):
                 sent.append((name, self._group.send([message], index, tag), message))
         self._sent.append(sent)
         if len(self._sent) == _SLOTS:
@@ -181,7 +180,7 @@ class _MessageWriter:
 
     def _wait_for_oldest(self, timeout_s: float) -> None:
         for name, work, _ in self._sent.popleft():
-            with _lost(f"{name}, of the same tensor-parallel group, took no word", timeout_s):
+            with _lost(f"{name}, of the same decision group, took no word", timeout_s):
                 work.wait(_limit(timeout_s))
 
 
@@ -222,7 +221,7 @@ class _MessageReader:
         if not self._posted:
             return _CLOSED
         work, message = self._posted.popleft()
-        with _lost(f"no word of {self._name}, of the same tensor-parallel group,", timeout_s):
+        with _lost(f"no word of {self._name}, of the same decision group,", timeout_s):
             work.wait(_limit(timeout_s))
         return int(message)
 
@@ -311,7 +310,7 @@ def _hand_out(fd: int, place: Path, count: int) -> None:
                 peer, _ = listener.accept()
             except TimeoutError:
                 raise DeadlineError(
-                    f"{served} of {count} members of a tensor-parallel group took their end of "
+                    f"{served} of {count} members of a decision group took their end of "
                     f"{place.name} within {_SETUP_TIMEOUT_S:g} s"
                 ) from None
             with peer:

@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.moe import experts
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
@@ -119,6 +120,53 @@ class ParallelLinearCall:
             _fused.wgrad_gemm_accum_fp32(given, gradient, main_grad)
         else:
             _fused.wgrad_gemm_accum_fp16(given, gradient, main_grad)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupedCall:
+    """The products of all experts of a rank, each of its own rows; the operations are torch's.
+
+    Attributes:
+        weight: of all experts.
+        shape: ``[experts, in, out]``, that the weight is seen as.
+        counts: ``[experts]`` rows of each, on the host.
+    """
+
+    weight: torch.nn.Parameter
+    shape: tuple[int, int, int]
+    counts: torch.Tensor
+
+    def output(self, given: torch.Tensor) -> torch.Tensor:
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        return self._product(given, turned=False)
+
+    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        return self._product(gradient, turned=True)
+
+    def weight_gradients(
+        self, given: torch.Tensor, gradient: torch.Tensor
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        kernel = getattr(experts.gg.grouped_gemm, "backend", None)
+        if kernel is not None and given.is_cuda and given.numel():
+            total = kernel.gmm(given, gradient, self.counts, trans_a=True, trans_b=False)
+        else:
+            sizes = self.counts.tolist()
+            parts = zip(given.split(sizes), gradient.split(sizes), strict=True)
+            total = torch.stack([rows.t().mm(part) for rows, part in parts])
+        yield self.weight, total.view_as(self.weight)
+
+    def flops(self, gradient: torch.Tensor) -> float:
+        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
+        return 2.0 * gradient.numel() * self.shape[1]
+
+    def _product(self, rows: torch.Tensor, *, turned: bool) -> torch.Tensor:
+        if not rows.numel():
+            return rows.new_empty(0, self.shape[1 if turned else 2])
+        weights = self.weight.view(self.shape)
+        product: torch.Tensor = experts.gg.ops.gmm(rows, weights, self.counts, trans_b=turned)
+        return product
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -219,6 +267,8 @@ class _Deferring:
 
 
 class _DeferringLinear(_Deferring):
+    is_expert: bool
+
     def _forward_impl(
         self, input: torch.Tensor, weight: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -230,6 +280,7 @@ class _DeferringLinear(_Deferring):
             )
             return output
         group = kwargs["tp_group"]
+        store.is_uneven |= self.is_expert
         fuses = kwargs["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
         call = ParallelLinearCall(
             weight=weight,
@@ -287,6 +338,7 @@ class _DelayingLayer(_Deferring):
         weights = _weights(self)  # type: ignore[arg-type]
         if store is None or not weights or not is_deferring(store, weights[0]):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        store.is_uneven |= getattr(self, "num_gemms", 1) > 1
         own = self.wgrad_store
         call = DelayedCall(self, weights[0], type(own)(True))
         self.wgrad_store = call.delayed
@@ -299,11 +351,46 @@ class _DelayingLayer(_Deferring):
         return answer
 
 
+class _DeferringGroupedExperts(_Deferring):
+    """megatron-core's ``GroupedMLP`` that puts its weight gradients off while its store is active.
+
+    Versions from 0.17 on have none: their grouped experts are those of Transformer Engine.
+    """
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute ``[tokens, h]`` of tokens that are sorted by expert, and their probabilities."""
+        store: Any = self.weight_gradient_store
+        layer: Any = self
+        rows, shares = permuted_local_hidden_states, permuted_probs
+        if store is None or layer.activation_recompute or not is_deferring(store, layer.weight1):
+            plain: tuple[torch.Tensor, None] = super().forward(  # type: ignore[misc]
+                rows, tokens_per_expert, shares
+            )
+            return plain
+        store.is_uneven = True
+        if layer.config.moe_apply_probs_on_input:
+            rows, shares = (shares.unsqueeze(-1) * rows).to(rows.dtype), torch.ones_like(shares)
+        count, hidden = layer.num_local_experts, layer.config.hidden_size
+        wide = layer.weight1.numel() // (count * hidden)
+        narrow = layer.weight2.numel() // (count * hidden)
+        first = GroupedCall(layer.weight1, (count, hidden, wide), tokens_per_expert)
+        second = GroupedCall(layer.weight2, (count, narrow, hidden), tokens_per_expert)
+        between = layer.activation_func_with_probs(defer(first, rows, store), shares.unsqueeze(-1))
+        return defer(second, between, store), None
+
+
 _DEFERRING: dict[type, type] = {
     ColumnParallelLinear: DeferringColumnParallelLinear,
     RowParallelLinear: DeferringRowParallelLinear,
     VocabParallelEmbedding: DeferringVocabParallelEmbedding,
 }
+if (grouped := getattr(experts, "GroupedMLP", None)) is not None:
+    _DEFERRING[grouped] = type("DeferringGroupedMLP", (_DeferringGroupedExperts, grouped), {})
 
 
 @functools.cache

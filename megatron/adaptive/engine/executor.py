@@ -11,7 +11,7 @@ when all but the last few launched actions are done: it then knows what has arri
 
 The executor owns the state of the step, the tensors between stages and the clock; it knows neither
 megatron-core nor any process group. What a chunk computes is a :class:`Stages` object, how ranks of
-one tensor-parallel group keep together is an ``Agreement``.
+one decision group keep together is an ``Agreement``.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Executor:
         route: global rank and microbatch there, of a position in the pipeline and a microbatch
             here; the same two where left out.
         transport: channels to the other ranks, ``None`` for a pipeline of one rank.
-        agreement: keeps the ranks of a tensor-parallel group on one order; a rank alone where left
+        agreement: keeps the ranks of a decision group on one order; a rank alone where left
             out.
         clock: takes the times of the trace; the host's where left out.
         recorder: where spans go, ``None`` for no trace.
@@ -239,7 +239,7 @@ class Executor:
 
         Args:
             stages: the rank's chunks.
-            policy: picks the order; ranks of one tensor-parallel group must pass equal ones.
+            policy: picks the order; ranks of one decision group must pass equal ones.
             state: a fresh state of this rank.
 
         Raises:

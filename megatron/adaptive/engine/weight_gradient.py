@@ -19,6 +19,7 @@ Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for t
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -229,6 +230,39 @@ def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
     return sizes
 
 
+def uneven_pieces(
+    units: Iterable[list[_Task]], pieces: int
+) -> tuple[deque[list[_Task]], list[int]]:
+    """Cuts units whose work each rank has its own of, as experts have.
+
+    Units that communicate are in the same piece on all ranks, whatever the others have: they are
+    shared out by themselves, and the others fill the pieces up.
+
+    Returns:
+        The units in the order of their pieces, and how many each piece has.
+    """
+    common: list[tuple[float, list[_Task]]] = []
+    own: deque[tuple[float, list[_Task]]] = deque()
+    for unit in units:
+        cost = sum(task.call.flops(task.gradient) for task in unit)
+        meets = any(getattr(task.call, "sequence_group", None) is not None for task in unit)
+        (common if meets else own).append((cost, unit))
+    whole = sum(cost for cost, _ in (*common, *own))
+    done, order, counts = 0.0, deque[list[_Task]](), []
+    waiting = iter(common)
+    for number, size in enumerate(piece_sizes([cost for cost, _ in common], pieces), 1):
+        before = len(order)
+        for cost, unit in itertools.islice(waiting, size):
+            order.append(unit)
+            done += cost
+        while own and (number == pieces or (done + own[0][0] / 2) * pieces < whole * number):
+            cost, unit = own.popleft()
+            order.append(unit)
+            done += cost
+        counts.append(len(order) - before)
+    return order, counts
+
+
 class WeightGradientStore:
     """The weight gradients that one model chunk still owes.
 
@@ -238,6 +272,8 @@ class WeightGradientStore:
 
     def __init__(self) -> None:
         self.active = False
+        # Layers set it whose work differs from microbatch to microbatch and from rank to rank.
+        self.is_uneven = False
         self._collected: list[_Task] | None = None
         self._last_collected = -1
         self._backlog: deque[_Backlog] = deque()
@@ -326,7 +362,10 @@ class WeightGradientStore:
         self._check_turn(microbatch, piece, pieces)
         backlog = self._backlog[0]
         if piece == 0:
-            backlog.counts = self._counts(backlog.units, pieces)
+            if self.is_uneven:
+                backlog.units, backlog.counts = uneven_pieces(backlog.units, pieces)
+            else:
+                backlog.counts = self._counts(backlog.units, pieces)
         backlog.next_piece += 1
         for _ in range(backlog.counts[piece]):
             _run_unit(backlog.units.popleft())

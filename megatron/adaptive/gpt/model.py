@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import (
     Float16Module,
     float16_to_fp32,
     fp32_to_float16,
 )
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -72,13 +75,16 @@ class KeyedInit:
     Args:
         seed: the run's seed.
         first_outside: number of weights outside of layers that come before those of this chunk.
+
+    Attributes:
+        count: weights of the layer drawn so far.
     """
 
     def __init__(self, seed: int, first_outside: int) -> None:
         self._seed = seed
         self._outside = first_outside
         self._layer: int | None = None
-        self._count = 0
+        self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
         return self  # copies of a configuration must go on counting together
@@ -86,11 +92,21 @@ class KeyedInit:
     def enter_layer(self, layer: int) -> None:
         """Weights drawn from here on belong to transformer layer ``layer``."""
         self._layer = layer
-        self._count = 0
+        self.count = 0
 
     def leave_layer(self) -> None:
         """Weights drawn from here on belong to no layer."""
         self._layer = None
+
+    @contextlib.contextmanager
+    def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
+        """Counts the weights of a rank's experts, drawn within, as part of all experts'."""
+        each = 2  # one into the expert, one out of it
+        before = self.count
+        here = config.num_moe_experts // groups.ep.size()
+        self.count += each * here * groups.ep.rank()
+        yield
+        self.count = before + each * config.num_moe_experts
 
     def normal(self, std: float) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that fills a tensor with draws of ``N(0, std)``."""
@@ -106,8 +122,8 @@ class KeyedInit:
             place = f"outside {self._outside}"
             self._outside += 1
         else:
-            place = f"layer {self._layer} {self._count}"
-            self._count += 1
+            place = f"layer {self._layer} {self.count}"
+            self.count += 1
         digest = hashlib.sha256(f"{self._seed} {place}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
@@ -127,6 +143,64 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.enter_layer(layer_number + get_transformer_layer_offset(config, vp_stage))
         super().__init__(config, submodules, layer_number=layer_number, vp_stage=vp_stage, **kwargs)
         init.leave_layer()
+
+
+class KeyedExperts(SequentialMLP):  # type: ignore[misc]
+    """Draws the weights of this rank's experts as a rank with all of them would.
+
+    Linear layers of experts never communicate: the dispatcher does. megatron-core's own do where
+    one rank has all experts, and then cannot add a bias.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        keyed = config.use_cpu_initialization
+        groups = kwargs["pg_collection"]
+        with config.keyed_init.experts(config, groups) if keyed else contextlib.nullcontext():
+            super().__init__(num_local_experts, config, *args, **kwargs)
+        for expert in self.local_experts:
+            for layer in (expert.linear_fc1, expert.linear_fc2):
+                layer.explicit_expert_comm = True
+
+
+class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
+    """Draws the weights that the same experts one by one would have.
+
+    megatron-core draws those of all local experts as one matrix, whose parts depend on the numbers
+    of expert- and tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        init: KeyedInit = config.keyed_init
+        before = init.count
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        init.count = before
+        stride = 2 if config.gated_linear_unit else 1
+        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        first = self.weight1.data.view(num_local_experts, hidden, -1)
+        second = self.weight2.data.view(num_local_experts, -1, hidden)
+        with init.experts(config, kwargs["pg_collection"]):
+            for matrices in zip(first, second, strict=True):
+                for matrix, shape, dim, step, draw in (
+                    (matrices[0], (stride * width, hidden), 0, stride, config.init_method),
+                    (matrices[1], (hidden, width), 1, 1, config.output_layer_init_method),
+                ):
+                    part = torch.empty_like(matrix.t())
+                    _initialize_affine_weight_cpu(
+                        part,
+                        *shape,
+                        part.shape[dim],
+                        dim,
+                        draw,
+                        step,
+                        params_dtype=config.params_dtype,
+                        rank=self.tp_group.rank(),
+                        world_size=self.tp_group.size(),
+                    )
+                    matrix.copy_(part.t())
 
 
 class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
@@ -163,6 +237,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -178,12 +254,9 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     del settings["transformer_impl"]  # of other models than ours; here the layers' specs say it
     settings.update(_activation(config, accelerator), **_communication(config))
     if config.data.variable_seq_lengths:
-        settings.update(
-            variable_seq_lengths=True,
-            calculate_per_token_loss=True,
-            # The one for rows of different lengths; megatron-core asks for it without experts too.
-            moe_token_dispatcher_type="alltoall",
-        )
+        settings.update(variable_seq_lengths=True, calculate_per_token_loss=True)
+        # The one for rows of different lengths; megatron-core asks for it without experts too.
+        settings.setdefault("moe_token_dispatcher_type", "alltoall")
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
     if parallel.context_parallel_size > 1:
@@ -208,7 +281,8 @@ def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
         elif isinstance(value, str) and "int" in str(field.type):
             value = parse_pattern(value)
         elif isinstance(value, tuple) and "Tuple" not in str(field.type):
-            value = list(value)
+            one = "Union" in str(field.type) and len(value) == 1
+            value = value[0] if one else list(value)
         settings[field.name] = value
     return settings
 
@@ -446,11 +520,12 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return [_keyed(spec) for spec in specs] if core.use_cpu_initialization else specs
+    kinds = _KEYED if core.use_cpu_initialization else _EXPERTS
+    return [completed(spec, kinds) for spec in specs]
 
 
-def _keyed(spec: ModuleSpec) -> ModuleSpec:
-    return ModuleSpec(module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules)
+_EXPERTS = {SequentialMLP: KeyedExperts}
+_KEYED = {TransformerLayer: KeyedTransformerLayer, GroupedMLP: KeyedGroupedExperts, **_EXPERTS}
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:

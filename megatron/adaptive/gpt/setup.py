@@ -208,6 +208,7 @@ def build_run(job: TrainingJob) -> Run:
                 * (1 if config.balance == "off" else 2)
             ),
             widths=widths,
+            model=core,
         )
         tracing.watch(wiring.executor.snapshot)
         forward_backward = ForwardBackward(

@@ -237,16 +237,23 @@ def params_norm(run: Run) -> float:
     replicas = parallel_state.get_data_parallel_world_size()
     if run.job.config.parallel.unequal_sizes is not None:
         replicas = 1  # further replicas of a stage have no parameter that is not shared
-    total = torch.zeros(1, dtype=torch.float64)
+    everywhere, experts = torch.zeros(2, dtype=torch.float64)
     for chunk in run.chunks:
         for parameter in chunk.parameters():
             if getattr(parameter, "shared", False):
                 continue
-            split = getattr(parameter, "tensor_model_parallel", False)
-            if split or parallel_state.get_tensor_model_parallel_rank() == 0:
-                total += float(parameter.detach().double().pow(2).sum())
+            squares = float(parameter.detach().double().pow(2).sum())
+            if not getattr(parameter, "allreduce", True):  # of experts, which few ranks share
+                experts += squares
+            elif (
+                getattr(parameter, "tensor_model_parallel", False)
+                or parallel_state.get_tensor_model_parallel_rank() == 0
+            ):
+                everywhere += squares
+    total = torch.stack([everywhere, experts])
     dist.all_reduce(total, group=run.job.control_group)
-    return float(total / replicas) ** 0.5
+    expert_replicas = parallel_state.get_expert_data_parallel_world_size()
+    return float(total[0] / replicas + total[1] / expert_replicas) ** 0.5
 
 
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"

@@ -14,7 +14,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -296,6 +296,17 @@ class Cluster:
     def price_per_hour(self) -> float:
         """Price of all nodes."""
         return sum(group.count * group.type.price_per_hour for group in self.groups)
+
+    def with_memory(self, times: float = 1.0, more_bytes: float = 0.0) -> Cluster:
+        """Returns the cluster with so many times the memory of each GPU, and so much more."""
+        groups = tuple(
+            replace(
+                group,
+                type=replace(group.type, memory_bytes=group.type.memory_bytes * times + more_bytes),
+            )
+            for group in self.groups
+        )
+        return replace(self, groups=groups)
 
     def link(self, one: int, other: int) -> LinkSpeed:
         """Returns the link between the GPUs of two nodes, or of one node."""

@@ -37,6 +37,7 @@ from megatron.adaptive.planner.layers import (
     optimizer_s,
     reduce_s,
     stage_memory,
+    waiting,
 )
 from megatron.adaptive.planner.plan import (
     Limit,
@@ -233,20 +234,23 @@ def _memory(
 ) -> StageMemory:
     """Returns the memory of the replica of a pipeline rank that has the least left."""
     if (widths := dealt_widths(plan)) is not None:
-        held = held_of(plan, widths)
+        held, pending = held_of(plan, widths), (0.0,) * plan.pp
     else:
-        held = in_flight(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
+        order = (plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
+        held, pending = in_flight(*order), waiting(*order)
     found = [
         stage_memory(
             inputs.model,
             parameters=float(table.parameters[rows].sum()),
             kept_bytes=float(table.kept_bytes[rows].sum()),
             held=held[rank],
-            workspace_bytes=float(table.workspace_bytes[rows].max(initial=0.0)),
+            workspace_bytes=float(table.workspace_bytes[rows].max(initial=0.0))
+            + float(table.waiting_bytes[rows].sum()) * pending[rank],
             dp=len(plan.places[rank].replicas),
             distributed_optimizer=plan.distributed_optimizer,
             limit_bytes=node.memory_bytes,
             runtime=runtime,
+            context_bytes=inputs.profile.context_bytes.get(node.gpu),
         )
         for node, table in tables
     ]

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.planner.plan import Replica, StageMemory, StagePlace
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.schedule import registry
+from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.validate import peak_units
 
@@ -56,6 +58,13 @@ class Runtime:
 
 OURS = Runtime()
 """This project's trainer."""
+_HOST_MESSAGES = 8
+"""Room for them in the host's memory that nothing fills: free slots of the channels of a rank and
+its neighbour, see ``transport.select.size_of_channel``."""
+_HOST_BLOCK_BYTES = 2**25
+"""From this size on, the C library takes a block from the system and gives it back."""
+_HOST_FREE_BYTES = 2 * _HOST_BLOCK_BYTES
+"""It leaves so much free at the end of its heap."""
 
 
 @lru_cache(maxsize=4096)
@@ -73,6 +82,24 @@ def in_flight(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tup
     return peak_units(registry.make_schedule(schedule, placement, num_microbatches))
 
 
+@lru_cache(maxsize=4096)
+def waiting(schedule: str, pp: int, chunks: int, num_microbatches: int) -> tuple[float, ...]:
+    """Returns the microbatches of each pipeline rank whose weight gradients wait, at most.
+
+    Counted as in :func:`in_flight`; a rule may let all wait that it holds.
+    """
+    if registry.is_rule(schedule):
+        return in_flight(schedule, pp, chunks, num_microbatches)
+    if not registry.splits_backward(schedule):
+        return (0.0,) * pp
+    placement = registry.placement_for(schedule, pp, chunks)
+    most = []
+    for order in registry.make_schedule(schedule, placement, num_microbatches).orders:
+        steps = [{ActionKind.B: 1, ActionKind.W: -1}.get(action.kind, 0) for action in order]
+        most.append(max(accumulate(steps)) / placement.num_chunks)
+    return tuple(most)
+
+
 def stage_memory(
     model: Model,
     *,
@@ -84,6 +111,7 @@ def stage_memory(
     distributed_optimizer: bool,
     limit_bytes: float,
     runtime: Runtime = OURS,
+    context_bytes: float | None = None,
 ) -> StageMemory:
     """Adds up the memory of a stage, or of many: numbers or arrays.
 
@@ -97,8 +125,10 @@ def stage_memory(
         distributed_optimizer: whether they divide the optimizer state.
         limit_bytes: usable memory of the GPU.
         runtime: what the training program needs besides.
+        context_bytes: of the process as measured; None for the runtime's.
     """
-    besides = runtime.context_bytes + parameters * runtime.parameter_copies_bytes
+    context = runtime.context_bytes if context_bytes is None else context_bytes
+    besides = context + parameters * runtime.parameter_copies_bytes
     sizes = model.precision
     return StageMemory(
         parameter_bytes=parameters * sizes.parameter_bytes,
@@ -125,6 +155,8 @@ class LayerTable:
         parameters: that the GPU holds.
         kept_bytes: of one microbatch from forward to backward.
         workspace_bytes: of one microbatch while the layer runs.
+        waiting_bytes: of one microbatch between gradients by inputs and by weights, beyond
+            ``kept_bytes``.
     """
 
     estimated: bool
@@ -136,6 +168,7 @@ class LayerTable:
     parameters: Any
     kept_bytes: Any
     workspace_bytes: Any
+    waiting_bytes: Any
 
 
 def layer_table(
@@ -178,16 +211,36 @@ def _kind_row(
         )
     forward = times.forward_s + once
     backward, comm = times.backward_input_s + once, 2 * once
-    if recompute == "full":
+    if recompute == "full" and kind.counted:
         backward += forward
         comm += once
     elif recompute == "selective" and kind.forward_flops:
         backward += times.forward_s * kind.attention_flops / kind.forward_flops
-    kept = times.kept_bytes if recompute == "none" else None
-    if kept is None:
-        kept = kind.kept_bytes(tp, recompute) * micro_batch
-    if sequence_parallel and recompute == "none":
-        kept -= kind.replicated_activation_bytes * micro_batch * (1 - 1 / tp)
+    shared = tp if sequence_parallel else 1
+    whole = times.kept_bytes
+    if whole is None:
+        whole = kind.kept_bytes(tp) * micro_batch
+    whole -= kind.replicated_activation_bytes * micro_batch * (1 - 1 / shared)
+    kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * micro_batch
+    if recompute == "none" or not kind.counted:
+        kept = whole
+    # While a backward repeats a layer, all that the layer keeps is there, once.
+    working = kind.workspace_bytes / tp * micro_batch + max(whole - kept, 0.0)
+    share = inputs.profile.allocator_share.get(node.gpu)
+    messages = 0 if share is None else _HOST_MESSAGES
+    # With sequence parallelism, sequences are gathered before every product.
+    whole_outputs = messages / shared + (shared > 1)
+    output = kind.output_elements * inputs.model.precision.element_bytes * micro_batch
+    working += whole_outputs * output
+    waiting = kind.weight_bytes / tp + kind.replicated_activation_bytes / shared
+    if share:
+        # Large blocks go back to the system once they are free; small ones lie between others.
+        block = kind.attention_bytes / tp * micro_batch
+        large = block >= _HOST_BLOCK_BYTES
+        kept = whole if recompute == "selective" and not large else kept
+        kept += share * (kept - block * (large and recompute == "none"))
+        working *= 1.0 if large else 1 + share
+        working += min(working, _HOST_FREE_BYTES)
     row = (
         forward,
         backward,
@@ -196,7 +249,8 @@ def _kind_row(
         comm,
         kind.held_parameters(tp),
         max(kept, 0.0),
-        kind.workspace_bytes * micro_batch / tp,
+        working,
+        waiting * micro_batch if recompute == "full" and kind.counted else 0.0,
     )
     return row, times.source == "estimated"
 

@@ -78,6 +78,8 @@ class LayerKind:
         attention_bytes: part of ``activation_bytes`` that selective recompute does not keep.
         input_bytes: all that full recompute keeps.
         workspace_bytes: held only while the layer runs, divided by tensor parallelism.
+        weight_bytes: inputs and gradients of its products, which weight gradients need, as far as
+            tensor parallelism divides them.
         tp_bytes: all-reduced over the tensor-parallel ranks in a forward; a backward has as many.
         group: ``encoder`` or ``decoder`` where no stage may hold layers of both; else empty.
         counted: whether ``--num-layers`` and the partition of a plan file count it.
@@ -94,6 +96,7 @@ class LayerKind:
     attention_bytes: float = 0.0
     input_bytes: float = 0.0
     workspace_bytes: float = 0.0
+    weight_bytes: float = 0.0
     tp_bytes: float = 0.0
     group: str = ""
     counted: bool = True
@@ -105,19 +108,25 @@ class LayerKind:
         """Returns the number of parameters that one of ``tp`` ranks holds."""
         return self.parameters / tp + self.replicated_parameters
 
-    def kept_bytes(self, tp: int, recompute: str = "none") -> float:
+    def kept_bytes(
+        self, tp: int, recompute: str = "none", *, sequence_parallel: bool = False
+    ) -> float:
         """Returns the bytes of one sample that a rank keeps from forward to backward.
+
+        Layers that are not counted, embedding and head, are never computed again.
 
         Args:
             tp: tensor-parallel ranks.
             recompute: one of ``RECOMPUTE``.
+            sequence_parallel: whether they divide all activations.
         """
-        if recompute == "full":
-            return self.input_bytes
+        share = tp if sequence_parallel else 1
+        if recompute == "full" and self.counted:
+            return self.input_bytes / share
         sharded = self.activation_bytes
         if recompute == "selective":
             sharded -= self.attention_bytes
-        return sharded / tp + self.replicated_activation_bytes
+        return sharded / tp + self.replicated_activation_bytes / share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,9 +397,16 @@ def _layer(
     blocks = 3 if crossed else 2  # of the residual stream: attention (twice) and feed-forward
     attentions = blocks - 1
     width = tokens * hidden
-    attention_bytes = 0.0 if shape.fused_attention else float(score_area * (2 * element + mask))
+    # Probabilities before and after dropout, and its mask; without dropout the two are one.
+    each = (2 if mask else 1) * element + mask
+    attention_bytes = 0.0 if shape.fused_attention else float(score_area * each)
     kept = attentions * tokens * 2 * queries * element + tokens * pairs * element
     kept += crossed * pairs * element + (gates if shape.gated else 2) * tokens * ffn * element
+    # A backward holds the gradients of what it goes through: of scores before and after a softmax,
+    # whose kernel has masks within it for 16 bits alone.
+    masked = causal and not shape.fused_attention and element > 2
+    attention_work = tokens * (queries + pairs)
+    attention_work += 0 if shape.fused_attention else (3 if masked else 2) * score_area
     return LayerKind(
         name=name,
         parameters=weights + (split_biases if shape.biases else 0),
@@ -399,10 +415,12 @@ def _layer(
         forward_flops=_MULTIPLY_ADD * linear + scores,
         attention_flops=scores,
         activation_bytes=kept + attention_bytes,
-        replicated_activation_bytes=blocks * width * (2 * element + mask),
+        replicated_activation_bytes=blocks * width * (2 * element + mask)
+        + (tokens * tokens if masked else 0),
         attention_bytes=attention_bytes,
         input_bytes=(tokens + crossed) * hidden * element,
-        workspace_bytes=tokens * (queries + pairs + (gates - 1) * ffn) * element,
+        workspace_bytes=element * max(tokens * 2 * (gates - 1) * ffn, attention_work),
+        weight_bytes=tokens * (2 * queries + pairs + gates * ffn) * element,
         tp_bytes=blocks * width * element,
         group=group,
     )

@@ -211,13 +211,17 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
         where: for messages.
     """
     try:
-        if text.lstrip().startswith("-"):
-            return shlex.split(text, comments=True)
-        return shlex.split((folder / text).read_text(encoding="utf-8"), comments=True)
+        if not text.lstrip().startswith("-"):
+            text = (folder / text).read_text(encoding="utf-8")
+        words = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; close the quotes") from error
     except OSError as error:
         raise ConfigError(f"{where}: {text}: {error.strerror}; name a file of arguments") from error
+    context = only_groups(words, (), ("context_parallel_size",))
+    if context and context[-1].rpartition("=")[2] != "1":
+        raise ConfigError(f"{where}: {' '.join(context)}: plans divide no sequences; leave it out")
+    return words
 
 
 _FILES = (".yaml", ".yml", ".toml", ".json")
@@ -239,12 +243,13 @@ def read_model(
         ConfigError: it is none of them, or breaks a rule.
     """
     if text.lstrip().startswith("--"):
-        return arguments_model(_read_arguments(text, Path(), "--model"), "model", precision)
+        words = _read_arguments(text, Path(), "--model")
+        return arguments_model(words, "model", precision, fused=fused)
     path = Path(text)
     if path.suffix.lower() in _FILES:
         document = read_file(path, "model")
         if isinstance(document, dict) and isinstance(document.get("model"), dict):
-            return _of_profile(document, str(path), precision)
+            return _of_profile(document, str(path), precision, fused)
         return _of_file(document, path, precision, default, fused)
     if text in preset_names() or not path.is_file():
         return preset(text, precision or default, fused=fused)
@@ -324,7 +329,9 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
     )
 
 
-def _of_profile(document: Mapping[str, Any], where: str, precision: str | None) -> Model:
+def _of_profile(
+    document: Mapping[str, Any], where: str, precision: str | None, fused: bool | None
+) -> Model:
     """Returns the model that a profile was measured with."""
     check_form(document, "profile", where)
     model = document["model"]
@@ -337,4 +344,4 @@ def _of_profile(document: Mapping[str, Any], where: str, precision: str | None) 
         raise ConfigError(
             f"{where}: the profile does not say what model it is of: give --model by name"
         )
-    return arguments_model(arguments, model["name"], precision)
+    return arguments_model(arguments, model["name"], precision, fused=fused)

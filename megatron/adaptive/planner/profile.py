@@ -83,6 +83,9 @@ class Profile:
         launch_s: seconds that an action costs beyond the sum of its layers, by GPU.
         step_s: seconds of a step beside pipeline, reduction and optimizer, by GPU.
         action_sigma: spread of the logarithm of the durations of an action from one to the next.
+        context_bytes: memory of a process before it holds tensors, by GPU; else the runtime's.
+        allocator_share: what an allocator keeps beyond the tensors that it holds at a time, as a
+            share of activations and workspace, by GPU; on the host's memory alone.
         estimator: makes durations that were not measured, from kind, GPU, tensor-parallel ranks
             and microbatch size; None where missing ones are errors.
     """
@@ -96,6 +99,8 @@ class Profile:
     launch_s: Mapping[str, float] = field(default_factory=dict)
     step_s: Mapping[str, float] = field(default_factory=dict)
     action_sigma: float = 0.0
+    context_bytes: Mapping[str, float] = field(default_factory=dict)
+    allocator_share: Mapping[str, float] = field(default_factory=dict)
     estimator: Callable[[str, str, int, int], LayerTimes] | None = None
 
     def times(self, kind: str, gpu: str, tp: int, micro_batch: int) -> LayerTimes:

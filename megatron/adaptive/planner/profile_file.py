@@ -181,6 +181,8 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
         optimizer_s_per_parameter=_by_gpu(content.get("optimizer_s_per_parameter", {})),
         launch_s=_by_gpu(content.get("launch_s", {})),
         action_sigma=content.get("action_sigma", 0.0),
+        context_bytes=_of_nodes(content, "context_bytes"),
+        allocator_share=_of_nodes(content, "allocator_share"),
     )
 
 
@@ -211,10 +213,14 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
 
 def measured_memory(content: Mapping[str, Any]) -> dict[str, float]:
     """Returns bytes of each GPU by its name, as the nodes of a profile showed them."""
+    return _of_nodes(content, "memory_bytes")
+
+
+def _of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
     return {
-        _gpu(one["gpu"]): float(one["memory_bytes"])
+        _gpu(one["gpu"]): float(one[fact])
         for one in content.get("nodes", {}).values()
-        if "gpu" in one and "memory_bytes" in one
+        if "gpu" in one and fact in one
     }
 
 

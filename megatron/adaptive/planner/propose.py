@@ -478,7 +478,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
         stage = max(range(len(stages)), key=lambda at: stages[at].memory.missing_bytes)
         return stage, stages[stage].memory
 
-    nearest = found(_with_more(cluster, _NO_LIMIT), options)
+    nearest = found(cluster.with_memory(more_bytes=_NO_LIMIT), options)
     if nearest is None:
         return (
             f"no plan for {model.name} on {cluster.num_gpus} GPUs with a global batch of"
@@ -490,7 +490,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     least = 0.0
     while memory.missing_bytes - least > _NEAR * memory.missing_bytes:
         middle = (least + memory.missing_bytes) / 2
-        if (plan := found(_with_more(cluster, middle), options)) is None:
+        if (plan := found(cluster.with_memory(more_bytes=middle), options)) is None:
             least = middle
         else:
             nearest, (stage, memory) = plan, lacking(plan)
@@ -504,18 +504,6 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
         f" {memory.limit_bytes / _GB:.1f} GB, it lacks {memory.missing_bytes / _GB:.1f} GB;"
         f" what would fit: {', or '.join(remedies)}"
     )
-
-
-def _with_more(cluster: Cluster, more_bytes: float) -> Cluster:
-    """Returns the cluster with so much more memory for each GPU."""
-    groups = tuple(
-        replace(
-            group,
-            type=replace(group.type, memory_bytes=group.type.memory_bytes + more_bytes),
-        )
-        for group in cluster.groups
-    )
-    return replace(cluster, groups=groups)
 
 
 def _remedies(

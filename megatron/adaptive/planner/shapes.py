@@ -402,6 +402,7 @@ class Tables:
             dp=one.dp,
             distributed_optimizer=choice.distributed_optimizer,
             limit_bytes=node.memory_bytes,
+            context_bytes=self.profile.context_bytes.get(node.gpu),
         )
         base = np.where(self.crossing, np.inf, need.total_bytes - node.memory_bytes)
         return [*sums, parameters, base, self._sums((key, "kept"), table.kept_bytes)]

@@ -353,6 +353,7 @@ class Engine:
             ),
             in_flight=self._orders.inputs_in_flight(num_microbatches),
             pp_ranks=self._pp_ranks,
+            model=config,
         )
         if self._trace is not None:
             self._trace.tracing.watch(self._wiring.executor.snapshot)

@@ -34,6 +34,7 @@ import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.transformer import transformer_block
@@ -95,6 +96,7 @@ class Placed:
             (pipeline_utils, "is_pp_first_stage", self._is_first_of),
             (dist_checkpointing, "save", self._save),
             (dist_checkpointing, "load", self._load),
+            (BlendedMegatronDatasetBuilder, "__init__", self._build_data),
             (TransformerConfig, "__post_init__", self._configure),
             (LanguageModule, "setup_embeddings_and_output_layer", self._set_up_embeddings),
         ):
@@ -154,6 +156,20 @@ class Placed:
         if not self.is_v:
             return original(pp_group)
         return bool(pipeline_utils.is_pp_last_stage(pp_group))
+
+    def _build_data(
+        self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Let rank 0 build the data, though it holds neither end of a V.
+
+        In a loop it always does: it makes the indices that other ranks then read, and whether it
+        has data decides for all ranks whether Megatron-LM trains.
+        """
+        given = inspect.signature(original).bind(builder, *args, **kwargs)
+        reads = given.arguments["is_built_on_rank"]
+        if self.is_v:
+            given.arguments["is_built_on_rank"] = lambda: reads() or dist.get_rank() == 0
+        original(*given.args, **given.kwargs)
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
         """Give a configuration the layout of a V."""

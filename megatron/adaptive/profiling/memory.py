@@ -15,6 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     from megatron.adaptive.accelerator import Accelerator
 
@@ -55,6 +57,20 @@ def available_host_bytes() -> int:
     for limit, usage, cached in _groups():
         found.append(max(0, limit - usage + cached))
     return min(found, default=0)
+
+
+def process_bytes(accelerator: Accelerator) -> int:
+    """Returns the bytes that this process holds beside tensors: its context, or its pages.
+
+    On a GPU what other processes hold there counts as well: measure on a free one, and on a host
+    before there are tensors.
+    """
+    if not accelerator.is_cuda:
+        return psutil.Process().memory_info().rss  # type: ignore[no-any-return]
+    import torch
+
+    free, whole = torch.cuda.mem_get_info(accelerator.device)
+    return int(whole - free - torch.cuda.memory_reserved(accelerator.device))
 
 
 def total_host_bytes() -> int:

@@ -22,5 +22,7 @@ Reading side:
 - ``views``     what a trace looks like: Excel, HTML, Perfetto, PNG, TensorBoard
 - ``files``     writes a result whole or not at all
 - ``locate``    which run the user means
+- ``imports``   traces that other programs wrote
+- ``whatif``    steps simulated with other times: slowdowns, shares, repairs
 - ``diagnose``  names what slows a run: a rank, a link, the reading of data
 """

@@ -43,7 +43,7 @@ FORMAT_VERSION = 2
 
 KINDS = (
     *("F", "B", "W", "wait", "send", "receive"),
-    *("data", "reduce", "optimizer", "evaluate", "checkpoint", "step"),
+    *("data", "reduce", "optimizer", "evaluate", "checkpoint", "step", "collective"),
 )
 """Kinds of span; a row names one by its place."""
 
@@ -52,18 +52,29 @@ DRAWN_ACTIONS = KINDS[:3]
 
 CAUSES = ("input", "memory", "order", "group")
 """Causes of a wait: no input was there; one was, but its activations would not have fitted the
-cap; something was ready, but the order wanted another; a member of the tensor-parallel group had
+cap; something was ready, but the order wanted another; a member of the decision group had
 no input or no decision yet."""
+
+COLLECTIVES = (
+    *("params-all-gather", "grads-reduce-scatter", "embedding-grads-all-reduce"),
+    *("layernorm-grads-all-reduce", "optimizer-clip-main-grad"),
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "barrier"),
+)
+"""Names of collectives in imported traces: those of Megatron-LM's phases, then by what they do."""
 
 REASONS = (
     "",
     *CAUSES,
     *("seen", "found"),
     *("hint", "filler", "overtake", "deepest", "broadest", "turn"),
+    *("posted", "gc", *COLLECTIVES),
 )
 """Short words of a row, named by their place: the cause of a wait; whether the arrival of a message
-was ``seen`` when it happened or ``found`` later; why the policy picked an action (see
-``schedule.policy``)."""
+was ``seen`` when it happened or ``found`` later, or ``posted``: seen, and its transfer could not
+begin before the receiver's wait for it did; why the policy picked an action (see
+``schedule.policy``); the name of a collective, or ``gc`` of an ``optimizer`` that is Python's
+garbage collection. A collective's peer is the lowest rank of its group, -1 where only this rank's
+part was recorded."""
 
 COLUMNS = (
     *("kind", "chunk", "microbatch", "piece", "start_ns", "duration_ns", "bytes"),

@@ -434,17 +434,17 @@ def _durations(
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.bincount(group, weights=length, minlength=size) / number
         square = np.bincount(group, weights=(length - mean[group]) ** 2, minlength=size) / number
-    median = _medians(group, pure, number)
+    median = medians(group, pure, number)
     return {
         "count": number.reshape(shape),
         "mean_ns": mean.reshape(shape),
         "std_ns": np.sqrt(square).reshape(shape),
         "median_ns": median.reshape(shape),
-        "mad_ns": _medians(group, np.abs(pure - median[group]), number).reshape(shape),
+        "mad_ns": medians(group, np.abs(pure - median[group]), number).reshape(shape),
     }
 
 
-def _medians(group: Ints, values: Floats, number: Ints) -> Floats:
+def medians(group: Ints, values: Floats, number: Ints) -> Floats:
     """The median of each group, NaN for an empty one."""
     medians = np.full(len(number), np.nan)
     if len(values):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.imports.published import ENDINGS, read_table
 from megatron.adaptive.trace.order import legacy_name, legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
@@ -30,8 +31,8 @@ def load_run(
     """Find and read the trace of a run.
 
     Args:
-        given: the run's folder, its folder of traces, or a file in the text form; ``None`` to
-            look for the latest run.
+        given: the run's folder, its folder of traces, a file in the text form, or a published
+            table; ``None`` to look for the latest run.
         num_ranks: the pipeline ranks that it must have, ``None`` for any.
         num_chunks: the chunks per rank that it must have, ``None`` for any.
 
@@ -76,6 +77,8 @@ def latest_run() -> Path | None:
 
 
 def _read(place: Path, num_ranks: int | None, num_chunks: int | None) -> RunTrace:
+    if place.suffix in ENDINGS and place.is_file():
+        return read_table(place)
     if place.is_file():
         return read_legacy(place, num_ranks, num_chunks)
     traces = next((p for p in (place / TRACES, place) if trace_files(p)), None)

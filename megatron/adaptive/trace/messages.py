@@ -88,5 +88,5 @@ def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
         arrived_ns=got.start_ns,
         taken_ns=got.end_ns,
         bytes=got.bytes,
-        seen=got.reason == REASON["seen"],
+        seen=(got.reason == REASON["seen"]) | (got.reason == REASON["posted"]),
     )

@@ -34,6 +34,7 @@ from megatron.adaptive.trace.event import Span, TraceHeader
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
+from megatron.adaptive.trace.table import TraceTable
 
 KEPT_ITERATIONS = 20
 """Iterations that a text file holds unless one is asked for: as many as the program that the
@@ -167,7 +168,8 @@ def read_legacy(
             unix_ns=0,
             clock="",
         )
-        traces[number] = RankTrace.of_spans(path, header, rank.spans, counts, len(rank.begun))
+        tables = {i: TraceTable.from_spans(found) for i, found in rank.spans.items()}
+        traces[number] = RankTrace.of_tables(path, header, tables, counts, len(rank.begun))
     return RunTrace(path, notes["run"], world_size, num_ranks, num_chunks, traces)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -46,11 +46,11 @@ class RankTrace:
     fits: tuple[ClockFit, ...]
 
     @classmethod
-    def of_spans(
+    def of_tables(
         cls,
         path: Path,
         header: TraceHeader,
-        spans: Mapping[int, Sequence[Span]],
+        tables: Mapping[int, TraceTable],
         num_microbatches: Mapping[int, int],
         truncated_lines: int = 0,
     ) -> RankTrace:
@@ -59,13 +59,13 @@ class RankTrace:
         Args:
             path: where it comes from.
             header: who wrote it.
-            spans: by iteration.
+            tables: its spans by iteration.
             num_microbatches: by iteration.
             truncated_lines: what its source lacks.
         """
         blocks = [
-            Block(IterationStart(i, num_microbatches[i]), 0, table=TraceTable.from_spans(found))
-            for i, found in spans.items()
+            Block(IterationStart(i, num_microbatches[i]), 0, table=table)
+            for i, table in tables.items()
         ]
         index = FileIndex(path, [header], blocks, truncated_lines=truncated_lines)
         return cls(index, (shift(0),))
@@ -168,6 +168,7 @@ class RunTrace:
         num_chunks: chunks per rank.
         ranks: the rank traces by global rank.
         alignment: how the clocks relate to each other.
+        caveats: what its source lacks, a line each.
     """
 
     origin: Path
@@ -177,6 +178,7 @@ class RunTrace:
     num_chunks: int
     ranks: Mapping[int, RankTrace]
     alignment: Alignment = field(default_factory=lambda: Alignment(()))
+    caveats: tuple[str, ...] = ()
 
     @cached_property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -230,7 +232,7 @@ class RunTrace:
 
     def notes(self) -> list[str]:
         """Returns caveats about the trace, a line each."""
-        lines = []
+        lines = [*self.caveats]
         if self.missing_ranks:
             lines.append(
                 f"no trace of ranks {describe_numbers(self.missing_ranks)} in {self.origin}"

@@ -197,7 +197,7 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Word of another member of the tensor-parallel group that a message has arrived there.
+    """Word of another member of the decision group that a message has arrived there.
 
     Attributes:
         label: what has arrived.

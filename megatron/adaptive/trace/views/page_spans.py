@@ -23,6 +23,7 @@ from megatron.adaptive.trace.views.palette import (
 OTHER_COLORS = {
     "data": "#B4477E",
     "reduce": "#5B5F97",
+    "collective": "#3E7C8A",
     "optimizer": "#8A6D5B",
     "evaluate": "#9AA5B1",
     "checkpoint": "#6B7280",

@@ -39,6 +39,7 @@ NS_PER_US = 1000
 THREADS: dict[str, tuple[str, ...]] = {
     "step": ("step",),
     "compute": (*DRAWN_ACTIONS, "reduce", "optimizer", "evaluate", "checkpoint"),
+    "collectives": ("collective",),
     "data": ("data",),
     "wait": ("wait",),
     "inputs": ("receive",),
@@ -264,6 +265,8 @@ def _name(word: str, chunk: int, microbatch: int, iteration: int, cause: str, of
         return f"iteration {iteration}"
     if word == "wait":
         return f"wait: {cause or 'unknown'}"
+    if word == "collective":
+        return cause or word
     if word in ("send", "receive"):
         return f"{word} {of}{chunk}-{microbatch}"
     return f"data {microbatch}" if word == "data" else word

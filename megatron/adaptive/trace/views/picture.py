@@ -1,4 +1,4 @@
-"""The chart of a step as a picture: time to the right, a row per stage.
+"""The chart of a step as a picture, time to the right, a row per stage; and maps of slow ranks.
 
 Waits have the tint of their cause, other idle time is grey.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -27,6 +30,9 @@ from megatron.adaptive.trace.views.palette import (
     chunk_color,
     text_color,
 )
+
+if TYPE_CHECKING:
+    from megatron.adaptive.trace.whatif.answers import WhatIf
 
 DPI = 150
 WIDTH_IN, MAX_WIDTH_IN, FORWARD_IN = 14.0, 22.0, 0.13
@@ -354,3 +360,57 @@ def _draw_panel(axes: Axes, title: str, result: SimResult, longest_s: float, *, 
         axes.set_xlabel("seconds", fontsize=8)
     else:
         axes.set_xticklabels([])
+
+
+MAX_HEAT_ROWS = 64
+"""Of more ranks the slowest are drawn."""
+
+
+def write_heat(answers: WhatIf, title: str, path: str | os.PathLike[str]) -> None:
+    """Write where time is lost as ``.png``: ranks by steps, and replicas by stages.
+
+    Args:
+        answers: of the run.
+        title: name of the run.
+        path: the file, which is replaced.
+
+    Raises:
+        TraceError: the file cannot be written.
+    """
+    where, ranks = answers.where, answers.rank_heat
+    shown = np.sort(np.argsort(-ranks.mean(axis=1), kind="stable")[:MAX_HEAT_ROWS])
+    height = 1.9 + 0.24 * max(len(shown), len(answers.stage_heat), 4)
+    figure = _figure(WIDTH_IN * 0.8, height, DPI * 2 // 3)
+    whole, part = figure.subplots(1, 2, width_ratios=(3, 1))
+    # Times of work over the usual ones: white as usual, red slower, blue quicker.
+    most = max(1.25, min(3.0, float(ranks.max()), float(2 * np.median(ranks) + 1)))
+    norm = TwoSlopeNorm(1.0, vmin=min(0.75, float(ranks.min())), vmax=most)
+    for axes, values in ((whole, ranks[shown]), (part, answers.stage_heat)):
+        image = axes.imshow(
+            values, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest"
+        )
+    names = [where.name(worker) for worker in shown.tolist()]
+    whole.set_yticks(range(len(shown)), labels=names, fontsize=7.5)
+    steps = answers.iterations.tolist()
+    ticks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int))
+    whole.set_xticks(ticks, labels=[steps[tick] for tick in ticks], fontsize=7.5)
+    whole.set_xlabel("step")
+    rows, columns = answers.stage_heat.shape
+    part.set_yticks(range(rows) if rows <= 16 else [0, rows - 1])
+    part.set_xticks(range(columns) if columns <= 16 else [0, columns - 1])
+    part.set(xlabel="stage", ylabel="replica")
+    if rows * columns <= MAX_HEAT_ROWS:
+        for row, column in np.ndindex(rows, columns):
+            times = float(answers.stage_heat[row, column])
+            ink = "white" if abs(float(norm(times)) - 0.5) > 0.35 else INK
+            part.text(column, row, f"{times:.2f}", ha="center", va="center", size=7.5, color=ink)
+    figure.colorbar(image, ax=part, label="work, times the usual")
+    lines = answers.format().split("\n")
+    figure.suptitle(f"{title}: {lines[1]}", fontsize=11, color=INK, x=0.02, ha="left")
+    first = answers.repairs[0] if answers.repairs else None
+    if first is not None:
+        text = f"largest gain: {first.gain:.1%} of a step with {first.what}"
+        figure.text(0.02, 0.015, text, fontsize=8.5, color=FAINT)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    with replaced(path) as temporary:
+        figure.savefig(temporary, facecolor="white")

@@ -170,6 +170,6 @@ function waitCause(cause) {
     input: "its input was not there",
     memory: "activations would not have fitted",
     order: "the order wanted another action",
-    group: "a member of the tensor-parallel group was behind",
+    group: "a member of the decision group was behind",
   }[cause] || "cause unknown";
 }

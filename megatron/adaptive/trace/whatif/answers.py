@@ -1,0 +1,633 @@
+"""Answers what a run loses, to whom, and what it would gain if that were mended.
+
+Every answer is a simulation of the recorded steps with some durations replaced. ``ideal`` is the
+mean of the kind of work over replicas, stages and steps, for communication the median transfer:
+then nobody is slower than others. A group's slowdown is that of the ideal step with only the
+group's durations as recorded; a repair's gain is what the recorded step loses with only the
+repaired ones replaced. Steps are simulated from their dependencies, without the gaps that hosts
+left.
+
+Source: arXiv 2505.05713, sections 3 and 4. Deviates in the microbatches' lengths, found there by
+correlation: here the median over stages and kinds of what a microbatch takes, beside the usual, is
+its length, and is put in or taken out like any other group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.diagnose.causes import StageCosts, best_partition
+from megatron.adaptive.trace.figures import medians
+from megatron.adaptive.trace.imports.published import run_of_columns
+from megatron.adaptive.trace.read import RunTrace, describe_numbers
+from megatron.adaptive.trace.table import Ints, Mask
+from megatron.adaptive.trace.whatif.graph import Graph, build_graph
+from megatron.adaptive.trace.whatif.operations import (
+    BACKWARD_COMM,
+    FIRST_COMM,
+    FORWARD_COMM,
+    NAMES,
+    WEIGHT,
+    Floats,
+    Operations,
+    Pipelines,
+    pipelines_of,
+    read_operations,
+)
+from megatron.adaptive.trace.whatif.replay import recorded_times
+
+SPANS_AT_ONCE = 1_000_000
+"""Steps are read and their dependencies found so many spans at a time."""
+SETS_AT_ONCE = 8
+SLOWEST_WORKERS = 0.03
+"""Share of the ranks that count as the slowest workers; one at least."""
+SHOWN = 5
+"""Ranks and links that are simulated one by one, the worst first."""
+SLOW = 1.05
+"""Slowdown below which nothing is named as its cause."""
+CAUSE_SHARE = 0.3
+WORTH = 0.002
+"""Share of a step that a repair must gain to be named."""
+RECORDED_SPAN_S = 2e-6
+"""Processor time of a recorded span, as ``benchmarks/trace.py`` measures it."""
+
+CAUSES = ("worker", "last stage", "sequence lengths")
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Something that could be done.
+
+    Attributes:
+        what: it, for people.
+        flag: what does it.
+        step_s: mean step with it.
+        gain: share of the simulated step that it saves.
+    """
+
+    what: str
+    flag: str
+    step_s: float
+    gain: float
+
+
+@dataclass(frozen=True, eq=False)
+class WhatIf:
+    """Holds the answers for a run.
+
+    Attributes:
+        where: its ranks.
+        iterations: numbers of the steps.
+        recorded_s: ``[steps]``, from the first start to the last end.
+        simulated_s: ``[steps]``, with recorded durations: without gaps of the host.
+        ideal_s: ``[steps]``, with nobody slower than others.
+        slowdowns: by what they are divided by (``stage``, ``replica``, ``rank``, ``kind``,
+            ``link``, ``length``) and name, the step with only these as recorded over the ideal one.
+        by_step: ``stage``, ``replica`` and ``kind`` by step: ``[steps]`` each.
+        worker_share: share of the slowdown that goes away with the slowest workers repaired (Mw).
+        last_stage_share: the same with the last stage repaired (Ms).
+        length_share: the same with all microbatches of one length.
+        slowest: the workers of ``worker_share``.
+        cause: one of :data:`CAUSES`, ``none`` where little is lost, ``mixed`` where none is enough.
+        repairs: the largest gain first.
+        rank_heat: ``[workers, steps]``, times of computes over the usual ones.
+        stage_heat: ``[replicas, stages]``, likewise.
+        notes: caveats, a line each.
+    """
+
+    where: Pipelines
+    iterations: Ints
+    recorded_s: Floats
+    simulated_s: Floats
+    ideal_s: Floats
+    slowdowns: Mapping[str, Mapping[str, float]]
+    by_step: Mapping[str, Mapping[str, Floats]]
+    worker_share: float
+    last_stage_share: float
+    length_share: float
+    slowest: tuple[int, ...]
+    cause: str
+    repairs: tuple[Repair, ...]
+    rank_heat: Floats
+    stage_heat: Floats
+    notes: tuple[str, ...] = ()
+
+    @property
+    def slowdown(self) -> float:
+        """S: the mean simulated step over the mean ideal one."""
+        return float(self.simulated_s.mean() / self.ideal_s.mean())
+
+    @property
+    def launch_slowdown(self) -> float:
+        """The mean recorded step over the mean simulated one: how far the simulation is off."""
+        return float(self.recorded_s.mean() / self.simulated_s.mean())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all of it as what ``json.dumps`` takes."""
+        steps = self.iterations.tolist()
+        return {
+            "slowdown": self.slowdown,
+            "launch_slowdown": self.launch_slowdown,
+            "cause": self.cause,
+            "Mw": self.worker_share,
+            "Ms": self.last_stage_share,
+            "length_share": self.length_share,
+            "slowest_ranks": self.where.ranks[list(self.slowest)].tolist(),
+            **{f"by_{what}": dict(found) for what, found in self.slowdowns.items()},
+            **{
+                f"by_{what}_per_step": {
+                    str(step): {name: float(values[at]) for name, values in found.items()}
+                    for at, step in enumerate(steps)
+                }
+                for what, found in self.by_step.items()
+            },
+            **{
+                f"{what}_s": dict(zip(map(str, steps), values.tolist(), strict=True))
+                for what, values in (
+                    ("recorded", self.recorded_s),
+                    ("simulated", self.simulated_s),
+                    ("ideal", self.ideal_s),
+                )
+            },
+            "repairs": [asdict(repair) for repair in self.repairs],
+            "rank_heat": self.rank_heat.round(4).tolist(),
+            "stage_heat": self.stage_heat.round(4).tolist(),
+            "notes": list(self.notes),
+        }
+
+    def format(self) -> str:
+        """Returns some lines for people."""
+        lines = [
+            f"steps {describe_numbers(self.iterations.tolist())} of {len(self.where.ranks)} ranks "
+            f"take {self.recorded_s.mean():.4g} s, simulated {self.simulated_s.mean():.4g} s "
+            f"({self.launch_slowdown - 1:+.1%} for what the simulation leaves out), "
+            f"{self.ideal_s.mean():.4g} s if nobody were slower than others",
+            f"slowdown {self.slowdown:.3f}: "
+            + {
+                "none": "nothing to mend here",
+                "mixed": "no single cause",
+                "worker": f"slow {', '.join(map(self.where.name, self.slowest[:3]))}",
+                "last stage": f"the last stage, {self.where.num_stages - 1}, has more to do",
+                "sequence lengths": "microbatches of unequal lengths",
+            }[self.cause],
+            f"  of it goes away with the slowest workers repaired {self.worker_share:.0%}, with "
+            f"the last stage {self.last_stage_share:.0%}, with equal lengths "
+            f"{self.length_share:.0%}",
+        ]
+        for what, found in self.slowdowns.items():
+            worst = sorted(found.items(), key=lambda pair: -pair[1])[: SHOWN + 1]
+            named = ", ".join(f"{name} {value:.3f}" for name, value in worst)
+            lines.append(f"  slowdown by {what}: {named}")
+        lines.append("what repairs would gain:" if self.repairs else "no repair would gain much")
+        lines += [
+            f"  {repair.gain:6.1%}  {repair.what} ({repair.step_s:.4g} s): {repair.flag}"
+            for repair in self.repairs
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(eq=False)
+class _Part:
+    """Operations of some steps with their dependencies."""
+
+    ops: Operations
+    graph: Graph
+    ideal_s: Floats = field(default_factory=lambda: np.zeros(0))
+    length: Floats = field(default_factory=lambda: np.zeros(0))
+
+
+def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
+    """Computes the answers for a run.
+
+    Args:
+        run: the run.
+        iterations: only these; by default those in which the first replica did everything.
+
+    Raises:
+        TraceError: there is nothing to simulate, or the trace contradicts itself.
+    """
+    where = pipelines_of(run)
+    chosen = sorted(set(run.iterations if iterations is None else iterations))
+    notes = run.notes()
+    if iterations is None:
+        whole = run.complete_iterations(min(t.header.dp_rank for t in run.ranks.values()))
+        if whole and len(whole) < len(chosen):
+            cut = describe_numbers(set(chosen) - set(whole))
+            notes.append(f"iterations {cut} lack operations and are left out")
+        chosen = list(whole) or chosen
+    if not chosen:
+        raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
+    parts = [_part(run, where, some) for some in _in_turn(run, where, chosen)]
+    orphans = sum(part.ops.orphans for part in parts)
+    if orphans:
+        notes.append(
+            f"{orphans} operations whose input nobody is recorded to have made start without it"
+        )
+    return _Answers(run, where, parts).all(notes)
+
+
+def what_if_table(table: Any) -> Any:
+    """Computes the slowdowns and repairs of a table of operations.
+
+    Args:
+        table: a pandas ``DataFrame``, or a dict of columns; see ``imports.published.COLUMNS``.
+
+    Returns:
+        A row per answer with ``what`` (``slowdown``, ``launch``, ``share``, ``stage``, ``repair``,
+        ...), ``name``, ``value`` (a slowdown, a share, or for a repair its gain) and ``flag``: a
+        ``DataFrame`` where one was given, else a dict of lists.
+
+    Raises:
+        TraceError: a column is missing, or the table contradicts itself.
+    """
+    answers = what_if(run_of_columns(table, Path("the table")))
+    rows = [
+        ("slowdown", "all", answers.slowdown, ""),
+        ("launch", "all", answers.launch_slowdown, ""),
+        ("cause", answers.cause, answers.slowdown, ""),
+        ("share", "Mw", answers.worker_share, ""),
+        ("share", "Ms", answers.last_stage_share, ""),
+        ("share", "lengths", answers.length_share, ""),
+    ]
+    rows += [
+        (w, name, v, "") for w, found in answers.slowdowns.items() for name, v in found.items()
+    ]
+    rows += [("repair", repair.what, repair.gain, repair.flag) for repair in answers.repairs]
+    columns = zip(*rows, strict=True)
+    found = dict(zip(("what", "name", "value", "flag"), map(list, columns), strict=True))
+    return found if isinstance(table, Mapping) else type(table)(found)
+
+
+def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
+    """Iterations, as many at a time as have few enough spans."""
+    counts = [run.ranks[rank].num_spans for rank in where.ranks.tolist()]
+    some: list[int] = []
+    spans = 0
+    for iteration in chosen:
+        size = sum(count.get(iteration, 0) for count in counts)
+        if some and spans + size > SPANS_AT_ONCE:
+            yield some
+            some, spans = [], 0
+        some.append(iteration)
+        spans += size
+    yield some
+
+
+def _part(run: RunTrace, where: Pipelines, iterations: Sequence[int]) -> _Part:
+    operations = read_operations(run, where, iterations)
+    return _Part(operations, build_graph(operations))
+
+
+Durations = Callable[[_Part], Floats]
+
+
+class _Answers:
+    """Simulates the sets of durations that the answers need."""
+
+    def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
+        self._run, self._where, self._parts = run, where, parts
+        self._measure_cells()
+        usual = self._usual()
+        for part in parts:
+            part.ideal_s = usual[part.ops.kind]
+            part.length = self._lengths(part.ops)
+
+    def all(self, notes: list[str]) -> WhatIf:
+        """Returns everything."""
+        where, sets = self._where, dict[tuple[str, str], Durations]()
+        sets["", "simulated"] = lambda part: part.ops.duration_s
+        sets["", "ideal"] = lambda part: part.ideal_s
+        kinds = sorted({int(k) for part in self._parts for k in np.unique(part.ops.kind)})
+        for what, values in (
+            ("stage", range(where.num_stages)),
+            ("replica", range(int(where.replica.max()) + 1)),
+            ("kind", kinds),
+        ):
+            for value in values:
+                name = NAMES[value] if what == "kind" else str(value)
+                sets[what, name] = self._only(self._those(what, value))
+        for source, target in self._worst_links():
+            sets["link", f"{where.ranks[source]} to {where.ranks[target]}"] = self._only(
+                self._those("link", source * len(where.ranks) + target)
+            )
+        sets["length", "unequal lengths"] = lambda part: part.ideal_s * part.length
+        steps = self._simulate(sets)
+        simulated, ideal = steps["", "simulated"], steps["", "ideal"]
+        base = float(ideal.mean())
+        slow: dict[str, dict[str, float]] = {}
+        by_step: dict[str, dict[str, Floats]] = {"stage": {}, "replica": {}, "kind": {}}
+        for (what, name), found in steps.items():
+            if what:
+                slow.setdefault(what, {})[name] = float(found.mean()) / base
+            if what in by_step:
+                by_step[what][name] = found / ideal
+        workers = self._by_score(slow)
+        slowest = workers[: max(1, int(SLOWEST_WORKERS * len(workers)))]
+        repairs = self._repairs(slowest)
+        shares: dict[tuple[str, str], Durations] = {
+            ("share", "worker"): self._without(lambda o: np.isin(o.worker, slowest)),
+            ("share", "last stage"): self._without(lambda o: o.stage == where.num_stages - 1),
+            ("share", "length"): lambda part: part.ops.duration_s / part.length,
+        }
+        for worker in workers[:SHOWN]:
+            shares["rank", where.name(worker)] = self._only(self._those("rank", worker))
+        after = self._simulate(
+            {**shares, **{("repair", key): d for key, (_, d) in repairs.items()}}
+        )
+        slow["rank"] = {
+            n: float(v.mean()) / base for (what, n), v in after.items() if what == "rank"
+        }
+        lost = float(simulated.mean()) - base
+        share = {
+            name: (float(simulated.mean()) - float(after["share", name].mean())) / (lost or 1.0)
+            for name in ("worker", "last stage", "length")
+        }
+        whole = float(simulated.mean())
+        found_repairs = [
+            Repair(what, flag, float(after["repair", what].mean()), 0.0)
+            for what, (flag, _) in repairs.items()
+        ]
+        found_repairs += self._replays(simulated) + self._recording(whole)
+        ordered = sorted(found_repairs, key=lambda repair: repair.step_s)
+        order = ("stage", "replica", "rank", "kind", "link", "length")
+        rank_heat, stage_heat = self._heat()
+        return WhatIf(
+            where=where,
+            iterations=np.concatenate([np.unique(part.ops.iteration) for part in self._parts]),
+            recorded_s=self._recorded(),
+            simulated_s=simulated,
+            ideal_s=ideal,
+            slowdowns={what: slow[what] for what in order if what in slow},
+            by_step=by_step,
+            worker_share=share["worker"],
+            last_stage_share=share["last stage"],
+            length_share=share["length"],
+            slowest=tuple(slowest),
+            cause=_cause(whole / base, list(share.values())),
+            repairs=tuple(
+                Repair(r.what, r.flag, r.step_s, 1 - r.step_s / whole)
+                for r in ordered
+                if 1 - r.step_s / whole >= WORTH
+            ),
+            rank_heat=rank_heat,
+            stage_heat=stage_heat,
+            notes=tuple(notes),
+        )
+
+    def _simulate(self, sets: Mapping[tuple[str, str], Durations]) -> dict[tuple[str, str], Floats]:
+        names = list(sets)
+        found: dict[tuple[str, str], Floats] = {}
+        for low in range(0, len(names), SETS_AT_ONCE):
+            some = names[low : low + SETS_AT_ONCE]
+            steps = [part.graph.simulate([sets[n](part) for n in some]) for part in self._parts]
+            columns = np.concatenate(steps).T
+            found.update(zip(some, columns, strict=True))
+        return found
+
+    def _those(self, what: str, value: int) -> Callable[[Operations], Mask]:
+        """Picks the operations of a stage, replica, rank, kind or link."""
+
+        def chosen(ops: Operations) -> Mask:
+            if what == "replica":
+                column = self._where.replica[ops.worker]
+            elif what == "link":
+                column = np.where(
+                    ops.source < 0, -1, ops.source * len(self._where.ranks) + ops.worker
+                )
+            else:
+                column = {"stage": ops.stage, "rank": ops.worker, "kind": ops.kind}[what]
+            mask: Mask = column == value
+            return mask
+
+        return chosen
+
+    def _only(self, chosen: Callable[[Operations], Mask]) -> Durations:
+        """The ideal with the chosen operations as recorded."""
+        return lambda part: np.where(chosen(part.ops), part.ops.duration_s, part.ideal_s)
+
+    def _without(self, chosen: Callable[[Operations], Mask]) -> Durations:
+        """As recorded, the chosen operations ideal."""
+        return lambda part: np.where(chosen(part.ops), part.ideal_s, part.ops.duration_s)
+
+    def _usual(self) -> Floats:
+        """``[kinds]``: mean seconds of what computes, median of what communicates."""
+        usual = np.zeros(len(NAMES))
+        for kind in range(len(NAMES)):
+            values = [part.ops.duration_s[part.ops.kind == kind] for part in self._parts]
+            known = np.concatenate(values)
+            if len(known):
+                usual[kind] = np.median(known) if kind >= FIRST_COMM else known.mean()
+        return usual
+
+    def _measure_cells(self) -> None:
+        """Finds ``[workers, chunks, 3]``, mean seconds of forward, backward and weight on each."""
+        shape = (len(self._where.ranks), self._where.stages.shape[1], WEIGHT + 1)
+        total, number = np.zeros(shape), np.zeros(shape)
+        for part in self._parts:
+            at = self._cell(part.ops)
+            np.add.at(total, at, part.ops.duration_s[: part.ops.num_computes])
+            np.add.at(number, at, 1)
+        self._cells: Floats = total / np.maximum(number, 1)
+        # What all ranks of a replica take longer lies in its microbatches, not in its ranks.
+        takes = self._cells.sum(axis=(1, 2))
+        ratio = takes / self._stage_takes()[self._where.pp_rank]
+        of_replica = np.ones(int(self._where.replica.max()) + 1)
+        if len(self._where.stages) > 1:
+            for replica in range(len(of_replica)):
+                mine = np.sort(ratio[self._where.replica == replica])
+                of_replica[replica] = mine[(len(mine) - 1) // 2]
+        self._own_cells: Floats = self._cells / of_replica[self._where.replica][:, None, None]
+
+    def _stage_takes(self) -> Floats:
+        """``[pipeline ranks]``: seconds of one of each action, median of replicas; NaN for none."""
+        takes, pp_rank = self._cells.sum(axis=(1, 2)), self._where.pp_rank
+        number = np.bincount(pp_rank, minlength=len(self._where.stages))
+        return medians(pp_rank, takes, number)
+
+    def _cell(self, ops: Operations) -> tuple[Ints, Ints, Ints]:
+        rows = slice(0, ops.num_computes)
+        return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
+
+    def _lengths(self, ops: Operations) -> Floats:
+        """``[operations]``: how many times as long its microbatch is as usual, 1 for no compute."""
+        rows = slice(0, ops.num_computes)
+        usual = self._own_cells[self._cell(ops)]
+        times = ops.duration_s[rows] / np.where(usual > 0, usual, 1.0)
+        columns = (ops.iteration[rows], self._where.replica[ops.worker[rows]], ops.microbatch[rows])
+        key = np.zeros(ops.num_computes, dtype=np.int64)
+        for column in columns:
+            _, place = np.unique(column, return_inverse=True)
+            key = key * (int(place.max()) + 1) + place
+        _, group = np.unique(key, return_inverse=True)
+        number = np.bincount(group)
+        length = np.ones(len(ops))
+        length[rows] = np.maximum(medians(group, times, number)[group], 1e-3)
+        return length
+
+    def _worst_links(self) -> list[tuple[int, int]]:
+        """Sender and receiver of the links whose messages were late most, the worst first."""
+        workers = len(self._where.ranks)
+        late: dict[int, float] = {}
+        for part in self._parts:
+            rows = np.flatnonzero(part.ops.source >= 0)
+            keys = part.ops.source[rows] * workers + part.ops.worker[rows]
+            distinct, place = np.unique(keys, return_inverse=True)
+            excess = (part.ops.duration_s - part.ideal_s)[rows]
+            for key, value in zip(distinct.tolist(), np.bincount(place, excess), strict=True):
+                late[key] = late.get(key, 0.0) + float(value)
+        worst = sorted((key for key in late if late[key] > 0), key=lambda key: -late[key])
+        return [divmod(key, workers) for key in worst[:SHOWN]]
+
+    def _by_score(self, slow: Mapping[str, Mapping[str, float]]) -> list[int]:
+        """Workers, the slowest first, by the smaller slowdown of their replica and stage."""
+        where = self._where
+        scores = [
+            min(
+                slow["replica"][str(where.replica[worker])],
+                max(slow["stage"][str(stage)] for stage in where.stages[where.pp_rank[worker]]),
+            )
+            for worker in range(len(where.ranks))
+        ]
+        return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
+
+    def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
+        """By what it is: the flag that does it, and the durations then."""
+        where, found = self._where, dict[str, tuple[str, Durations]]()
+        takes = self._cells.sum(axis=(1, 2))
+        usual = self._stage_takes()
+        is_alone = not where.replica.any()
+        for worker in slowest[:3]:
+            peers = np.arange(len(takes)) != worker
+            if not is_alone:
+                peers &= where.pp_rank == where.pp_rank[worker]
+            factor = takes[worker] / np.median(takes[peers]) if peers.any() else 1.0
+            if factor > 1.02:
+                factors = np.ones(len(takes))
+                factors[worker] = 1 / factor
+                found[f"{where.name(worker)} as fast as others, not {factor:.2f} times as long"] = (
+                    "--repartition auto moves layers off it; else leave its machine out",
+                    self._scaled(factors),
+                )
+        if len(usual) > 1 and usual.max() > 1.02 * usual.mean():
+            text, factors = self._partition(usual)
+            found["stages of equal work"] = text, self._scaled(factors[where.pp_rank])
+        found["links without jitter"] = (
+            "look at the links named above; --transport rdma or tcp where it is gloo",
+            self._without(lambda o: (o.kind == FORWARD_COMM) | (o.kind == BACKWARD_COMM)),
+        )
+        found["microbatches of one length"] = (
+            "--pack-to TOKENS, or sort documents by length",
+            lambda part: part.ops.duration_s / part.length,
+        )
+        return found
+
+    def _scaled(self, factors: Floats) -> Durations:
+        """As recorded, the computes of each worker multiplied."""
+        return lambda part: (
+            part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
+        )
+
+    def _partition(self, usual: Floats) -> tuple[str, Floats]:
+        """What makes stages equal, and what the work of each pipeline rank is multiplied by."""
+        header = next(iter(self._run.ranks.values())).header
+        layers = np.array(header.layers, dtype=np.float64)
+        if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
+            worst = int(np.argmax(usual))
+            return (
+                f"--partition with {1 - usual.mean() / usual.max():.0%} less work on pipeline rank "
+                f"{worst}",
+                usual.mean() / usual,
+            )
+        layer = float(np.median(usual / layers))
+        costs = StageCosts(
+            np.full(len(usual), layer), np.maximum(usual - layers * layer, 0), range(len(usual))
+        )
+        better = best_partition(costs, int(layers.sum()))
+        after = np.asarray(better) * costs.layer_ns + costs.beside_ns
+        return f"--partition {format_partition(better)}", after / usual
+
+    def _replays(self, simulated: Floats) -> list[Repair]:
+        """Another schedule, microbatches dealt over replicas, and both, in the median step."""
+        times = recorded_times([part.ops for part in self._parts])
+        if times is None or self._where.num_stages == 1:
+            return []
+        steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
+        middle = sorted(zip(simulated.tolist(), steps, strict=True))[len(steps) // 2][1]
+        if middle not in times.steps:
+            return []
+        is_several = len(times.steps[middle]) > 1
+        now = times.step_s(middle, "1f1b", dealt=False)
+        whole = float(simulated.mean())
+        order = "--pipeline-schedule adaptive with two chunks per rank"
+        deal = "--balance-replicas both"
+        found = []
+        for what, flag, schedule, dealt in (
+            ("adaptive order", order, "adaptive", False),
+            ("microbatches dealt over replicas", deal, "1f1b", True),
+            ("both: adaptive order and dealt microbatches", f"{order}, {deal}", "adaptive", True),
+        ):
+            if is_several or not dealt:
+                then = times.step_s(middle, schedule, dealt=dealt)
+                found.append(Repair(what, flag, whole - now + then, 0.0))
+        return found
+
+    def _recording(self, whole_s: float) -> list[Repair]:
+        """Tracing off, where this project's recorder traced."""
+        if next(iter(self._run.ranks.values())).header.schedule == "imported":
+            return []
+        spans = max(max(trace.num_spans.values()) for trace in self._run.ranks.values())
+        return [Repair("tracing off", "no --trace-dir", whole_s - spans * RECORDED_SPAN_S, 0.0)]
+
+    def _recorded(self) -> Floats:
+        steps = []
+        for part in self._parts:
+            _, at = np.unique(part.ops.iteration, return_inverse=True)
+            is_row = part.ops.source < 0
+            first = np.full(int(at.max()) + 1, np.iinfo(np.int64).max)
+            last = np.zeros_like(first)
+            np.minimum.at(first, at[is_row], part.ops.start_ns[is_row])
+            np.maximum.at(last, at[is_row], part.ops.end_ns[is_row])
+            steps.append((last - first) / 1e9)
+        return np.concatenate(steps)
+
+    def _heat(self) -> tuple[Floats, Floats]:
+        """Times of computes over the ideal ones, by worker and step, and by replica and stage."""
+        where = self._where
+        ranks: list[Floats] = []
+        stages: list[Floats] = []
+        shape = (int(where.replica.max()) + 1, where.num_stages)
+        for part in self._parts:
+            ops, rows = part.ops, slice(0, part.ops.num_computes)
+            _, step = np.unique(ops.iteration[rows], return_inverse=True)
+            width = int(step.max()) + 1
+            by_rank = ops.worker[rows] * width + step
+            by_stage = where.replica[ops.worker[rows]] * shape[1] + ops.stage[rows]
+            for key, size, held in (
+                (by_rank, len(where.ranks) * width, ranks),
+                (by_stage, shape[0] * shape[1], stages),
+            ):
+                sums: Floats = np.stack(
+                    [
+                        np.bincount(key, values[rows], size)
+                        for values in (ops.duration_s, part.ideal_s)
+                    ]
+                ).astype(np.float64)
+                held.append(sums.reshape(2, -1, width if held is ranks else shape[1]))
+        takes, usual = np.concatenate(ranks, axis=2)
+        at_stage, usual_there = np.sum(stages, axis=0)
+        return takes / np.maximum(usual, 1e-12), at_stage / np.maximum(usual_there, 1e-12)
+
+
+def _cause(slowdown: float, shares: Sequence[float]) -> str:
+    """Names what most of the slowdown goes away with."""
+    if slowdown < SLOW:
+        return "none"
+    place = int(np.argmax(shares))
+    return CAUSES[place] if shares[place] >= CAUSE_SHARE else "mixed"

@@ -1,0 +1,349 @@
+"""What every rank did in some iterations, as columns: the operations whose times a what-if changes.
+
+Owns their names, the stages they belong to, and which part of a communication is its transfer: it
+begins when the last member does, what comes before is waiting for others. Reads any trace, ours or
+an imported one.
+
+Source: "Understanding Stragglers in Large Model Training Using What-if Analysis", arXiv 2505.05713,
+section 3; the names of kinds are those of its published traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.event import COLLECTIVES, DRAWN_ACTIONS, REASONS
+from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.step import placement_of
+from megatron.adaptive.trace.table import KIND, REASON, Ints, Mask, TraceTable, find_rows
+
+Floats = npt.NDArray[np.float64]
+
+FORWARD, BACKWARD, WEIGHT, OPTIMIZER, GC, FORWARD_COMM, BACKWARD_COMM, REDUCE = range(8)
+NAMES = (
+    *("forward-compute", "backward-compute", "weight-compute", "optimizer", "gc"),
+    *("forward-pp-comm", "backward-pp-comm", "reduce"),
+    *COLLECTIVES,
+)
+"""Kinds of work; the first five compute, the others communicate."""
+FIRST_COMM = FORWARD_COMM
+_COLLECTIVE = len(NAMES) - len(COLLECTIVES)
+
+NS_PER_S = 1e9
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelines:
+    """Says where each recorded rank stands.
+
+    Attributes:
+        ranks: ``[workers]``, global ranks.
+        pp_rank: ``[workers]``.
+        replica: ``[workers]``, from 0 without gaps.
+        stages: ``[pipeline ranks, chunks]``, the stage that lies there.
+    """
+
+    ranks: Ints
+    pp_rank: Ints
+    replica: Ints
+    stages: Ints
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model."""
+        return self.stages.size
+
+    def name(self, worker: int) -> str:
+        """Names a worker for people."""
+        stages = ", ".join(map(str, self.stages[self.pp_rank[worker]].tolist()))
+        text = f"rank {self.ranks[worker]} (stage{'s' * (len(stages) > 1)} {stages}"
+        return text + (f", replica {self.replica[worker]})" if self.replica.any() else ")")
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """Operations of some iterations; every column is ``[operations]``.
+
+    Computes come first, ordered by iteration, worker and start; then collectives and optimizer
+    steps, ordered likewise; then messages, one for each compute whose input came from another rank.
+
+    Attributes:
+        where: the ranks.
+        iteration: number of the iteration.
+        worker: place in ``where.ranks``; of a message the receiver.
+        kind: place in :data:`NAMES`.
+        chunk: on its rank, -1 for none.
+        stage: of the model; that of the rank's first chunk for what belongs to none.
+        microbatch: -1 for none.
+        start_ns: on the run's clock.
+        end_ns: likewise.
+        duration_s: of a communication its transfer only.
+        group: number of the collective it is a member of, -1 for none.
+        source: worker that sent a message, -1 for what is none.
+        input: of a compute, the compute whose result it needs, -1 for none; of a message, the
+            compute whose result it carries.
+        message: of a compute, the message that brings its input, -1 for none.
+        is_posted: messages of a direction follow each other, and their receiver waits for each.
+        num_computes: how many computes there are.
+        orphans: computes whose input nobody is recorded to have made.
+    """
+
+    where: Pipelines
+    iteration: Ints
+    worker: Ints
+    kind: Ints
+    chunk: Ints
+    stage: Ints
+    microbatch: Ints
+    start_ns: Ints
+    end_ns: Ints
+    duration_s: Floats
+    group: Ints
+    source: Ints
+    input: Ints
+    message: Ints
+    is_posted: bool
+    num_computes: int
+    orphans: int
+
+    def __len__(self) -> int:
+        """The number of operations."""
+        return len(self.kind)
+
+    def describe(self, row: int) -> str:
+        """Names an operation for people: rank, kind of work and microbatch."""
+        text = f"{self.where.name(int(self.worker[row]))}: {NAMES[self.kind[row]]}"
+        if self.microbatch[row] >= 0:
+            text += f" of microbatch {self.microbatch[row]}"
+        if self.where.stages.shape[1] > 1 and self.chunk[row] >= 0:
+            text += f", chunk {self.chunk[row]}"
+        return f"{text}, iteration {self.iteration[row]}"
+
+
+def pipelines_of(run: RunTrace) -> Pipelines:
+    """Finds the ranks whose operations are simulated: the first of each tensor-parallel group.
+
+    Raises:
+        TraceError: the placement is unknown here.
+    """
+    headers = [trace.header for trace in run.ranks.values()]
+    first = min(header.tp_rank for header in headers)
+    headers = sorted((h for h in headers if h.tp_rank == first), key=lambda h: h.rank)
+    place = placement_of(headers[0].placement, run.num_ranks, run.num_chunks)
+    if place is None:
+        raise TraceError(
+            f"{run.origin} has placement {headers[0].placement!r}; what-if knows loop and v"
+        )
+    stages = [[place.stage_of(r, c) for c in range(run.num_chunks)] for r in range(run.num_ranks)]
+    _, replica = np.unique([header.dp_rank for header in headers], return_inverse=True)
+    return Pipelines(
+        ranks=np.array([header.rank for header in headers]),
+        pp_rank=np.array([header.pp_rank for header in headers]),
+        replica=replica,
+        stages=np.array(stages),
+    )
+
+
+def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) -> Operations:
+    """Reads the operations of some iterations.
+
+    Args:
+        run: the run.
+        where: its ranks.
+        iterations: numbers of iterations.
+
+    Raises:
+        TraceError: a file is damaged, nothing was recorded, or a rank did something before what it
+            depends on.
+    """
+    chosen = list(iterations)
+    tables = [run.ranks[rank].table(chosen) for rank in where.ranks.tolist()]
+    table = TraceTable.concat(tables)
+    worker = np.repeat(np.arange(len(tables)), [len(part) for part in tables])
+
+    def ordered(mask: Mask) -> Ints:
+        rows = np.flatnonzero(mask)
+        keys = (table.start_ns[rows], worker[rows], table.iteration[rows])
+        found: Ints = rows[np.lexsort(keys)]
+        return found
+
+    computes = ordered(table.where(*DRAWN_ACTIONS))
+    if not len(computes):
+        raise TraceError(f"{run.origin} holds no F, B or W in the iterations asked for")
+    others = ordered(table.where("reduce", "optimizer", "collective"))
+    both = np.concatenate([computes, others])
+    kind = _kinds(table.take(both))
+    pp_rank = where.pp_rank[worker[both]]
+    chunk = table.chunk[both].astype(np.int64)
+    stage = where.stages[pp_rank, np.maximum(chunk, 0) % where.stages.shape[1]]
+    actions, owner = table.take(computes), worker[computes]
+    inputs, orphans = _inputs(actions, stage[: len(computes)], where, owner)
+    came = np.flatnonzero(inputs >= 0)
+    came = came[owner[inputs[came]] != owner[came]]
+    transfer, arrived, is_posted = _transfers(table, worker, actions, owner, came, where)
+    message = np.full(len(computes), -1)
+    message[came] = len(both) + np.arange(len(came))
+    group = _groups(table.take(others), worker[others], where, kind[len(computes) :])
+    duration = table.duration_ns[both] / NS_PER_S
+    duration[len(computes) :] -= _waits(table.take(others), group)
+    none = np.full(len(both), -1)
+
+    def joined(first: Ints, of_messages: Ints) -> Ints:
+        return np.concatenate([first, of_messages])
+
+    of_message = np.where(actions.kind[came] == KIND["F"], FORWARD_COMM, BACKWARD_COMM)
+    found = Operations(
+        where=where,
+        iteration=joined(table.iteration[both], actions.iteration[came]),
+        worker=joined(worker[both], owner[came]),
+        kind=joined(kind, of_message),
+        chunk=joined(chunk, actions.chunk[came]),
+        stage=joined(stage, stage[came]),
+        microbatch=joined(table.microbatch[both], actions.microbatch[came]),
+        start_ns=joined(table.start_ns[both], arrived - np.rint(transfer * NS_PER_S).astype(int)),
+        end_ns=joined(table.end_ns[both], arrived),
+        duration_s=joined(duration, transfer),
+        group=joined(joined(none[: len(computes)], group), none[: len(came)]),
+        source=joined(none, owner[inputs[came]]),
+        input=joined(joined(inputs, none[: len(others)]), inputs[came]),
+        message=message,
+        is_posted=is_posted,
+        num_computes=len(computes),
+        orphans=orphans,
+    )
+    _check_own_order(found, actions)
+    return found
+
+
+def _kinds(table: TraceTable) -> Ints:
+    """``[spans]``: places in :data:`NAMES` of actions, collectives, reductions and optimizers."""
+    by_kind = np.zeros(len(KIND) + 1, dtype=np.int64)
+    for word, place in (("F", FORWARD), ("B", BACKWARD), ("W", WEIGHT), ("reduce", REDUCE)):
+        by_kind[KIND[word]] = place
+    by_kind[KIND["optimizer"]] = OPTIMIZER
+    by_name = np.full(len(REASONS), NAMES.index("all-reduce"))
+    by_name[[REASON[word] for word in COLLECTIVES]] = _COLLECTIVE + np.arange(len(COLLECTIVES))
+    kind = np.where(table.kind == KIND["collective"], by_name[table.reason], by_kind[table.kind])
+    kind[(kind == OPTIMIZER) & (table.reason == REASON["gc"])] = GC
+    return kind
+
+
+def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
+    """Finds the compute that made each one's input, and how many have none where one must be."""
+    is_f, is_b = actions.kind == KIND["F"], actions.kind == KIND["B"]
+    last = where.num_stages - 1
+    wanted_stage = np.where(is_f, stage - 1, np.where(is_b & (stage < last), stage + 1, stage))
+    wanted_kind = np.where(is_f | (is_b & (stage == last)), KIND["F"], KIND["B"])
+    replica = where.replica[owner]
+    needs = ~(is_f & (stage == 0))
+    made = find_rows(
+        [actions.iteration, replica, actions.kind, stage, actions.microbatch],
+        [actions.iteration, replica, wanted_kind, wanted_stage, actions.microbatch],
+    )
+    made[~needs] = -1
+    return made, int((needs & (made < 0)).sum())
+
+
+def _transfers(
+    table: TraceTable,
+    worker: Ints,
+    actions: TraceTable,
+    owner: Ints,
+    came: Ints,
+    where: Pipelines,
+) -> tuple[Floats, Ints, bool]:
+    """Transfer seconds and arrival of the message before each compute in ``came``.
+
+    Of those whose arrival was not seen the transfer is the median of the others of their kind.
+    """
+    wanted = [actions.iteration[came], owner[came], actions.kind[came]]
+    wanted += [actions.chunk[came], actions.microbatch[came]]
+    target = np.full(int(where.ranks.max()) + 2, -1)  # the last one stands for -1
+    target[where.ranks] = np.arange(len(where.ranks))
+
+    def rows_of(kind: str) -> tuple[Ints, TraceTable, Ints]:
+        rows = np.flatnonzero((table.kind == KIND[kind]) & (table.of >= 0))
+        part, mine = table.take(rows), worker[rows]
+        if kind == "send":
+            known = (part.peer >= 0) & (part.peer < len(target) - 1)
+            mine = target[np.where(known, part.peer, -1)]
+        known_columns = [part.iteration, mine, part.of, part.chunk, part.microbatch]
+        found = find_rows(known_columns, wanted)
+        return found >= 0, part, np.maximum(found, 0)
+
+    has_receive, receives, at = rows_of("receive")
+    start = actions.start_ns[came]
+    if not len(receives):
+        return np.zeros(len(came)), start, False
+    arrived = np.where(has_receive, receives.start_ns[at], start)
+    reason = receives.reason[at]
+    is_posted = has_receive & (reason == REASON["posted"])
+    is_seen = is_posted | (has_receive & (reason == REASON["seen"]))
+    has_send, sends, at = rows_of("send")
+    began = sends.start_ns[at] if len(sends) else arrived
+    has_wait, waits, at = rows_of("wait")
+    if len(waits) and is_posted.any():
+        began = np.where(is_posted & has_wait, np.maximum(began, waits.start_ns[at]), began)
+    transfer = np.maximum(arrived - began, 0) / NS_PER_S
+    known = is_seen & has_send
+    for kind in (KIND["F"], KIND["B"]):
+        mine = actions.kind[came] == kind
+        usual = float(np.median(transfer[mine & known])) if (mine & known).any() else 0.0
+        transfer[mine & ~known] = usual
+    return transfer, arrived, bool(is_posted.any())
+
+
+def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> Ints:
+    """``[others]``: number of the collective that each is a member of, -1 for none.
+
+    Members have iteration, name and lowest rank alike, and are each rank's n-th of these.
+    """
+    root = np.where(table.kind == KIND["reduce"], where.pp_rank[worker], table.peer)
+    is_member = (root >= 0) & (kind >= FIRST_COMM)
+    rows = np.flatnonzero(is_member)
+    keys = np.stack([table.iteration, kind, root, worker], axis=1)[rows]
+    group = np.full(len(table), -1)
+    if len(rows):
+        # The rank's n-th: rows are ordered by iteration, worker and start.
+        _, mine = np.unique(keys, axis=0, return_inverse=True)
+        order = np.argsort(mine, kind="stable")
+        heads = np.flatnonzero(np.diff(mine[order], prepend=-1))
+        nth = np.empty(len(rows), dtype=np.int64)
+        nth[order] = np.arange(len(rows)) - np.repeat(heads, np.diff(np.append(heads, len(rows))))
+        keys[:, 3] = nth
+        _, group[rows] = np.unique(keys, axis=0, return_inverse=True)
+    return group
+
+
+def _waits(table: TraceTable, group: Ints) -> Floats:
+    """Seconds that each member of a collective waited for the last one, 0 for what is none."""
+    waited = np.zeros(len(table))
+    rows = np.flatnonzero(group >= 0)
+    if len(rows):
+        last = np.full(int(group.max()) + 1, np.iinfo(np.int64).min)
+        np.maximum.at(last, group[rows], table.start_ns[rows])
+        late = last[group[rows]] - table.start_ns[rows]
+        waited[rows] = np.minimum(late, table.duration_ns[rows]) / NS_PER_S
+    return waited
+
+
+def _check_own_order(found: Operations, actions: TraceTable) -> None:
+    """Refuses a backward that its rank did before its forward, and a W before its B."""
+    for kind, before in (("B", "F"), ("W", "B")):
+        rows = np.flatnonzero(actions.kind == KIND[kind])
+        columns = [actions.iteration, found.worker[: len(actions)], actions.kind]
+        columns += [actions.chunk, actions.microbatch]
+        wanted = [column[rows] for column in columns]
+        wanted[2] = np.full(len(rows), KIND[before])
+        places = find_rows(columns, wanted)
+        wrong = np.flatnonzero(places > rows)
+        if len(wrong):
+            raise TraceError(
+                f"{found.describe(int(rows[wrong[0]]))} ran before its own "
+                f"{NAMES[(FORWARD, BACKWARD)[before == 'B']]}; the trace or its clock is damaged"
+            )

@@ -1,0 +1,192 @@
+"""Recorded times of microbatches under another schedule, and dealt over replicas.
+
+A recorded duration is split into what the stage takes (the median of its replicas), how many times
+as long its rank takes, and the rest, which is the microbatch's own: its length, and chance. Stages
+cut in two take half each; a rank keeps its factor whatever it works on, a microbatch its own part
+on any replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron.adaptive.schedule.compare import make_candidate
+from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
+from megatron.adaptive.trace.table import Ints
+from megatron.adaptive.trace.whatif.operations import (
+    BACKWARD,
+    BACKWARD_COMM,
+    FORWARD,
+    FORWARD_COMM,
+    WEIGHT,
+    Floats,
+    Operations,
+)
+
+SCHEDULES = ("1f1b", "adaptive")
+MANY_ACTIONS = 60_000
+"""So many are simulated by compiled code, which takes a second to start."""
+
+
+@dataclass(frozen=True)
+class RecordedTimes:
+    """Seconds of forwards and backwards of some steps, of pipelines with a stage per rank.
+
+    Attributes:
+        steps: by iteration and replica, ``[2, stages, microbatches]``, forward and whole backward.
+        transfer_s: median transfer of a message.
+    """
+
+    steps: Mapping[int, tuple[Floats, ...]]
+    transfer_s: float
+
+    @cached_property
+    def stage_s(self) -> Floats:
+        """``[2, stages]``: median over replicas of the mean over steps and microbatches."""
+        stage: Floats = np.median(self._means, axis=0)
+        return stage
+
+    @cached_property
+    def rank_factor(self) -> Floats:
+        """``[replicas, stages]``: how many times as long each rank takes as its siblings."""
+        factor: Floats = self._means.sum(axis=1) / self.stage_s.sum(axis=0)
+        return factor
+
+    @cached_property
+    def _means(self) -> Floats:
+        replicas = range(len(next(iter(self.steps.values()))))
+        return np.array(
+            [np.concatenate([s[r] for s in self.steps.values()], 2).mean(axis=2) for r in replicas]
+        )
+
+    def own_part(self, iteration: int, replica: int) -> Floats:
+        """``[2, stages, microbatches]``: what a rank as fast as its siblings would have taken."""
+        own: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
+        return own
+
+    def step_s(self, iteration: int, schedule: str, *, dealt: bool, pieces: int = 1) -> float:
+        """Simulates a step; it takes as long as its slowest replica.
+
+        Args:
+            iteration: of those recorded.
+            schedule: one of :data:`SCHEDULES`; the latter with two chunks per rank in a V.
+            dealt: microbatches go to the replica that is done with them first, else where they
+                were; those of a replica then come in the order that suits a pipeline.
+            pieces: parts of each weight gradient where the schedule splits backwards.
+        """
+        replicas = len(self.steps[iteration])
+        own = [self.own_part(iteration, replica) for replica in range(replicas)]
+        if dealt:
+            own = self._dealt(np.concatenate(own, axis=2))
+        actions = sum(part[0].size for part in own) * (4 + 2 * pieces)
+        return max(
+            self._pipeline_s(part, self.rank_factor[replica], schedule, pieces, actions)
+            for replica, part in enumerate(own)
+        )
+
+    def _dealt(self, own: Floats) -> list[Floats]:
+        """The longest first, each to the replica that is then done first; one each at least."""
+        # Its slowest rank is what a replica is as fast as.
+        slowest = [int(np.argmax(own.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor]
+        costs = np.array(
+            [own[:, q].sum(axis=0) * self.rank_factor[r, q] for r, q in enumerate(slowest)]
+        )
+        order = np.argsort(-costs.mean(axis=0), kind="stable").tolist()
+        busy, found = np.zeros(len(costs)), [list[int]() for _ in costs]
+        for left, microbatch in zip(range(len(order), 0, -1), order, strict=True):
+            wanting = [r for r, given in enumerate(found) if not given]
+            some = wanting if left <= len(wanting) else range(len(costs))
+            replica = min(some, key=lambda r: busy[r] + costs[r, microbatch])
+            busy[replica] += costs[replica, microbatch]
+            found[replica].append(microbatch)
+        work, stages = own.sum(axis=(0, 1)), own.shape[1]
+        dealt = []
+        for mine in found:
+            mine.sort()
+            # Draws of chance are no lengths: only clearly unequal ones are put in another order.
+            if np.std(work[mine]) > 0.05 * np.mean(work[mine]):
+                mine = [mine[place] for place in order_by_cost(work[mine].tolist(), stages)]
+            dealt.append(own[:, :, mine])
+        return dealt
+
+    def _pipeline_s(
+        self, own: Floats, factor: Floats, schedule: str, pieces: int, actions: int
+    ) -> float:
+        ranks, count = own.shape[1:]
+        candidate = make_candidate(schedule, ranks, 2, count, weight_pieces=pieces)
+        place = candidate.placement
+        cut = place.num_stages // ranks
+        rank_of = [place.locate(stage)[0] for stage in range(place.num_stages)]
+        parts = np.repeat(own, cut, axis=1) / cut * factor[rank_of][:, None]
+        forward, backward = parts
+        durations = np.stack([forward, backward / 2, backward / 2])
+        delay = round(self.transfer_s * PS_PER_S)
+        delays = np.zeros((2, place.num_stages, count), dtype=np.int64)
+        for stage in range(place.num_stages - 1):
+            if rank_of[stage] != rank_of[stage + 1]:
+                delays[0, stage] = delays[1, stage + 1] = delay
+        result = simulate(
+            place,
+            count,
+            make_policies(schedule, place, count, cap=candidate.cap),
+            Workload(
+                durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
+                delays_ps=delays,
+                occupancy_ps=np.zeros((ranks, ranks), dtype=np.int64),
+            ),
+            cap=candidate.cap,
+            weight_pieces=candidate.weight_pieces,
+            compiled=actions > MANY_ACTIONS,
+        )
+        return result.makespan_s
+
+
+def recorded_times(parts: Sequence[Operations]) -> RecordedTimes | None:
+    """Collects the times of microbatches.
+
+    Returns:
+        Those of the steps in which every rank has each microbatch of its replica; ``None`` without
+        such a step, or where ranks hold several stages.
+    """
+    where = parts[0].where
+    if where.stages.shape[1] > 1:
+        return None
+    steps: dict[int, tuple[Floats, ...]] = {}
+    transfers = []
+    for ops in parts:
+        transfers.append(ops.duration_s[np.isin(ops.kind, (FORWARD_COMM, BACKWARD_COMM))])
+        computes = np.isin(ops.kind, (FORWARD, BACKWARD, WEIGHT))
+        for iteration in np.unique(ops.iteration).tolist():
+            rows = np.flatnonzero(computes & (ops.iteration == iteration))
+            found = _step(ops, rows, int(where.replica.max()) + 1)
+            if found is not None:
+                steps[iteration] = found
+    known = np.concatenate(transfers)
+    return RecordedTimes(steps, float(np.median(known)) if len(known) else 0.0) if steps else None
+
+
+def _step(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | None:
+    found = []
+    replica = ops.where.replica[ops.worker[rows]]
+    for number in range(replicas):
+        mine = rows[replica == number]
+        if not len(mine):
+            return None
+        shape = (2, ops.where.num_stages, int(ops.microbatch[mine].max()) + 1)
+        place = (
+            np.where(ops.kind[mine] == FORWARD, 0, 1),
+            ops.stage[mine],
+            ops.microbatch[mine],
+        )
+        times = np.zeros(shape)
+        np.add.at(times, place, ops.duration_s[mine])
+        if (times <= 0).any():
+            return None
+        found.append(times)
+    return tuple(found)

@@ -1,0 +1,340 @@
+"""Decision groups in simulated time: random pipelines of random groups, members at their own pace.
+
+A pipeline is replicated over the members of its groups (EP x TP); every member has inputs, times
+and delays of its own, and members meet in the exchanges within forwards and backwards. The state,
+the policies and both sides of the agreement are the executor's; only channels and clocks are
+simulated. Run as a program, it does ten thousand: ``python -m tests.engine.groups [CASES]``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.adaptive.engine.agreement import Agreement, Follower, Leader, decode
+from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.policy import Follow, Policy
+from megatron.adaptive.schedule.registry import make_policies, placement_for, splits_backward
+from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label, Notice
+
+RULES = ("adaptive", "adaptive", "adaptive", "dfc", "bfc", "hinted")
+FIXED = ("combined-1f1b", "dualpipe-v", "interleaved", "zb-v", "1f1b")
+_NOTHING = torch.zeros(0)
+
+
+class Line:
+    """A channel of the agreement in simulated time."""
+
+    def __init__(self, deliver: Callable[[int], None] = lambda word: None) -> None:
+        self.words: deque[int] = deque()
+        self._deliver = deliver
+
+    def publish(self, value: int, timeout_s: float) -> None:
+        self._deliver(value)
+
+    def next(self, timeout_s: float) -> int | None:
+        return self.words.popleft() if self.words else None
+
+    def give_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Case:
+    """One random pipeline.
+
+    Attributes:
+        placement: of its stages.
+        size: members of each group.
+        name: of the schedule or rule.
+        microbatches: of the step.
+        pieces: of each weight gradient.
+        cap: of activations, ``None`` for a fixed order.
+        beside: actions may start beside others that communicate.
+        exchanges: in each forward and backward.
+        slow: the last member of each group takes so many times longer.
+    """
+
+    placement: Placement
+    size: int
+    name: str
+    microbatches: int
+    pieces: int
+    cap: float | None
+    beside: bool
+    exchanges: int
+    slow: float
+
+
+def random_case(rng: random.Random) -> Case:
+    """Draw a pipeline."""
+    ranks = rng.randint(2, 5)
+    if rng.random() < 0.8:
+        name = rng.choice(RULES)
+        placement = Placement(
+            num_ranks=ranks, num_chunks=rng.choice([1, 2, 2, 3]), kind=rng.choice(["loop", "v"])
+        )
+        microbatches, cap = rng.randint(1, 6), rng.choice([1.0, rng.uniform(1, 3), 10.0])
+        pieces = rng.choice([0, 1, 3])
+    else:
+        name = rng.choice(FIXED)
+        placement = placement_for(name, ranks, 1 if name == "1f1b" else 2)
+        microbatches, cap, pieces = 2 * ranks, None, int(splits_backward(name))
+    return Case(
+        placement=placement,
+        size=rng.choice([1, 2, 2, 4]) * rng.choice([1, 1, 2]),
+        name=name,
+        microbatches=microbatches,
+        pieces=pieces,
+        cap=cap,
+        beside=rng.random() < 0.6,
+        exchanges=rng.choice([0, 1, 2, 4]),
+        slow=rng.choice([1.0, 1.3, 5.0]),
+    )
+
+
+@dataclass
+class Meeting:
+    """An exchange of a group: for which action its members came, and when it is over."""
+
+    actions: set[str] = field(default_factory=set)
+    count: int = 0
+    over: float | None = None
+    waiting: list[Member] = field(default_factory=list)
+
+
+@dataclass
+class Member:
+    """One rank: a member of the group of one pipeline rank."""
+
+    rank: int
+    state: RankState
+    policy: Policy
+    agreement: Agreement
+    completions: CompletionQueue
+    decisions: Line
+    pace: float
+    resume: Callable[[], None] = lambda: None
+    is_waiting: bool = False
+    met: int = 0  # exchanges begun
+    last_word: float = 0.0
+    taken: list[str] = field(default_factory=list)
+
+    @property
+    def has_word(self) -> bool:
+        """Whether it need not wait for its leader."""
+        return self.agreement.decides or bool(self.decisions.words)
+
+
+Steps = Generator[float | None, None, Any]
+"""What a member does; it yields the time it takes, or ``None`` to wait until something comes."""
+
+
+class World:
+    """Runs one case."""
+
+    def __init__(self, case: Case, rng: random.Random) -> None:
+        self.case, self.rng, self.now = case, rng, 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.numbers = itertools.count()
+        self.meetings: dict[tuple[int, int], Meeting] = {}
+        self.errors: list[str] = []
+        policies = make_policies(
+            case.name, case.placement, case.microbatches, cap=case.cap, weight_pieces=case.pieces
+        )
+        ranks = range(case.placement.num_ranks * case.size)
+        self.members = [self._member(rank, policies[rank // case.size]) for rank in ranks]
+        for member in self.members:
+            member.agreement.begin(0, is_static=isinstance(member.policy, Follow))
+            steps = self._steps(member)
+            self._at(rng.random(), partial(self._resume, member, steps))
+            member.resume = partial(self._resume, member, steps)
+
+    def run(self) -> str:
+        """Return what went wrong, empty if nothing did."""
+        while self.events:
+            self.now, _, event = heapq.heappop(self.events)
+            event()
+        size = self.case.size
+        self.errors += [
+            f"rank {member.rank} took another order than its leader"
+            for member in self.members
+            if member.state.done and member.taken != self.members[member.rank // size * size].taken
+        ]
+        if self.errors:
+            return f"disagreement: {self.errors[0]} in {self.case}"
+        stuck = [member.rank for member in self.members if not member.state.done]
+        return f"deadlock: ranks {stuck} in {self.case}" if stuck else ""
+
+    def _member(self, rank: int, policy: Policy) -> Member:
+        case = self.case
+        pp_rank, place = divmod(rank, case.size)
+        first, last = pp_rank * case.size, (pp_rank + 1) * case.size
+        queue, decisions, agreement = CompletionQueue(), Line(), Agreement()
+        if place:
+            reports = Line(lambda word: self._report(first, rank, word))
+            agreement = Follower(decisions, reports, queue, 1.0)
+        elif case.size > 1:
+            published = Line(lambda word: self._publish(range(first + 1, last), word))
+            agreement = Leader(
+                published, {peer: Line() for peer in range(first + 1, last)}, queue, str
+            )
+        state = RankState(
+            placement=case.placement,
+            rank=pp_rank,
+            num_microbatches=case.microbatches,
+            cap=case.cap,
+            weight_pieces=case.pieces,
+            beside=case.beside,
+        )
+        pace = case.slow if place == case.size - 1 else 1.0
+        return Member(rank, state, policy, agreement, queue, decisions, pace)
+
+    # Channels
+
+    def _at(self, delay: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + delay, next(self.numbers), event))
+
+    def _delay(self) -> float:
+        return self.rng.choice([0.0, 0.05, 3.0]) * self.rng.random()
+
+    def _report(self, leader: int, rank: int, word: int) -> None:
+        kind, chunk, microbatch, step = decode(word)
+        notice = Notice(Label(step, Action(kind, chunk, microbatch)), rank)
+        self._at(self._delay(), partial(self._arrive, leader, notice))
+
+    def _publish(self, followers: range, word: int) -> None:
+        for member in (self.members[rank] for rank in followers):
+            member.last_word = max(member.last_word, self.now + self._delay())  # keeps their order
+            event = partial(self._hear, member, word)
+            heapq.heappush(self.events, (member.last_word, next(self.numbers), event))
+
+    def _hear(self, member: Member, word: int) -> None:
+        member.decisions.words.append(word)
+        self._wake(member)
+
+    def _arrive(self, rank: int, item: HeldArrival | Notice) -> None:
+        self.members[rank].completions.put(item)
+        self._wake(self.members[rank])
+
+    # Members
+
+    def _resume(self, member: Member, steps: Steps) -> None:
+        delay = next(steps, -1.0)
+        if delay is None:
+            member.is_waiting = True
+        elif delay >= 0:
+            self._at(delay, partial(self._resume, member, steps))
+
+    def _wake(self, member: Member) -> None:
+        if member.is_waiting:
+            member.is_waiting = False
+            self._at(0.0, member.resume)
+
+    def _steps(self, member: Member) -> Steps:
+        """Run the actions as the executor does, in two places that take turns."""
+        state, beside = member.state, self.case.beside
+        here: tuple[Action, int, Meeting | None] | None = None
+        other: tuple[Action, int, Meeting | None] | None = None
+        while not state.done:
+            if here is None:
+                action = yield from self._decide(member, may_pass=other is not None)
+                if action is None:
+                    here, other = other, None
+                    continue
+                while not state.try_start(action):
+                    assert not member.agreement.decides, str(action)
+                    assert state.is_possible(action), str(action)
+                    yield None
+                    self._drain(member)
+                member.taken.append(str(action))
+                here = action, 0, None
+            action, step, meeting = here
+            if meeting is not None:
+                while meeting.over is None:
+                    meeting.waiting.append(member)
+                    yield None
+                yield max(0.0, meeting.over - self.now)
+            yield self.rng.random() * member.pace
+            if action.kind is not ActionKind.W and step < self.case.exchanges:
+                here = action, step + 1, self._meet(member, f"{action} for the {step}.")
+                if beside:
+                    here, other = other, here
+                continue
+            state.finish(action)
+            self._send(member, action)
+            here = None
+            if action.kind is ActionKind.W:
+                here, other = other, None
+
+    def _decide(self, member: Member, *, may_pass: bool) -> Steps:
+        while True:
+            self._drain(member)
+            if member.has_word:
+                action = member.agreement.next_action(
+                    member.policy, member.state, 1.0, may_pass=may_pass
+                )
+                if action is not None or may_pass:
+                    return action
+            yield None
+
+    def _drain(self, member: Member) -> None:
+        while (item := member.completions.poll()) is not None:
+            if member.agreement.is_everywhere(item):
+                action = item.label.action
+                member.state.arrive(action.kind, action.chunk, action.microbatch)
+
+    def _meet(self, member: Member, what: str) -> Meeting:
+        """Begin the member's next exchange, which must be the same on the whole group."""
+        meeting = self.meetings.setdefault((member.rank // self.case.size, member.met), Meeting())
+        member.met += 1
+        meeting.actions.add(what)
+        meeting.count += 1
+        if len(meeting.actions) > 1:
+            self.errors.append(f"{sorted(meeting.actions)} time meet")
+        if meeting.count == self.case.size:
+            meeting.over = self.now + self.rng.random()
+            for other in meeting.waiting:
+                self._wake(other)
+        return meeting
+
+    def _send(self, member: Member, action: Action) -> None:
+        size, state = self.case.size, member.state
+        target = self.case.placement.target_of(action.kind, state.rank, action.chunk)
+        if target is None:
+            return
+        to, chunk = target
+        if to == state.rank:
+            state.arrive(action.kind, chunk, action.microbatch)
+            return
+        label = Label(0, Action(action.kind, chunk, action.microbatch))
+        message = HeldArrival(label, member.rank, 0, lambda: _NOTHING)
+        self._at(self._delay(), partial(self._arrive, to * size + member.rank % size, message))
+
+
+def failures(cases: int, seed: int = 1) -> list[str]:
+    """Run random pipelines; return what went wrong in which."""
+    found = []
+    for number in range(cases):
+        rng = random.Random(f"{seed}-{number}")
+        if wrong := World(random_case(rng), rng).run():
+            found.append(f"case {number}: {wrong}")
+    return found
+
+
+if __name__ == "__main__":
+    wrong = failures(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000)
+    print("\n".join(wrong[:10]), f"{len(wrong)} went wrong", sep="\n")
+    sys.exit(bool(wrong))

@@ -1,0 +1,128 @@
+"""Tables of operations become runs: everything that reads our traces reads them."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.cli.trace import main
+from megatron.adaptive.errors import SetupError, TraceError
+from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.imports.published import read_table, run_of_columns, write_run
+from megatron.adaptive.trace.messages import match_messages
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.table import KIND
+
+Job = Callable[..., dict[str, Any]]
+
+
+def write_csv(table: dict[str, Any], path: Path) -> Path:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(table)
+        rows.writerows(zip(*(column.tolist() for column in table.values()), strict=True))
+    return path
+
+
+def test_a_table_becomes_a_run_and_its_files_say_the_same(make_job: Job, tmp_path: Path) -> None:
+    run = read_table(write_csv(make_job(), tmp_path / "job.csv"))
+    assert (run.world_size, run.num_ranks, run.num_chunks) == (6, 3, 1)
+    assert run.complete_iterations(1) == (5, 6)
+    write_run(run, tmp_path / "traces")
+    again = read_run(tmp_path / "traces")
+    assert not again.notes()  # steps that all begin at 0 lie one behind the other
+    for rank, trace in run.ranks.items():
+        for mine, theirs in zip(
+            trace.table().spans(), again.ranks[rank].table().spans(), strict=True
+        ):
+            assert mine == theirs
+    assert run_figures(again, workers=1).bubble_fraction.shape == (2, 6)
+
+
+def test_messages_join_the_computes_that_sent_and_took_them(make_job: Job) -> None:
+    run = run_of_columns(make_job(), Path("job"))
+    tables = {rank: trace.table([5]) for rank, trace in run.ranks.items()}
+    found = match_messages(tables)
+    assert len(found) == 2 * 2 * 2 * 4  # ways, replicas, links, microbatches
+    for n in range(len(found)):
+        source, target = tables[int(found.source[n])], tables[int(found.target[n])]
+        same = (source.kind == found.of[n]) & (source.microbatch == found.microbatch[n])
+        assert source.end_ns[same].tolist() == [found.sent_ns[n]]
+        took = (target.kind == found.of[n]) & (target.microbatch == found.microbatch[n])
+        assert target.start_ns[took].tolist() == [found.taken_ns[n]]
+
+
+def test_chunks_and_unnumbered_microbatches() -> None:
+    """Two chunks on each of two ranks: messages go on from the last rank to the first."""
+    rows = []
+    clock = 0.0
+    for chunk in range(2):
+        for _ in range(2):
+            for stage in range(2):
+                model = chunk * 2 + stage
+                if model:
+                    rows.append((stage, "forward-recv", clock, 0.1, -1, -1))
+                rows.append((stage, "forward-compute", clock + 0.1, 1.0, chunk, model))
+                if model < 3:
+                    rows.append((stage, "forward-send", clock + 1.1, 0.1, -1, -1))
+                clock += 1.2
+    stage, kind, start, length, mc, gmc = map(np.array, zip(*rows, strict=True))
+    keys = [(int(s), str(k)) for s, k in zip(stage, kind, strict=True)]
+    table = {
+        "dp_rank": stage * 0, "stage": stage, "rank": stage, "step": stage * 0 + 1, "optype": kind,
+        "start_ts": start, "duration": length, "mc": mc, "gmc": gmc,
+        "seq_id": [keys[:n].count(key) for n, key in enumerate(keys)],
+    }  # fmt: skip
+    run = run_of_columns(table, Path("job"))
+    assert run.num_chunks == 2
+    received = run.ranks[0].table().of_kind("receive")
+    assert received.chunk.tolist() == [1, 1]
+    assert received.microbatch.tolist() == [0, 1]
+    assert received.peer.tolist() == [1, 1]
+    assert received.of.tolist() == [KIND["F"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"duration": None, "seq_id": None}, "lacks the columns duration, seq_id"),
+        ({"duration": -1.0}, "duration without a value from 0"),
+        ({"start_ts": np.nan}, "start_ts without a value"),
+        ({"stage": "first"}, "holds no numbers"),
+        ({"gmc": 7}, "gmc .chunk in the model. is neither"),
+        ({"optype": "sleep"}, "no forward-compute"),
+    ],
+)
+def test_bad_tables_are_refused_by_name(
+    make_job: Job, change: dict[str, Any], message: str
+) -> None:
+    table = make_job()
+    for name, value in change.items():
+        column = table.pop(name)
+        if value is not None:
+            table[name] = np.full(len(column), value)
+    with pytest.raises(TraceError, match=message):
+        run_of_columns(table, Path("job"))
+
+
+def test_unknown_kinds_are_counted_and_the_command_says_so(
+    make_job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = make_job(extra=[("moe-dispatch", 0.5)])
+    path = write_csv(table, tmp_path / "job.csv")
+    assert main(["import", str(path), "--output", str(tmp_path / "traces")]) == 0
+    said = capsys.readouterr()
+    assert "unknown kinds left out: moe-dispatch (2)" in said.err
+    assert "6 ranks (3 pipeline ranks x 2 replicas), iterations 5-6" in said.out
+    with pytest.raises(TraceError, match="holds the traces of a run"):
+        main(["import", str(path), "--output", str(tmp_path / "traces")])
+
+
+def test_parquet_needs_a_package_and_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "job.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises((SetupError, TraceError), match=r"parquet\]|no Parquet file"):
+        read_table(path)

@@ -1,0 +1,166 @@
+"""What-if: simulated steps against a plain reference, shares, causes, repairs, refusals."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.adaptive.cli.trace import main
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.imports.published import run_of_columns, write_run
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.whatif.answers import WhatIf, what_if, what_if_table
+from tests.trace.imports.conftest import (
+    BACKWARD_S,
+    CLIP_S,
+    FORWARD_S,
+    OPTIMIZER_S,
+    REDUCE_S,
+    TRANSFER_S,
+    job,
+    order_of,
+)
+
+END_S = REDUCE_S + CLIP_S + OPTIMIZER_S
+
+
+def answers(**given: Any) -> WhatIf:
+    return what_if(run_of_columns(job(**given), Path("job")))
+
+
+def pipeline_s(stages: int, microbatches: int, work: Callable[[str, int, int], float]) -> float:
+    """Reference: 1F1B by recursion over what each action waits for."""
+    orders = [order_of(s, stages, microbatches) for s in range(stages)]
+    known: dict[tuple[int, str, int], float] = {}
+
+    def end(stage: int, kind: str, m: int) -> float:
+        if (stage, kind, m) not in known:
+            place = orders[stage].index((kind, m))
+            ready = end(stage, *orders[stage][place - 1]) if place else 0.0
+            source = stage - 1 if kind == "F" else stage + 1
+            if 0 <= source < stages:
+                ready = max(ready, end(source, kind, m) + TRANSFER_S)
+            known[stage, kind, m] = ready + work(kind, stage, m)
+        return known[stage, kind, m]
+
+    return max(end(s, *orders[s][-1]) for s in range(stages))
+
+
+def test_even_work_loses_nothing_and_the_simulation_is_exact() -> None:
+    found = answers()
+    expected = pipeline_s(3, 4, lambda kind, s, m: FORWARD_S if kind == "F" else BACKWARD_S) + END_S
+    assert found.simulated_s == pytest.approx([expected] * 2)
+    assert found.recorded_s == pytest.approx([expected] * 2)
+    assert found.slowdown == pytest.approx(1.0)
+    assert (found.cause, found.launch_slowdown) == ("none", pytest.approx(1.0))
+
+
+def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
+    def takes(step: int, replica: int, stage: int, microbatch: int) -> float:
+        return 2.0 if (replica, stage) == (1, 1) else 1.0
+
+    found = answers(takes=takes)
+    factor = (5 * 1 + 2) / 6  # mean over two replicas of three stages
+
+    def expected(work: Callable[[int], float]) -> float:
+        each = {"F": FORWARD_S, "B": BACKWARD_S}
+        return pipeline_s(3, 4, lambda kind, stage, m: each[kind] * work(stage)) + END_S
+
+    assert found.ideal_s == pytest.approx([expected(lambda stage: factor)] * 2)
+    assert found.simulated_s == pytest.approx([expected(lambda s: 2.0 if s == 1 else 1.0)] * 2)
+    only_stage = expected(lambda s: 2.0 if s == 1 else factor) / found.ideal_s[0]
+    assert found.slowdowns["stage"]["1"] == pytest.approx(only_stage)
+    assert found.slowdowns["replica"]["1"] == pytest.approx(found.slowdown)
+    assert found.cause == "worker"
+    assert [found.where.name(worker) for worker in found.slowest] == ["rank 3 (stage 1, replica 1)"]
+    assert found.worker_share == pytest.approx(1.0, abs=0.35)
+    assert found.rank_heat[3] == pytest.approx([2 / factor] * 2)
+    assert found.stage_heat[1, 1] == pytest.approx(2 / factor)
+    best = found.repairs[0]
+    assert best.what.startswith("rank 3 (stage 1, replica 1) as fast as others")
+    assert best.step_s == pytest.approx(expected(lambda stage: 1.0))
+    assert sorted(found.repairs, key=lambda repair: -repair.gain) == list(found.repairs)
+
+
+def test_the_last_stage_and_lengths_are_distinguished() -> None:
+    last = answers(takes=lambda step, replica, stage, m: 1.8 if stage == 2 else 1.0)
+    assert last.cause == "last stage"
+    assert last.last_stage_share > 1  # the mean is shorter than its own
+    assert any("--partition" in repair.flag for repair in last.repairs)
+    rng = np.random.default_rng(3)
+    long = {key: float(rng.lognormal(0, 0.7)) for key in np.ndindex(2, 2, 8)}
+    lengths = answers(
+        microbatches=8, takes=lambda step, replica, stage, m: long[step - 5, replica, m]
+    )
+    assert lengths.cause == "sequence lengths"
+    assert lengths.slowdowns["length"]["unequal lengths"] == pytest.approx(
+        lengths.slowdown, rel=0.02
+    )
+    assert any("--balance-replicas" in repair.flag for repair in lengths.repairs)
+
+
+def test_a_late_link_is_named() -> None:
+    found = answers(
+        transfer=lambda way, r, stage, m: 0.5 if (way, r, stage) == ("forward", 0, 1) else 0.01
+    )
+    assert next(iter(found.slowdowns["link"])) == "0 to 2"
+    assert found.slowdowns["kind"]["forward-pp-comm"] == pytest.approx(found.slowdown)
+    assert any(repair.what == "links without jitter" for repair in found.repairs)
+
+
+def test_files_data_frames_and_the_command_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = job(takes=lambda step, replica, stage, m: 1.0 + 0.3 * stage + 0.1 * m)
+    run = run_of_columns(table, Path("job"))
+    found = what_if(run).to_json()
+    write_run(run, tmp_path / "traces")
+    assert what_if(read_run(tmp_path / "traces")).to_json() == found
+    rows = what_if_table(table)
+    assert rows["value"][rows["what"].index("slowdown")] == found["slowdown"]
+    pandas = pytest.importorskip("pandas")
+    frame = what_if_table(pandas.DataFrame(table))
+    assert frame.value.tolist() == rows["value"]
+    picture = tmp_path / "heat.png"
+    arguments = ["whatif", str(tmp_path / "traces"), "--picture", str(picture)]
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_traces_of_our_own_with_chunks(write_run: Callable[..., Path]) -> None:
+    found = what_if(read_run(write_run(2, 2, 4)))
+    assert found.simulated_s == pytest.approx(found.recorded_s)
+    assert found.slowdown == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_first_contradiction_is_named() -> None:
+    table = job(replicas=1, stages=2, microbatches=2, steps=(5,))
+    first = (table["optype"] == "backward-compute") & (table["stage"] == 1) & (table["mb_id"] == 0)
+    table["start_ts"][first] = 0.0
+    with pytest.raises(
+        TraceError, match="rank 1.*backward-compute of microbatch 0.*before its own"
+    ):
+        what_if(run_of_columns(table, Path("job")))
+    # Each rank waits for the other: the second stage takes microbatches the other way round.
+    table = job(replicas=1, stages=2, microbatches=2, steps=(5,))
+    rows = np.flatnonzero((table["optype"] == "backward-compute") & (table["stage"] == 0))
+    table["start_ts"][rows] = [-3.0, -2.0]
+    forward = np.flatnonzero((table["optype"] == "forward-compute") & (table["stage"] == 0))
+    table["start_ts"][forward] = [-5.0, -2.5]
+    assert len(what_if(run_of_columns(table, Path("job"))).simulated_s) == 1
+    swapped = np.flatnonzero((table["optype"] == "forward-compute") & (table["stage"] == 1))
+    table["start_ts"][swapped[1]] = table["start_ts"][swapped[0]] - 9.0
+    with pytest.raises(TraceError, match=r"waits for what waits for it.*contradicts"):
+        what_if(run_of_columns(table, Path("job")))
+
+
+def test_missing_ranks_are_counted() -> None:
+    table = job()
+    keep = table["stage"] != 1
+    run = run_of_columns({name: column[keep] for name, column in table.items()}, Path("job"))
+    found = what_if(run)
+    assert any("input nobody is recorded to have made" in note for note in found.notes)
