@@ -105,6 +105,16 @@ def test_a_slow_replica_gets_less_within_three_steps_and_back(
     assert slowness == pytest.approx([1.0, 1.5, 1.0], rel=0.06)
 
 
+def test_equal_microbatches_stay_where_workers_read_them() -> None:
+    job = Job("speed", noise=0.01)
+    for _ in range(6):
+        job.step([EQUAL] * 12)
+    assert job.dealer.deal([EQUAL] * 12) == (tuple(range(0, 12, 2)), tuple(range(1, 12, 2)))
+    for _ in range(6):
+        job.step([EQUAL] * 12, {0: 2.0})
+    assert job.dealer.deal([EQUAL] * 12) == ((0, 2, 4, 6), (1, 3, 5, 7, 8, 9, 10, 11))
+
+
 def test_one_slow_step_and_noise_change_nothing() -> None:
     job = Job("speed", noise=0.2)
     counts = [job.step([EQUAL] * 32, {0: 3.0} if step == 9 else {})[0] for step in range(30)]

@@ -112,7 +112,7 @@ class MicrobatchLoader:
     """Draws the microbatches of one data-parallel rank, step by step.
 
     Without workers a microbatch is read when it is asked for; with workers they are read ahead, in
-    order and across steps, and every step is dealt in turns. Not thread safe.
+    order and across steps, those that come to this rank in turns. Not thread safe.
 
     Args:
         dataset: samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
@@ -176,7 +176,7 @@ class MicrobatchLoader:
         Args:
             num_microbatches: microbatches a rank in this step, on the mean; may change from step
                 to step.
-            deal: gives each rank its microbatches, only without workers; in turns where ``None``.
+            deal: gives each rank its microbatches; in turns where ``None``.
 
         Returns:
             This rank's part, readable until the next call of :meth:`step`.
@@ -195,7 +195,6 @@ class MicrobatchLoader:
         count = num_microbatches * self._dp_size
         own: Sequence[int] = range(self._dp_rank, count, self._dp_size)
         if deal is not None:
-            assert self._read_ahead is None
             own = deal([EQUAL] * count)[self._dp_rank]
         return StepMicrobatches(self, self._next_block, [first * self._dp_size + n for n in own])
 
@@ -218,10 +217,11 @@ class MicrobatchLoader:
         return microbatch
 
     def _fetch(self, number: int) -> Microbatch:
-        if self._read_ahead is None:
+        block, rank = divmod(number, self._dp_size)
+        if self._read_ahead is None or rank != self._dp_rank or block < self._read_block:
             arrays = _collate([self._dataset[index] for index in self._samples(number)])
         else:
-            arrays = self._draw(self._read_ahead, number // self._dp_size)
+            arrays = self._draw(self._read_ahead, block)
         tensors = {}
         for key, array in arrays.items():
             tensor = torch.from_numpy(array)

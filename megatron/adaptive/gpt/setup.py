@@ -255,11 +255,8 @@ def make_loader(
         micro_batch_size=config.batch.micro_batch_size,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        # With no spare processor a reader process only takes time from the ranks. Workers read
-        # before it is known what is dealt to which replica.
-        num_workers=config.data.num_workers
-        if run.job.accelerator.is_cuda and config.balance == "off"
-        else 0,
+        # With no spare processor a reader process only takes time from the ranks.
+        num_workers=config.data.num_workers if run.job.accelerator.is_cuda else 0,
         pin_memory=run.job.accelerator.is_cuda,
         on_read=on_read,
     )

@@ -90,6 +90,16 @@ def deal(
     return tuple(tuple(sorted(one)) for one in found)
 
 
+def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Deals in turns as far as numbers allow, as data workers read ahead."""
+    turns = [range(replica, sum(counts), len(counts)) for replica in range(len(counts))]
+    spare = iter([n for own, count in zip(turns, counts, strict=True) for n in own[count:]])
+    return tuple(
+        tuple(sorted([*own[:count], *itertools.islice(spare, max(0, count - len(own)))]))
+        for own, count in zip(turns, counts, strict=True)
+    )
+
+
 class CostFit:
     """Fits what microbatches cost one stage, by least squares over the last steps."""
 
@@ -200,6 +210,8 @@ class Dealer:
     def deal(self, sizes: Sequence[Size]) -> tuple[tuple[int, ...], ...]:
         """Returns the microbatches of each replica in their order, given the sizes of all."""
         dealt = deal([self._costs(r, sizes) for r in range(self._replicas)], **self._limits)
+        if len(set(sizes)) == 1:
+            dealt = _nearly_in_turns([len(own) for own in dealt])
         self._sizes = [[sizes[n] for n in numbers] for numbers in dealt]
         if len(self._different) < _LEAST_SIZES:
             self._different.update(sizes)
