@@ -20,6 +20,7 @@ from megatron.adaptive.config.core import (
 )
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.layers import layer_rules
 from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.schedule import (
     ONE_CHUNK,
@@ -31,13 +32,11 @@ from megatron.adaptive.config.schedule import (
     V_ONLY,
     V_SCHEDULES,
     format_partition,
-    nearly_even_split,
 )
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
 _MAX_SPLITS = 3
-_MAX_EXAMPLE = 64
 _MIN_PIPELINE_WITHOUT_OVERLAP = 3
 
 Rules: TypeAlias = Iterator[tuple[object, str]]
@@ -73,7 +72,8 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _experts(config, given, installed),
         _expert_ranks(config, given),
         _kernels(config, given, installed),
-        _parallel(config, given, installed),
+        _parallel(config, given),
+        layer_rules(config, given),
         _batch(config, given),
         _lengths(config, given),
         _balance(config, given),
@@ -128,22 +128,6 @@ def check_world_size(
         )
 
 
-def chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
-    """Chunks of each pipeline rank if every chunk holds ``layers_per_chunk`` layers.
-
-    Raises:
-        ConfigError: the layers do not divide evenly.
-    """
-    unit = pipeline * layers_per_chunk
-    if num_layers % unit != 0:
-        raise ConfigError(
-            f"--num-layers {num_layers} is not a multiple of pipeline {pipeline} x "
-            f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} = {unit}: change one of "
-            "them, or give --model-chunks and --partition"
-        )
-    return num_layers // unit
-
-
 def _unequal_widths(config: TrainerConfig, given: _Given) -> Rules:
     """Refuses what stages of unequal widths cannot do."""
     parallel, schedule = config.parallel, config.schedule
@@ -154,6 +138,7 @@ def _unequal_widths(config: TrainerConfig, given: _Given) -> Rules:
         (given.context_parallel_size, parallel.context_parallel_size > 1),
         (f"--model-chunks {parallel.num_chunks}", parallel.num_chunks > 1),
         (given.use_distributed_optimizer, parallel.use_distributed_optimizer),
+        (given.mtp_num_layers, config.model.mtp_num_layers is not None),
         (given.ddp_average_in_collective, parallel.ddp_average_in_collective),
         (given.repartition, schedule.repartition != "off"),
         (given.trace_dir, schedule.trace_dir is not None),
@@ -398,7 +383,7 @@ def _norm_is_fused(model: ModelConfig, installed: Installed) -> bool:
     return installed.apex and model.normalization == "LayerNorm"
 
 
-def _parallel(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
+def _parallel(config: TrainerConfig, given: _Given) -> Rules:
     model = config.model
     tensor = config.parallel.tensor_model_parallel_size
     context = config.parallel.context_parallel_size
@@ -429,38 +414,16 @@ def _parallel(config: TrainerConfig, given: _Given, installed: Installed) -> Rul
             "--sequence-parallel splits it over: change one of them",
         )
     if context > 1:
-        have = "is not in use" if installed.transformer_engine else "is not installed"
         yield (
-            model.transformer_impl != "transformer_engine",
-            f"{given.context_parallel_size} needs the attention of Transformer Engine, which "
-            f"{have}: use --transformer-impl transformer_engine or --context-parallel-size 1",
+            config.core.window_size is not None and model.transformer_impl == "local",
+            f"{given.window_size} with {given.context_parallel_size}: local layers attend to all "
+            "tokens before each; use --transformer-impl transformer_engine, or drop one of them",
         )
         yield (
             model.seq_length % (2 * context) != 0,
             f"{given.seq_length} is not a multiple of 2 x {given.context_parallel_size} = "
             f"{2 * context}: change one of them",
         )
-    layers, stages = model.num_layers, config.num_stages
-    pipeline, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
-    shape = f"pipeline {pipeline} x chunks {chunks}"
-    partition = config.schedule.partition
-    yield (
-        partition is None and layers % stages != 0,
-        f"{given.num_layers} does not divide evenly into {stages} stages ({shape}): choose a "
-        f"multiple of {stages} or give --partition"
-        + f", for example {format_partition(nearly_even_split(layers, stages))}"
-        * (stages <= _MAX_EXAMPLE),
-    )
-    yield (
-        partition is not None and len(partition) != stages,
-        f"{given.partition} has {len(partition or ())} stages but {shape} make {stages}: give one "
-        "number for each stage",
-    )
-    yield (
-        partition is not None and sum(partition) != layers,
-        f"{given.partition} holds {sum(partition or ())} layers but --num-layers is {layers}: "
-        "make them equal",
-    )
 
 
 def _batch(config: TrainerConfig, given: _Given) -> Rules:
