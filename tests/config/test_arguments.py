@@ -146,8 +146,8 @@ NOTHING --hidden-size 64 --lr 1
     => --num-layers, --num-attention-heads, --seq-length | --micro-batch-size are missing
 NO_RATE => --lr is missing
 NO_LENGTH => --train-iters or --train-samples
---overlap-moe-expert-parallel-comm
-    => --overlap-moe-expert-parallel-comm is a flag | refuses | merged
+--delay-wgrad-compute
+    => --delay-wgrad-compute is a flag | refuses | --split-backward
 --fp8-format hybrid => --fp8-format is a flag of Megatron-LM that this trainer refuses | float32
 --wandb-project x
     => --wandb-project is a flag of Megatron-LM that this trainer refuses | TensorBoard

@@ -142,6 +142,17 @@ PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of 2
 --context-parallel-size 2 --window-size 8,0 @2 => --window-size | local layers | --context
 --mtp-num-layers 1 => --position-embedding-type learned_absolute | --mtp-num-layers 1 | rope
 --mtp-num-layers 0 => --mtp-num-layers | at least 1
+--heterogeneous-layers-config-path /no/file => /no/file cannot be read | block_configs
+--heterogeneous-layers-config-encoded-json {} => layer 1 has another form | KeyError
+--heterogeneous-layers-config-encoded-json [ => layer 1 has another form | JSONDecodeError
+UNLIKE{"attention":{"num_query_groups":2,"no_op":1},"ffn":{"ffn_hidden_size":8}}]}
+    => layer 1 | num_query_groups 2 of what is replaced
+UNLIKE{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":8}}]}
+    => describes 1 layers | --num-layers 4
+UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1
+    --tensor-model-parallel-size 2 @2 => layer 1 has 1 key and value heads | size 2 | equal share
+UNLIKE{"attention":{"num_query_groups":4},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1 MTP
+    => --mtp-num-layers 1 | layers that are alike
 MTP --context-parallel-size 2 @2 => --mtp-num-layers 1 | --calculate-per-token-loss
 PP2 MTP --repartition auto @2 => --repartition auto | --mtp-num-layers 1 | norm
 PP2 MTP --pipeline-model-parallel-layout Ett|ttL @2 => Ett|ttL | 0 layers | (m) | make them equal
@@ -176,6 +187,14 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 @2 => 2 | --sequence-parallel
 --num-experts 4 --expert-tensor-parallel-size 2 --disable-bias-linear @2
     => --expert-tensor-parallel-size 2 | make the first two equal
+--num-experts 4 --overlap-moe-expert-parallel-comm
+    => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | spread
+SPREAD @2 => --moe-token-dispatcher-type allgather, whose layers cannot be left | alltoall
+EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
+EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
+EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | selective
+EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
+    --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
 PP2 --num-experts 4 --repartition auto @2 => --repartition auto | dense layers
 PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
     => --stage-data-parallel-sizes 2-1 | experts

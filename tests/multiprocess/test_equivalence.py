@@ -54,6 +54,16 @@ DEEPSEEK_EXPERTS = (
     "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
 )
+# Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
+_FOUR = """
+{"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
+{"attention":{"n_heads_in_group":null,"no_op":true},"ffn":{"ffn_mult":2.0}},
+{"attention":{"n_heads_in_group":null,"replace_with_linear":true},"mlp":{"ffn_hidden_size":32}},
+{"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
+""".replace("\n", "")
+UNLIKE = (
+    f'{MODERN} --heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
+)
 # Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
@@ -79,6 +89,7 @@ MODEL_NAMES = {
     MODERN_LENGTHS: "modern-lengths",
     TIED_MTP: "tied-mtp",
     DEEPSEEK: "deepseek",
+    UNLIKE: "unlike",
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
@@ -312,6 +323,8 @@ DEALT = (
     Case("1f1b", dp=2, extra=f"{BALANCED} --overlap-grad-reduce --use-distributed-optimizer"),
     Case("zb-h1", pp=2, dp=2, extra=f"{BALANCED} --overlap-grad-reduce"),
 )
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+EACH = "--expert-tensor-parallel-size 1"
 # Pairs of what models of today need: latent attention, multi-token prediction, layouts, parts of
 # sequences; with whole and split backwards, in a loop and a V.
 TODAY = (
@@ -329,6 +342,8 @@ TODAY = (
     Case("megatron", tp=2, pp=2, model=DEEPSEEK),
     Case("adaptive", pp=2, chunks=2, extra=f"{V} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
     Case("zb-h1", pp=2, dp=2, extra=f"{SPREAD} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
+    Case("adaptive", pp=2, chunks=2, extra=V, model=UNLIKE),
+    Case("adaptive", tp=2, model=UNLIKE),
     Case("1f1b", cp=2, model=MODERN),
     Case("interleaved", cp=2, pp=2, chunks=2, model=MODERN),
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
@@ -359,10 +374,19 @@ WITH_EXPERTS = tuple(
             {
                 "tp": 2,
                 "pp": 2,
-                "extra": f"{SEQUENCE} {SPREAD} --expert-tensor-parallel-size 1 {EXCHANGE}",
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE}",
             },
         ),
         (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {GATHER}"}),
+        (
+            MODERN_EXPERTS,
+            ("adaptive",),
+            {
+                "tp": 2,
+                "pp": 2,
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE} {OVERLAP}",
+            },
+        ),
         (
             MODERN_EXPERTS,
             ("megatron",),
@@ -376,14 +400,34 @@ WITH_EXPERTS = tuple(
     )
 )
 # Megatron-core's own order and others, whole and split: the same sums, one by one.
-SAME_SUMS = tuple(
+SAME_SUMS = (
+    *(
+        same(
+            Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
+            {"schedule": "1f1b"},
+            {"schedule": "zb-h1"},
+            {"schedule": "adaptive"},
+            {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        )
+        for model in (EXPERTS, MODERN_EXPERTS)
+    ),
+    # Norms are sums over a rank's layers: only where the layers are the same.
     same(
-        Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
-        {"schedule": "1f1b"},
-        {"schedule": "zb-h1"},
-        {"schedule": "adaptive"},
-    )
-    for model in (EXPERTS, MODERN_EXPERTS)
+        Case("interleaved", pp=2, chunks=2, dp=2, model=EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "combined-1f1b", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
+    same(
+        Case("zb-v", pp=2, chunks=2, dp=2, model=MODERN_EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "dualpipe-v", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
+)
+# Stopped as a V, gone on with as one stage for each rank, of another partition, and back.
+_BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
+_MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
+RESUMED = (
+    *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
+    dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
 )
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
@@ -562,6 +606,19 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=rel, abs=0)
+
+
+@pytest.mark.parametrize("cases", [RESUMED], ids=["v-1f1b-v"])
+def test_predicting_layers_go_on_from_a_checkpoint(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    whole, *parts = cases
+    for key in ("losses", "further"):
+        losses = [loss for part in parts for loss in losses_of(part, outcome(part), key)]
+        expected = losses_of(whole, outcome(whole), key)
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+    norms = [norm for part in parts for norm in norms_of(outcome(part))]
+    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)

@@ -24,6 +24,7 @@ from megatron.adaptive.config.layers import layer_rules
 from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.schedule import (
     ONE_CHUNK,
+    PAIRING,
     RULES,
     SEVERAL_CHUNKS,
     SPLIT_SCHEDULES,
@@ -71,6 +72,7 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _latent(config, given),
         _experts(config, given, installed),
         _expert_ranks(config, given),
+        _overlap(config, given),
         _kernels(config, given, installed),
         _parallel(config, given),
         layer_rules(config, given),
@@ -343,6 +345,41 @@ def _expert_ranks(config: TrainerConfig, given: _Given) -> Rules:
         width % tensor != 0,
         f"experts of width {width} (--moe-ffn-hidden-size) on {tensor} expert tensor parallel "
         "ranks: every rank takes an equal share; change one of them",
+    )
+
+
+def _overlap(config: TrainerConfig, given: _Given) -> Rules:
+    """What keeps an action from going on beside another while tokens are exchanged."""
+    settings, core, what = config.schedule, config.core, given.overlap_moe_expert_parallel_comm
+    if not settings.overlap_moe_expert_parallel_comm:
+        return
+    yield (
+        config.parallel.expert_model_parallel_size == 1,
+        f"{what} with {given.expert_model_parallel_size}: no tokens are exchanged; drop it, or "
+        "spread experts over ranks",
+    )
+    yield (
+        core.moe_token_dispatcher_type != "alltoall",
+        f"{what} with {given.moe_token_dispatcher_type}, whose layers cannot be left where they "
+        "exchange tokens: use --moe-token-dispatcher-type alltoall",
+    )
+    yield (
+        settings.pipeline_schedule not in {*RULES, *PAIRING, "file"} - {"auto"},
+        f"{what} with {given.pipeline_schedule}, in which no action begins beside another: use "
+        "adaptive, combined-1f1b or dualpipe-v",
+    )
+    for repeats, is_given in (
+        ("--recompute-granularity full", config.recompute.recompute_granularity == "full"),
+        (given.moe_layer_recompute, core.moe_layer_recompute),
+    ):
+        yield (
+            is_given,
+            f"{what} with {repeats}: a forward that is left in a layer would find it changed by "
+            "one that is repeated there; use --recompute-granularity selective",
+        )
+    yield (
+        core.moe_shared_expert_overlap,
+        f"{what} with {given.moe_shared_expert_overlap}, which fills the same exchanges: drop one",
     )
 
 

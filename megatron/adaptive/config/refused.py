@@ -15,8 +15,8 @@ from itertools import groupby
 
 # Below each reason its flags, without leading dashes; a prefix ends in a star.
 _TABLE = """\
-forwards and backwards are not merged, weight gradients are the engine's to put off; use zb-h1
-    overlap-moe-expert-parallel-comm delay-wgrad-compute ep-overlap-early-attn-memory-release
+weight gradients and activations are the engine's to put off; use --split-backward
+    delay-wgrad-compute ep-overlap-early-attn-memory-release
 a dense checkpoint becomes experts in Megatron-LM's own converter alone; drop the flag
     moe-use-upcycling moe-upcycling-granularity
 experts' tokens follow the router of this run, not one that was recorded; drop the flag
@@ -32,8 +32,6 @@ it needs a hook after the optimizer's step and kernels that report scores; use -
 state space and hybrid models are not built; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
     is-hybrid-model
-all layers are alike; uneven stages are given with --partition
-    heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json heterogeneous-*
 the embedding stands alone where the first stage has no layers; use --partition 0-...
     standalone-embedding-stage
 there is one model with one number of stages; use --pipeline-model-parallel-size

@@ -44,6 +44,9 @@ UNEQUAL_SCHEDULES = ("1f1b", "adaptive", "gpipe")
 ONE_CHUNK = ("1f1b", "varuna", "zb-h1")
 TWO_CHUNKS = V_ONLY
 SEVERAL_CHUNKS = ("breadth-first", "combined-1f1b", "interleaved")
+PAIRING = ("combined-1f1b", "dualpipe-v")
+"""Fixed orders in which a forward and a backward begin together."""
+
 _FIXED = (*ONE_CHUNK, *TWO_CHUNKS, *SEVERAL_CHUNKS, "gpipe", "file")
 _IN_A_V = ("adaptive", "auto", "hinted", *V_ONLY)
 
@@ -210,6 +213,10 @@ class ScheduleConfig:
         "backward (False).",
         takes_value=True,
         derived="True where the model's layers allow it and the schedule gains from it",
+    )
+    overlap_moe_expert_parallel_comm: bool = switch(
+        "A forward computes while the experts of a backward exchange tokens, and the reverse; for "
+        "an order chosen at run time, combined-1f1b or dualpipe-v."
     )
     weight_pieces: Count = flag(
         "Parts into which a run-time choice may cut each weight gradient.", 4, unit="PIECES"

@@ -65,6 +65,7 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
         given=given,
         replay=replay,
         widths=widths_of(config),
+        beside=settings.overlap_moe_expert_parallel_comm,
     )
 
 
