@@ -333,6 +333,26 @@ SAME_SUMS = tuple(
     )
     for model in (EXPERTS, MODERN_EXPERTS)
 )
+# One training whose experts are spread over two ranks, all on each of two stages, and spread again.
+SPREAD_ANEW = (
+    Case(
+        *("adaptive", 1, 1, 1, 2, f"{SPREAD} --use-distributed-optimizer"),
+        model=MODERN_EXPERTS,
+        until=1,
+    ),
+)
+SPREAD_ANEW += (
+    dataclasses.replace(
+        SPREAD_ANEW[0],
+        pp=2,
+        chunks=2,
+        dp=1,
+        extra="--use-distributed-optimizer",
+        until=2,
+        after=SPREAD_ANEW[0],
+    ),
+)
+SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --fp16 --initial-loss-scale 1024"),
@@ -514,6 +534,21 @@ def test_experts_do_not_depend_on_the_order(cases: tuple[Case, ...], outcome: Ou
             expected = losses_of(first, outcome(first), seen)
             assert losses_of(other, outcome(other), seen) == expected, str(other)
         assert norms_of(outcome(other)) == norms_of(outcome(first)), str(other)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [(Case("megatron", model=MODERN_EXPERTS, until=STEPS), *SPREAD_ANEW)],
+    ids=["distributed-optimizer"],
+)
+def test_a_checkpoint_of_experts_goes_on_wherever_they_are(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    whole, *parts = cases
+    found = [loss for part in parts for loss in losses_of(part, outcome(part))]
+    assert found == pytest.approx(losses_of(whole, outcome(whole)), rel=1e-6, abs=0)
+    norms = [norm for part in parts for norm in norms_of(outcome(part))]
+    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("case", FREE, ids=str)
