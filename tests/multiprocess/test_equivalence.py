@@ -40,6 +40,20 @@ MODERN = (
 # Documents of 20 to 80 tokens, some of them cut.
 LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
+# What DeepSeek does otherwise: latent attention, two tokens more to predict, a loss per token.
+TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
+DEEPSEEK = (
+    f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 8 "
+    "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 2 "
+    "--calculate-per-token-loss --eod-mask-loss"
+)
+# With experts as well, whose balance the router's bias keeps, and one that all tokens share.
+DEEPSEEK_EXPERTS = (
+    f"{DEEPSEEK} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 16 "
+    "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
+)
 # Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
@@ -63,11 +77,18 @@ MODEL_NAMES = {
     MODERN: "modern",
     LENGTHS: "lengths",
     MODERN_LENGTHS: "modern-lengths",
+    TIED_MTP: "tied-mtp",
+    DEEPSEEK: "deepseek",
+    DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
     FULL_EXPERTS: "full-experts",
 }
 LOOP, V = "--pipeline-placement loop", "--pipeline-placement v"
+SEQUENCE = "--sequence-parallel"
+SPREAD = "--expert-model-parallel-size 2"
+GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
+LAYOUT = "--pipeline-model-parallel-layout"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -77,7 +98,7 @@ class Case:
 
     Attributes:
         schedule: the order of work.
-        tp, pp, chunks, dp: the shape.
+        tp, pp, chunks, dp, cp: the shape.
         extra: further flags.
         model: flags that change the numbers; the reference has them too.
         run: tells two runs of one job apart.
@@ -95,10 +116,11 @@ class Case:
     run: int = 1
     after: Case | None = None
     until: int = 0
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def steps(self) -> int:
@@ -115,6 +137,7 @@ class Case:
     def __str__(self) -> str:
         """Name of the case; also that of its test."""
         words = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
+        words += [f"cp{self.cp}"] if self.cp > 1 else []
         words += [MODEL_NAMES[self.model], *self.extra.replace("--", "").split()]
         words += [f"run{self.run}"] if self.run > 1 else []
         words += [f"until{self.until}"] if self.until else []
@@ -126,6 +149,7 @@ class Case:
         flags = f"{BASE} {self.model} {self.extra} --pipeline-schedule {self.schedule}".split()
         flags += ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
+        flags += ["--context-parallel-size", str(self.cp)]
         if self.chunks > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
         return {
@@ -280,8 +304,30 @@ DIFFERENT_LENGTHS = tuple(
         (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
     )
 )
-GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
-SEQUENCE, SPREAD = "--sequence-parallel", "--expert-model-parallel-size 2"
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+EACH = "--expert-tensor-parallel-size 1"
+# Pairs of what models of today need: latent attention, multi-token prediction, layouts, parts of
+# sequences; with whole and split backwards, in a loop and a V.
+TODAY = (
+    Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP),
+    Case("megatron", pp=2, chunks=2, model=TIED_MTP),
+    Case("interleaved", pp=2, chunks=2, model=DEEPSEEK, extra=f"{LAYOUT} E*1|tttt|(tt)*2|mmL"),
+    Case("1f1b", pp=2, dp=2, model=TIED_MTP, extra="--use-distributed-optimizer"),
+    Case("adaptive", pp=2, chunks=2, extra=f"{V} {WHOLE}", model=DEEPSEEK),
+    Case("adaptive", pp=2, cp=2, model=DEEPSEEK),
+    Case("adaptive", tp=2, model=TIED_MTP, extra=SEQUENCE),
+    Case("zb-v", tp=2, pp=2, chunks=2, model=DEEPSEEK, extra=SEQUENCE),
+    Case("zb-h1", pp=4, model=DEEPSEEK, extra=f"{LAYOUT} Et*3|t*5|mm|L"),
+    Case("megatron", pp=4, model=TIED_MTP, extra=f"{LAYOUT} Et*3|t*5|m|L"),
+    Case("adaptive", pp=4, model=TIED_MTP, extra=f"{LAYOUT} Et*3|t*5|m|L"),
+    Case("megatron", tp=2, pp=2, model=DEEPSEEK),
+    Case("adaptive", pp=2, chunks=2, extra=f"{V} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
+    Case("zb-h1", pp=2, dp=2, extra=f"{SPREAD} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
+    Case("1f1b", cp=2, model=MODERN),
+    Case("interleaved", cp=2, pp=2, chunks=2, model=MODERN),
+    Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
+    Case("adaptive", pp=2, chunks=2, extra="--decoder-first-pipeline-num-layers 2 " + LOOP),
+)
 STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 WITH_EXPERTS = tuple(
     Case(*words, **shape, model=model)  # type: ignore[arg-type]
@@ -307,10 +353,19 @@ WITH_EXPERTS = tuple(
             {
                 "tp": 2,
                 "pp": 2,
-                "extra": f"{SEQUENCE} {SPREAD} --expert-tensor-parallel-size 1 {EXCHANGE}",
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE}",
             },
         ),
         (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {GATHER}"}),
+        (
+            MODERN_EXPERTS,
+            ("adaptive",),
+            {
+                "tp": 2,
+                "pp": 2,
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE} {OVERLAP}",
+            },
+        ),
         (
             MODERN_EXPERTS,
             ("megatron",),
@@ -324,14 +379,27 @@ WITH_EXPERTS = tuple(
     )
 )
 # Megatron-core's own order and others, whole and split: the same sums, one by one.
-SAME_SUMS = tuple(
+SAME_SUMS = (
+    *(
+        same(
+            Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
+            {"schedule": "1f1b"},
+            {"schedule": "zb-h1"},
+            {"schedule": "adaptive"},
+            {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        )
+        for model in (EXPERTS, MODERN_EXPERTS)
+    ),
+    # Norms are sums over a rank's layers: only where the layers are the same.
     same(
-        Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
-        {"schedule": "1f1b"},
-        {"schedule": "zb-h1"},
-        {"schedule": "adaptive"},
-    )
-    for model in (EXPERTS, MODERN_EXPERTS)
+        Case("interleaved", pp=2, chunks=2, dp=2, model=EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "combined-1f1b", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
+    same(
+        Case("zb-v", pp=2, chunks=2, dp=2, model=MODERN_EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "dualpipe-v", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
 )
 # One training whose experts are spread over two ranks, all on each of two stages, and spread again.
 SPREAD_ANEW = (
@@ -470,7 +538,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
     """Losses as all ranks of the last stage report them."""
     reports = [values for values in seen[key] if values]
-    assert len(reports) == case.tp * case.dp
+    assert len(reports) == case.tp * case.dp * case.cp
     assert all(report == reports[0] for report in reports)
     found: list[float] = reports[0]
     return found
@@ -519,6 +587,17 @@ def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
 @pytest.mark.parametrize("case", each(DIFFERENT_LENGTHS), ids=str)
 def test_documents_of_any_length_equal_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, 1e-6)
+
+
+@pytest.mark.parametrize("case", each(TODAY), ids=str)
+def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, 1e-6)
+    if "--mtp-num-layers" in case.model:
+        # With parts of sequences each counts alike, however many tokens it has.
+        rel = 1e-6 if case.cp == 1 else 0.02
+        (expected,) = outcome(case.reference)["further"]
+        predicted = losses_of(case, outcome(case), "further")
+        assert predicted == pytest.approx(expected[: len(predicted)], rel=rel, abs=0)
 
 
 @pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)

@@ -15,7 +15,10 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import (
     OptimizerConfig,
     get_megatron_optimizer,
@@ -54,9 +57,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.local_layers import completed
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
-    PlacedLayout,
-    placement_of,
-    stages_of,
+    layout_of,
     start_equal,
     start_unequal,
     sum_gradients,
@@ -262,9 +263,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     if parallel.context_parallel_size > 1:
         settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
-        settings["pipeline_model_parallel_layout"] = PlacedLayout(
-            placement_of(config), stages_of(config.layers_per_stage)
-        )
+        settings["pipeline_model_parallel_layout"] = layout_of(config)
     return checked(kind, settings)
 
 
@@ -466,9 +465,12 @@ def _build_chunk(
     last: bool,
 ) -> torch.nn.Module:
     model = config.model
+    predictions = _predictions(config, core, vp_stage)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
-        init = KeyedInit(config.run.seed, first_outside=0 if first else 1 + learned)
+        # The embedding, the projections of multi-token prediction, the output matrix.
+        before = 0 if first or predictions else 1 + learned + (core.mtp_num_layers or 0)
+        init = KeyedInit(config.run.seed, first_outside=before)
         core.keyed_init = init
         core.init_method = init.normal(model.init_method_std)
         core.embedding_init_method = init.normal(
@@ -477,7 +479,7 @@ def _build_chunk(
         core.output_layer_init_method = init.normal(
             model.init_method_std / math.sqrt(2.0 * model.num_layers)
         )
-    return GPTModel(
+    built = GPTModel(
         config=core,
         transformer_layer_spec=_block_spec(config, core, vp_stage),
         vocab_size=padded_vocab_size,
@@ -493,8 +495,24 @@ def _build_chunk(
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=predictions,
         vp_stage=vp_stage,
     )
+    if predictions and last and not first and not model.untie_embeddings_and_output_weights:
+        built.output_layer.weight = None  # logits come from the embedding's copy for predictions
+    return built
+
+
+def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
+    """Return what the layers of multi-token prediction are built of, ``None`` on other stages."""
+    if core.mtp_num_layers is None:
+        return None
+    last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
+    has_engine = config.model.transformer_impl == "transformer_engine"
+    block = get_gpt_mtp_block_spec(core, last, has_engine, vp_stage=vp_stage)
+    if block is not None and not has_engine:
+        block.layer_specs = [completed(spec) for spec in block.layer_specs]
+    return block
 
 
 def _block_spec(
@@ -595,10 +613,10 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
                + 2hf         feed-forward, 3hf with a gate
         model:   layers x layer + hV
 
-    with latent attention the products of its ranks in place of the first three lines, all times 2
-    for multiply and add, times 3 for forward, backward by inputs and by weights. Matrix
-    products only; what is computed again for lack of memory is not counted, nor are the optimizer
-    and the lookup of embeddings.
+    with latent attention the products of its ranks in place of the first three lines, for each
+    layer of multi-token prediction another layer, 2hh and hV, all times 2 for multiply and add,
+    times 3 for forward, backward by inputs and by weights. Matrix products only; what is computed
+    again for lack of memory is not counted, nor are the optimizer and the lookup of embeddings.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
@@ -614,8 +632,9 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     model = cfg.model
     if padded_vocab_size is None:
         _, padded_vocab_size = load_tokenizer(cfg)
-    layers = model.num_layers * _layer(cfg)
-    logits = model.hidden_size * padded_vocab_size
+    predicted = model.mtp_num_layers or 0
+    layers = (model.num_layers + predicted) * _layer(cfg) + predicted * 2 * model.hidden_size**2
+    logits = (1 + predicted) * model.hidden_size * padded_vocab_size
     return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
 
 
@@ -626,7 +645,10 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
     the loss move through memory comes on top.
     """
     work = [float(layers) for layers in cfg.layers_per_stage]
-    work[-1] += cfg.model.hidden_size * padded_vocab_size / _layer(cfg)
+    predicted, hidden = cfg.model.mtp_num_layers or 0, cfg.model.hidden_size
+    work[-1] += (1 + predicted) * hidden * padded_vocab_size / _layer(cfg)
+    if cfg.mtp_stage is not None:
+        work[cfg.mtp_stage] += predicted * (1 + 2 * hidden**2 / _layer(cfg))
     return tuple(work)
 
 
