@@ -1,4 +1,4 @@
-"""What each operation of a step waits for, and the simulation of that with any times.
+"""Finds what each operation of a step waits for, and simulates that with any times.
 
 An operation starts when all that it depends on have ended: the rank's compute before it, the
 message that brings its input (or the compute itself, on one rank), the collective or optimizer step
@@ -178,7 +178,7 @@ def ideal_steps(run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]) 
 
 
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
-    """From and to of every dependency, and the number of nodes; collectives have one more each."""
+    """Returns from and to of every dependency, and the number of nodes, one more per collective."""
     computes = np.arange(ops.num_computes)
     messages = np.flatnonzero(ops.source >= 0)
     others = np.arange(ops.num_computes, len(ops) - len(messages))
@@ -211,7 +211,7 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
 
 
 def _around(ops: Operations, rank: Ints, computes: Ints, others: Ints) -> list[tuple[Ints, Ints]]:
-    """Dependencies between computes and what else their rank does."""
+    """Returns dependencies between computes and what else their rank does."""
     if not len(others):
         return []
     start = int(ops.start_ns.min())
@@ -245,7 +245,7 @@ def _around(ops: Operations, rank: Ints, computes: Ints, others: Ints) -> list[t
 
 
 def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
-    """``[2, nodes]``: predecessors, 0 for none; helpers join those of nodes with more than two."""
+    """Returns ``[2, nodes]``: predecessors, 0 for none; helpers join more than two."""
     while True:
         order = np.argsort(targets, kind="stable")
         sources, targets = sources[order], targets[order]
@@ -264,7 +264,7 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """The level of every node, and whether it has one: those in a circle have none."""
+    """Returns the level of every node, and whether it has one: those in a circle have none."""
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])

@@ -91,7 +91,7 @@ class RecordedTimes:
         )
 
     def _dealt(self, own: Floats) -> list[Floats]:
-        """The longest first, each to the replica that is then done first; one each at least."""
+        """Deals the longest first, each to the replica that is then done first."""
         # Its slowest rank is what a replica is as fast as.
         slowest = [int(np.argmax(own.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor]
         costs = np.array(
