@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import run_of_columns, write_run
@@ -100,6 +101,24 @@ def test_the_last_stage_and_lengths_are_distinguished() -> None:
         lengths.slowdown, rel=0.02
     )
     assert any("--balance-replicas" in repair.flag for repair in lengths.repairs)
+
+
+def test_predicted_repairs_are_what_a_run_without_the_fault_takes(tmp_path: Path) -> None:
+    shape = {"num_ranks": 4, "num_microbatches": 8, "iterations": 4, "schedule": "1f1b"}
+    faults = (Fault(kind="slow-rank", rank=2, factor=1.5),)
+    write_synthetic(tmp_path / "right", SyntheticRun(**shape))  # type: ignore[arg-type]
+    right = what_if(read_run(tmp_path / "right"))
+    assert (right.cause, right.slowdown) == ("none", pytest.approx(1.0, abs=0.03))
+    assert right.launch_slowdown == pytest.approx(1.0, abs=1e-3)
+    for replicas in (1, 2):
+        folder = tmp_path / f"slow-{replicas}"
+        slow = SyntheticRun(**shape, replicas=replicas, faults=faults)  # type: ignore[arg-type]
+        write_synthetic(folder, slow)
+        found = what_if(read_run(folder))
+        assert found.cause == "worker"
+        assert found.where.ranks[found.slowest[0]] == 2
+        mended = next(repair for repair in found.repairs if repair.what.startswith("rank 2"))
+        assert mended.step_s == pytest.approx(right.recorded_s.mean(), rel=0.03)
 
 
 def test_a_late_link_is_named() -> None:

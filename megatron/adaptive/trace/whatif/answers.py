@@ -370,7 +370,7 @@ class _Answers:
             last_stage_share=share["last stage"],
             length_share=share["length"],
             slowest=tuple(slowest),
-            cause=_cause(whole / base, list(share.values())),
+            cause=self._cause(whole, base, list(share.values()), slowest[0], ordered),
             repairs=tuple(
                 Repair(r.what, r.flag, r.step_s, 1 - r.step_s / whole)
                 for r in ordered
@@ -614,10 +614,21 @@ class _Answers:
         at_stage, usual_there = np.sum(stages, axis=0)
         return takes / np.maximum(usual, 1e-12), at_stage / np.maximum(usual_there, 1e-12)
 
-
-def _cause(slowdown: float, shares: Sequence[float]) -> str:
-    """Names what most of the slowdown goes away with."""
-    if slowdown < SLOW:
-        return "none"
-    place = int(np.argmax(shares))
-    return CAUSES[place] if shares[place] >= CAUSE_SHARE else "mixed"
+    def _cause(
+        self,
+        whole: float,
+        base: float,
+        shares: Sequence[float],
+        slowest: int,
+        repairs: Sequence[Repair],
+    ) -> str:
+        """Names what most of the slowdown goes away with."""
+        place = int(np.argmax(shares))
+        if whole >= SLOW * base:
+            return CAUSES[place] if shares[place] >= CAUSE_SHARE else "mixed"
+        # A rank alone in its stage raises the mean that it is compared with.
+        name = self._where.name(slowest)
+        gains = [1 - r.step_s / whole for r in repairs if r.what.startswith(f"{name} as fast")]
+        if max(gains, default=0.0) < 1 - 1 / SLOW:
+            return "none"
+        return CAUSES[self._where.pp_rank[slowest] == len(self._where.stages) - 1]

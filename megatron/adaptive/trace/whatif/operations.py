@@ -35,6 +35,7 @@ FIRST_COMM = FORWARD_COMM
 _COLLECTIVE = len(NAMES) - len(COLLECTIVES)
 
 NS_PER_S = 1e9
+_FAR = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,7 +319,16 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
     Members have iteration, name and lowest rank alike, and are each rank's n-th of these.
     """
-    root = np.where(table.kind == KIND["reduce"], where.pp_rank[worker], table.peer)
+    is_reduce = table.kind == KIND["reduce"]
+    root = np.where(is_reduce, where.pp_rank[worker], table.peer)
+    if is_reduce.any():
+        # One that ends everywhere at once is one of all ranks, else each stage has its own.
+        _, step = np.unique(table.iteration, return_inverse=True)
+        last, first, least = (np.full(int(step.max()) + 1, bound) for bound in (0, _FAR, _FAR))
+        np.maximum.at(last, step[is_reduce], table.end_ns[is_reduce])
+        np.minimum.at(first, step[is_reduce], table.end_ns[is_reduce])
+        np.minimum.at(least, step[is_reduce], table.duration_ns[is_reduce])
+        root[is_reduce & (last - first <= least)[step]] = 0
     is_member = (root >= 0) & (kind >= FIRST_COMM)
     rows = np.flatnonzero(is_member)
     keys = np.stack([table.iteration, kind, root, worker], axis=1)[rows]
@@ -340,7 +350,7 @@ def _waits(table: TraceTable, group: Ints) -> Floats:
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
-        last = np.full(int(group.max()) + 1, np.iinfo(np.int64).min)
+        last = np.full(int(group.max()) + 1, -_FAR)
         np.maximum.at(last, group[rows], table.start_ns[rows])
         late = last[group[rows]] - table.start_ns[rows]
         waited[rows] = np.minimum(late, table.duration_ns[rows]) / NS_PER_S
