@@ -288,6 +288,16 @@ def _part(run: RunTrace, where: Pipelines, iterations: Sequence[int]) -> _Part:
 Durations = Callable[[_Part], Floats]
 
 
+def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
+    """Puts lengths in (power 1) or takes them out (-1); computes of a step keep their sum."""
+    times = durations_s * part.length**power
+    rows = slice(0, part.ops.num_computes)
+    _, step = np.unique(part.ops.iteration[rows], return_inverse=True)
+    before, after = (np.bincount(step, values[rows]) for values in (durations_s, times))
+    times[rows] *= (before / np.maximum(after, 1e-12))[step]
+    return times
+
+
 class _Answers:
     """Simulates the sets of durations that the answers need."""
 
@@ -317,7 +327,7 @@ class _Answers:
             sets["link", f"{where.ranks[source]} to {where.ranks[target]}"] = self._only(
                 self._those("link", source * len(where.ranks) + target)
             )
-        sets["length", "unequal lengths"] = lambda part: part.ideal_s * part.length
+        sets["length", "unequal lengths"] = lambda part: _by_length(part, part.ideal_s, 1)
         steps = self._simulate(sets)
         simulated, ideal = steps["", "simulated"], steps["", "ideal"]
         base = float(ideal.mean())
@@ -334,7 +344,7 @@ class _Answers:
         shares: dict[tuple[str, str], Durations] = {
             ("share", "worker"): self._without(lambda o: np.isin(o.worker, slowest)),
             ("share", "last stage"): self._without(lambda o: o.stage == where.num_stages - 1),
-            ("share", "length"): lambda part: part.ops.duration_s / part.length,
+            ("share", "length"): lambda part: _by_length(part, part.ops.duration_s, -1),
         }
         for worker in workers[:SHOWN]:
             shares["rank", where.name(worker)] = self._only(self._those("rank", worker))
@@ -514,7 +524,7 @@ class _Answers:
         )
         found["microbatches of one length"] = (
             "--pack-to TOKENS, or sort documents by length",
-            lambda part: part.ops.duration_s / part.length,
+            lambda part: _by_length(part, part.ops.duration_s, -1),
         )
         return found
 
