@@ -54,6 +54,16 @@ DEEPSEEK_EXPERTS = (
     "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
 )
+# Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
+_FOUR = """
+{"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
+{"attention":{"n_heads_in_group":null,"no_op":true},"ffn":{"ffn_mult":2.0}},
+{"attention":{"n_heads_in_group":null,"replace_with_linear":true},"mlp":{"ffn_hidden_size":32}},
+{"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
+""".replace("\n", "")
+UNLIKE = (
+    f'{MODERN} --heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
+)
 # Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
@@ -79,6 +89,7 @@ MODEL_NAMES = {
     MODERN_LENGTHS: "modern-lengths",
     TIED_MTP: "tied-mtp",
     DEEPSEEK: "deepseek",
+    UNLIKE: "unlike",
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
@@ -287,7 +298,7 @@ PLACED = (
         extra=f"{V} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
 )
-PACK = "--pack-to 100"
+PACK, BALANCED = "--pack-to 100", "--balance-replicas both"
 DIFFERENT_LENGTHS = tuple(
     Case(*words, **shape, model=model)  # type: ignore[arg-type]
     for model, words, shape in (
@@ -302,7 +313,15 @@ DIFFERENT_LENGTHS = tuple(
         (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": "--micro-batch-size 2"}),
         (MODERN_LENGTHS, ("1f1b",), {"pp": 2, "dp": 2}),
         (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
+        (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": f"{PACK} --balance-replicas off"}),
+        (LENGTHS, ("interleaved",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{PACK} {BALANCED}"}),
+        (LENGTHS, ("combined-1f1b",), {"pp": 2, "chunks": 2, "extra": PACK}),
+        (LENGTHS, ("1f1b",), {"dp": 2, "extra": f"{PACK} {BALANCED}"}),
     )
+)
+DEALT = (
+    Case("1f1b", dp=2, extra=f"{BALANCED} --overlap-grad-reduce --use-distributed-optimizer"),
+    Case("zb-h1", pp=2, dp=2, extra=f"{BALANCED} --overlap-grad-reduce"),
 )
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 EACH = "--expert-tensor-parallel-size 1"
@@ -323,6 +342,8 @@ TODAY = (
     Case("megatron", tp=2, pp=2, model=DEEPSEEK),
     Case("adaptive", pp=2, chunks=2, extra=f"{V} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
     Case("zb-h1", pp=2, dp=2, extra=f"{SPREAD} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
+    Case("adaptive", pp=2, chunks=2, extra=V, model=UNLIKE),
+    Case("adaptive", tp=2, model=UNLIKE),
     Case("1f1b", cp=2, model=MODERN),
     Case("interleaved", cp=2, pp=2, chunks=2, model=MODERN),
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
@@ -400,6 +421,33 @@ SAME_SUMS = (
         {"schedule": "dualpipe-v", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
         {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
     ),
+)
+# One training whose experts are spread over two ranks, all on each of two stages, and spread again.
+SPREAD_ANEW = (
+    Case(
+        *("adaptive", 1, 1, 1, 2, f"{SPREAD} --use-distributed-optimizer"),
+        model=MODERN_EXPERTS,
+        until=1,
+    ),
+)
+SPREAD_ANEW += (
+    dataclasses.replace(
+        SPREAD_ANEW[0],
+        pp=2,
+        chunks=2,
+        dp=1,
+        extra="--use-distributed-optimizer",
+        until=2,
+        after=SPREAD_ANEW[0],
+    ),
+)
+SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
+# Stopped as a V, gone on with as one stage for each rank, of another partition, and back.
+_BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
+_MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
+RESUMED = (
+    *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
+    dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
 )
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
@@ -558,7 +606,7 @@ def test_all_shapes_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED))], ids=str
+    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED, *DEALT))], ids=str
 )
 def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, REL)
@@ -580,6 +628,19 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
         assert predicted == pytest.approx(expected[: len(predicted)], rel=rel, abs=0)
 
 
+@pytest.mark.parametrize("cases", [RESUMED], ids=["v-1f1b-v"])
+def test_predicting_layers_go_on_from_a_checkpoint(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    whole, *parts = cases
+    for key in ("losses", "further"):
+        losses = [loss for part in parts for loss in losses_of(part, outcome(part), key)]
+        expected = losses_of(whole, outcome(whole), key)
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+    norms = [norm for part in parts for norm in norms_of(outcome(part))]
+    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
+
+
 @pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)
 def test_experts_equal_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, 1e-6)
@@ -593,6 +654,21 @@ def test_experts_do_not_depend_on_the_order(cases: tuple[Case, ...], outcome: Ou
             expected = losses_of(first, outcome(first), seen)
             assert losses_of(other, outcome(other), seen) == expected, str(other)
         assert norms_of(outcome(other)) == norms_of(outcome(first)), str(other)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [(Case("megatron", model=MODERN_EXPERTS, until=STEPS), *SPREAD_ANEW)],
+    ids=["distributed-optimizer"],
+)
+def test_a_checkpoint_of_experts_goes_on_wherever_they_are(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    whole, *parts = cases
+    found = [loss for part in parts for loss in losses_of(part, outcome(part))]
+    assert found == pytest.approx(losses_of(whole, outcome(whole)), rel=1e-6, abs=0)
+    norms = [norm for part in parts for norm in norms_of(outcome(part))]
+    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("case", FREE, ids=str)
