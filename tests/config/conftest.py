@@ -30,6 +30,7 @@ BASES = {
     ),
 }
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+UNLIKE = '--heterogeneous-layers-config-encoded-json {"block_configs":['
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 PARALLEL = "--sequence-parallel --tensor-model-parallel-size 2"
 SPREAD = (
@@ -44,13 +45,13 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
     """Reads flags, processes and words of the message from lines ``FLAGS @2 => WORD | WORD``.
 
     ``@2`` is left out for one process. Indented lines continue the one before. The flags may begin
-    with one of ``BASES``; ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``, ``MTP`` and ``PARALLEL``
-    stand for flags.
+    with one of ``BASES``; ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``, ``UNLIKE``, ``MTP``
+    and ``PARALLEL`` stand for flags.
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
         given, _, message = line.partition("=> ")
-        for name in ("PP2", "SPREAD", "EXCHANGE", "UNEQUAL", "MTP", "PARALLEL"):
+        for name in ("PP2", "SPREAD", "EXCHANGE", "UNEQUAL", "UNLIKE", "MTP", "PARALLEL"):
             text = globals()[name]
             given = given.replace(name, text)
         flags, _, world_size = given.partition("@")

@@ -137,6 +137,17 @@ PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of 2
 --context-parallel-size 2 --window-size 8,0 @2 => --window-size | local layers | --context
 --mtp-num-layers 1 => --position-embedding-type learned_absolute | --mtp-num-layers 1 | rope
 --mtp-num-layers 0 => --mtp-num-layers | at least 1
+--heterogeneous-layers-config-path /no/file => /no/file cannot be read | block_configs
+--heterogeneous-layers-config-encoded-json {} => layer 1 has another form | KeyError
+--heterogeneous-layers-config-encoded-json [ => layer 1 has another form | JSONDecodeError
+UNLIKE{"attention":{"num_query_groups":2,"no_op":1},"ffn":{"ffn_hidden_size":8}}]}
+    => layer 1 | num_query_groups 2 of what is replaced
+UNLIKE{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":8}}]}
+    => describes 1 layers | --num-layers 4
+UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1
+    --tensor-model-parallel-size 2 @2 => layer 1 has 1 key and value heads | size 2 | equal share
+UNLIKE{"attention":{"num_query_groups":4},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1 MTP
+    => --mtp-num-layers 1 | layers that are alike
 MTP --context-parallel-size 2 @2 => --mtp-num-layers 1 | --calculate-per-token-loss
 PP2 MTP --repartition auto @2 => --repartition auto | --mtp-num-layers 1 | norm
 PP2 MTP --pipeline-model-parallel-layout Ett|ttL @2 => Ett|ttL | 0 layers | (m) | make them equal

@@ -60,6 +60,9 @@ def counted_flops(cfg: TrainerConfig) -> float:
         "--kv-channels 24 --group-query-attention --num-query-groups 1 --swiglu",
         "--seq-length 8",
         "--mtp-num-layers 2 --position-embedding-type rope",
+        '--swiglu --num-layers 2 --heterogeneous-layers-config-encoded-json {"block_configs":['
+        '{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":48}},'
+        '{"attention":{"num_query_groups":1},"ffn":{"ffn_mult":null,"no_op":true}}]}',
     ],
 )
 def test_equals_the_real_models_matrix_products(flags: str) -> None:

@@ -54,6 +54,16 @@ DEEPSEEK_EXPERTS = (
     "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
 )
+# Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
+_FOUR = """
+{"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
+{"attention":{"n_heads_in_group":null,"no_op":true},"ffn":{"ffn_mult":2.0}},
+{"attention":{"n_heads_in_group":null,"replace_with_linear":true},"mlp":{"ffn_hidden_size":32}},
+{"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
+""".replace("\n", "")
+UNLIKE = (
+    f'{MODERN} --heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
+)
 # Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
@@ -79,6 +89,7 @@ MODEL_NAMES = {
     MODERN_LENGTHS: "modern-lengths",
     TIED_MTP: "tied-mtp",
     DEEPSEEK: "deepseek",
+    UNLIKE: "unlike",
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
@@ -323,6 +334,8 @@ TODAY = (
     Case("megatron", tp=2, pp=2, model=DEEPSEEK),
     Case("adaptive", pp=2, chunks=2, extra=f"{V} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
     Case("zb-h1", pp=2, dp=2, extra=f"{SPREAD} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
+    Case("adaptive", pp=2, chunks=2, extra=V, model=UNLIKE),
+    Case("adaptive", tp=2, model=UNLIKE),
     Case("1f1b", cp=2, model=MODERN),
     Case("interleaved", cp=2, pp=2, chunks=2, model=MODERN),
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
@@ -400,6 +413,13 @@ SAME_SUMS = (
         {"schedule": "dualpipe-v", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
         {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
     ),
+)
+# Stopped as a V, gone on with as one stage for each rank, of another partition, and back.
+_BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
+_MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
+RESUMED = (
+    *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
+    dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
 )
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
@@ -578,6 +598,19 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=rel, abs=0)
+
+
+@pytest.mark.parametrize("cases", [RESUMED], ids=["v-1f1b-v"])
+def test_predicting_layers_go_on_from_a_checkpoint(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    whole, *parts = cases
+    for key in ("losses", "further"):
+        losses = [loss for part in parts for loss in losses_of(part, outcome(part), key)]
+        expected = losses_of(whole, outcome(whole), key)
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+    norms = [norm for part in parts for norm in norms_of(outcome(part))]
+    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)

@@ -6,8 +6,10 @@ layers. They look tokens up as the first stage does.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.adaptive.config.flags import FieldSpec
 from megatron.adaptive.config.schedule import (
@@ -39,6 +41,9 @@ def lay_out(given: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
     Raises:
         ConfigError: they do not fit the pipeline.
     """
+    if path := given.get("heterogeneous_layers_config_path"):
+        # Kept in checkpoints, as the file need not be.
+        given.setdefault("heterogeneous_layers_config_encoded_json", _read(path))
     pipeline = given.get("pipeline_model_parallel_size", 1)
     if "num_layers_per_virtual_pipeline_stage" in given:
         given["num_virtual_stages_per_pipeline_rank"] = _chunks_of(
@@ -95,6 +100,98 @@ def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
     return num_layers // unit
 
 
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ConfigError(
+            f"--heterogeneous-layers-config-path {path} cannot be read ({why}): name a JSON file "
+            'with "block_configs"'
+        ) from None
+
+
+class UnlikeLayer(NamedTuple):
+    """A layer of its own shape.
+
+    Attributes:
+        groups: key and value heads of its attention, 0 without attention.
+        width: inner width of its feed-forward block, 0 without one.
+        linear: linear layers in place of attention or feed-forward block.
+    """
+
+    groups: int
+    width: int
+    linear: int
+
+
+def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
+    """Returns the layers of a model whose layers have shapes of their own, else ``None``.
+
+    Source: ``HeterogeneousTransformerConfig`` of megatron-core, for the form.
+
+    Raises:
+        ConfigError: the JSON has another form.
+    """
+    text, model = config.core.heterogeneous_layers_config_encoded_json, config.model
+    layers: list[UnlikeLayer] = []
+    try:
+        for block in json.loads(text)["block_configs"] if text else ():
+            sizes, linear = [], 0
+            for part, name, usual in (
+                (block["attention"], "num_query_groups", model.query_groups),
+                (block.get("ffn") or block["mlp"], "ffn_hidden_size", model.ffn_hidden_size),
+            ):
+                size = part.get(name)
+                if name not in part and name == "num_query_groups":
+                    size = part["n_heads_in_group"] and (
+                        model.num_attention_heads // part["n_heads_in_group"]
+                    )
+                elif name not in part and part["ffn_mult"] is not None:
+                    size = -(-int(2 * part["ffn_mult"] * model.hidden_size / 3) // 256) * 256
+                gone = part.get("no_op") or part.get("replace_with_linear")
+                if size is not None and (gone or type(size) is not int or size < 1):
+                    raise ValueError(f"{name} {size}" + " of what is replaced" * bool(gone))
+                sizes.append(0 if gone else size or usual)
+                linear += bool(gone and not part.get("no_op"))
+            layers.append(UnlikeLayer(sizes[0], sizes[1], linear))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--heterogeneous-layers-config-path: layer {len(layers) + 1} has another form than "
+            f"megatron-core's ({type(error).__name__}: {error}): see its "
+            "HeterogeneousTransformerConfig"
+        ) from None
+    return layers if text else None
+
+
+def _unlike(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str]]:
+    """Layers of shapes of their own."""
+    model, layers = config.model, unlike_layers(config)
+    if layers is None:
+        return
+    flag = "--heterogeneous-layers-config-path"
+    yield (
+        len(layers) != model.num_layers,
+        f"{flag} describes {len(layers)} layers, but {given.num_layers}: make them equal",
+    )
+    tensor, heads = config.parallel.tensor_model_parallel_size, model.num_attention_heads
+    for number, (groups, width, _) in enumerate(layers, 1):
+        yield (
+            groups % tensor != 0 or width % tensor != 0 or heads % (groups or heads) != 0,
+            f"{flag}: layer {number} has {groups} key and value heads and width {width} with "
+            f"{given.num_attention_heads} on {given.tensor_model_parallel_size}: every rank takes "
+            "an equal share; change one of them",
+        )
+    for what, is_given in (
+        ("--multi-latent-attention", config.core.multi_latent_attention),
+        (given.mtp_num_layers, model.mtp_num_layers is not None),
+        (given.num_moe_experts, config.core.num_moe_experts is not None),
+        (given.repartition, config.schedule.repartition != "off"),
+        (given.pack_to, config.data.pack_to is not None),
+    ):
+        yield is_given, f"{what} with {flag}: it is for layers that are alike; drop one of them"
+
+
 def layer_rules(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str]]:
     """Yields conditions under which layers have no place, and the messages.
 
@@ -130,6 +227,7 @@ def layer_rules(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str
         f"{given.partition} holds {sum(partition or ())} layers but --num-layers is {layers}: "
         "make them equal",
     )
+    yield from _unlike(config, given)
     if model.mtp_num_layers is not None or layout is not None:
         yield from _predictions(config, given)
 

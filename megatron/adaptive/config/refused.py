@@ -32,8 +32,6 @@ it needs a hook after the optimizer's step and kernels that report scores; use -
 state space and hybrid models are not built; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
     is-hybrid-model
-all layers are alike; uneven stages are given with --partition
-    heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json heterogeneous-*
 the embedding stands alone where the first stage has no layers; use --partition 0-...
     standalone-embedding-stage
 there is one model with one number of stages; use --pipeline-model-parallel-size

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +21,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+    get_gpt_heterogeneous_layer_spec,
+)
 from megatron.core.optimizer import (
     OptimizerConfig,
     get_megatron_optimizer,
@@ -27,6 +32,9 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    HeterogeneousTransformerConfig,
+)
 from megatron.core.transformer.module import (
     Float16Module,
     float16_to_fp32,
@@ -51,6 +59,7 @@ from megatron.core.transformer.utils import openai_gelu
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.core import parse_pattern
+from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
@@ -146,6 +155,16 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.leave_layer()
 
 
+class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
+    """Gives each layer's own configuration what draws its first weights."""
+
+    def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
+        """Returns the configuration of a layer, the first being 1."""
+        layer = super().get_config_for_layer(layer_number)
+        layer.keyed_init = getattr(self, "keyed_init", None)
+        return layer
+
+
 class KeyedExperts(SequentialMLP):  # type: ignore[misc]
     """Draws the weights of this rank's experts as a rank with all of them would.
 
@@ -226,6 +245,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     fused = model.transformer_impl == "transformer_engine" and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
     kind = MLATransformerConfig if config.core.multi_latent_attention else TransformerConfig
+    if config.core.heterogeneous_layers_config_encoded_json:
+        kind = UnlikeLayersConfig
     settings = {
         **_by_name(kind, model, precision, config.recompute),
         **core_settings(config, kind),
@@ -528,12 +549,14 @@ def _block_spec(
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
     """Return what each transformer layer of the model is built of."""
     model = config.model
-    specs = get_gpt_decoder_layer_specs(
-        core,
-        model.transformer_impl == "transformer_engine",
-        model.normalization,
-        core.qk_l2_norm,
-    )
+    has_engine = model.transformer_impl == "transformer_engine"
+    if isinstance(core, HeterogeneousTransformerConfig):
+        whole = copy.copy(core)  # as one stage
+        whole.pipeline_model_parallel_size = 1
+        whole.pipeline_model_parallel_layout = None
+        specs = get_gpt_heterogeneous_layer_spec(whole, has_engine).layer_specs
+    else:
+        specs = get_gpt_decoder_layer_specs(core, has_engine, model.normalization, core.qk_l2_norm)
     if model.transformer_impl == "local":
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
@@ -633,7 +656,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     if padded_vocab_size is None:
         _, padded_vocab_size = load_tokenizer(cfg)
     predicted = model.mtp_num_layers or 0
-    layers = (model.num_layers + predicted) * _layer(cfg) + predicted * 2 * model.hidden_size**2
+    layers = sum(_layers(cfg)) + predicted * (_layer(cfg) + 2 * model.hidden_size**2)
     logits = (1 + predicted) * model.hidden_size * padded_vocab_size
     return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
 
@@ -644,7 +667,8 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
     By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
     the loss move through memory comes on top.
     """
-    work = [float(layers) for layers in cfg.layers_per_stage]
+    each = iter(one / _layer(cfg) for one in _layers(cfg))
+    work = [sum(itertools.islice(each, layers), 0.0) for layers in cfg.layers_per_stage]
     predicted, hidden = cfg.model.mtp_num_layers or 0, cfg.model.hidden_size
     work[-1] += (1 + predicted) * hidden * padded_vocab_size / _layer(cfg)
     if cfg.mtp_stage is not None:
@@ -652,7 +676,19 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
     return tuple(work)
 
 
-def _layer(cfg: TrainerConfig) -> float:
+def _layers(cfg: TrainerConfig) -> list[float]:
+    """Multiply-adds of one token's forward through each layer."""
+    unlike, found = unlike_layers(cfg), []
+    for groups, width, linear in unlike or ():
+        own = dataclasses.replace(
+            cfg.model, group_query_attention=True, num_query_groups=groups, ffn_hidden_size=width
+        )
+        work = _layer(dataclasses.replace(cfg, model=own), attends=groups > 0)
+        found.append(work + linear * own.hidden_size**2)
+    return found if unlike else [_layer(cfg)] * cfg.model.num_layers
+
+
+def _layer(cfg: TrainerConfig, *, attends: bool = True) -> float:
     """Multiply-adds of one token's forward through a layer."""
     model = cfg.model
     matrices = 3 if model.swiglu or model.quick_geglu else 2
@@ -677,7 +713,7 @@ def _layer(cfg: TrainerConfig) -> float:
         + 2 * query_width * model.seq_length / 2
         + query_width * model.hidden_size
     )
-    return attention + feed_forward
+    return attention * attends + feed_forward
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:

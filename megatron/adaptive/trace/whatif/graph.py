@@ -229,6 +229,7 @@ def _around(ops: Operations, rank: Ints, computes: Ints, others: Ints) -> list[t
     first = np.full(int(number.max()) + 1, -1)
     first[number[computes[heads]]] = computes[heads]
     early = others[~after & (ops.kind[others] != _GATHER)]
+    early = early[ops.start_ns[early] < ops.start_ns[np.maximum(first[number[early]], 0)]]
     pairs = [(latest[after], others[after]), (early, first[number[early]])]
     # The first forward of a chunk needs the parameters gathered for it.
     gathers = others[ops.kind[others] == _GATHER]
