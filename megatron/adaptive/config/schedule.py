@@ -22,6 +22,9 @@ from megatron.adaptive.config.flags import (
 
 PlacementKind = Literal["loop", "v"]
 
+BALANCED = ("off", "lengths", "speed", "both")
+"""Values of ``--balance-replicas``."""
+
 RULES = ("adaptive", "auto", "bfc", "dfc", "hinted")
 """Values of ``--pipeline-schedule`` that choose at run time; the others fix the order."""
 
@@ -263,6 +266,14 @@ class ScheduleConfig:
     )
     repartition_gain: Annotated[float, Limits(above=0, below=1)] = flag(
         "With --repartition auto: least share of a step that a move must save.", 0.05, unit="SHARE"
+    )
+    balance_replicas: str | None = flag(
+        "Deal the microbatches of each step to data-parallel replicas so that all take as long: by "
+        "the lengths of their documents, by the measured speed of the replicas, or by both; off "
+        "deals them in turns.",
+        choices=BALANCED,
+        derived="lengths with --variable-seq-lengths, both under run, else off; off where the "
+        "schedule or the shape does without it",
     )
     activation_cap: Annotated[float, Limits(minimum=1)] | None = flag(
         "Most activations that a rank keeps, counted in microbatches over all its chunks; only "
