@@ -98,7 +98,7 @@ def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) ->
     [
         ({}, "1f1b", "schedule 1f1b, in which no action begins beside another"),
         ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex, whose layers cannot be left"),
-        ({"recompute_modules": ["moe"]}, "adaptive", "experts' layers recomputed"),
+        ({"recompute_modules": ["moe"]}, "adaptive", "layers of experts recomputed"),
     ],
 )
 def test_exchanges_that_nothing_can_hide(

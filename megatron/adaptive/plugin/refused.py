@@ -143,25 +143,21 @@ def _check_overlap(config: Any, schedule: str) -> None:
     """Refuse to run actions beside others where nothing would, or where a layer cannot be left."""
     if not getattr(config, "overlap_moe_expert_parallel_comm", False):
         return
-    what = "overlap_moe_expert_parallel_comm of the model"
-    if schedule not in {*RULES, *PAIRING, "file"} - {"auto"}:
-        raise ConfigError(
-            f"{what} with schedule {schedule}, in which no action begins beside another: use "
-            f"adaptive or combined-1f1b, or turn it off {_INSTEAD}"
-        )
     dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        raise ConfigError(
-            f"{what} with moe_token_dispatcher_type={dispatcher}, whose layers cannot be left "
-            f"where they exchange tokens: use alltoall, or turn it off {_INSTEAD}"
-        )
-    if "moe" in (getattr(config, "recompute_modules", None) or ()) or getattr(
-        config, "moe_layer_recompute", False
-    ):
-        raise ConfigError(
-            f"{what} with experts' layers recomputed: a forward that is left in a layer would find "
-            f"it changed by one that is repeated there; turn one of them off {_INSTEAD}"
-        )
+    reasons = {
+        f"schedule {schedule}, in which no action begins beside another": schedule
+        not in {*RULES, *PAIRING, "file"} - {"auto"},
+        f"moe_token_dispatcher_type={dispatcher}, whose layers cannot be left where they exchange "
+        "tokens": dispatcher != "alltoall",
+        "layers of experts recomputed, which would change one that a forward was left in": "moe"
+        in (config.recompute_modules or ()),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"overlap_moe_expert_parallel_comm of the model with {reason}: change one of the "
+                f"two {_INSTEAD}"
+            )
 
 
 def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
