@@ -7,6 +7,7 @@ Megatron-LM.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.adaptive.config.schedule import KEEPING_ALL
@@ -104,6 +105,7 @@ class Orders:
         self.weight_pieces = weight_pieces
         self.widths = widths
         self._cap = cap
+        self._shares, self._latency = True, 0.0
         self._group_size = group_size
         self._given = given
         self.replay = replay
@@ -123,13 +125,26 @@ class Orders:
             self._policies[key] = self._make_policy(num_microbatches, forward_only)
         return self._policies[key]
 
-    def state(self, num_microbatches: int, *, forward_only: bool) -> RankState:
-        """Returns a fresh state of a step."""
+    def state(
+        self,
+        num_microbatches: int,
+        *,
+        forward_only: bool,
+        sizes: Sequence[float] | None = None,
+    ) -> RankState:
+        """Returns a fresh state of a step; ``sizes`` are those of unequal microbatches.
+
+        A cap below the largest microbatch, which no order can keep, is raised to it.
+        """
+        cap = None if forward_only else self._cap_for(num_microbatches)
+        if cap is not None and sizes is not None:
+            cap = max(cap, *sizes)
         return RankState(
             placement=self.placement,
             rank=self.pp_rank,
             num_microbatches=num_microbatches,
-            cap=None if forward_only else self._cap_for(num_microbatches),
+            cap=cap,
+            sizes=sizes,
             forward_only=forward_only,
             weight_pieces=self.weight_pieces,
         )
@@ -139,6 +154,7 @@ class Orders:
         self.schedule = candidate.name
         self.weight_pieces = candidate.weight_pieces
         self._cap = candidate.cap
+        self._shares, self._latency = candidate.shares, candidate.latency
         self._policies.clear()
 
     def candidate(self, num_microbatches: int) -> Candidate:
@@ -149,6 +165,8 @@ class Orders:
             placement=self.placement,
             weight_pieces=self.weight_pieces,
             cap=self._cap_for(num_microbatches) if is_rule(name) else None,
+            shares=self._shares,
+            latency=self._latency,
         )
 
     def inputs_in_flight(self, num_microbatches: int) -> int:
@@ -208,5 +226,7 @@ class Orders:
             num_microbatches,
             cap=self._cap_for(num_microbatches),
             weight_pieces=self.weight_pieces,
+            shares=self._shares,
+            latency=self._latency,
         )
         return policies[self.pp_rank]
