@@ -20,9 +20,11 @@ from megatron.adaptive.config.core import (
 )
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.layers import layer_rules
 from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.schedule import (
     ONE_CHUNK,
+    PAIRING,
     RULES,
     SEVERAL_CHUNKS,
     SPLIT_SCHEDULES,
@@ -31,13 +33,11 @@ from megatron.adaptive.config.schedule import (
     V_ONLY,
     V_SCHEDULES,
     format_partition,
-    nearly_even_split,
 )
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
 _MAX_SPLITS = 3
-_MAX_EXAMPLE = 64
 _MIN_PIPELINE_WITHOUT_OVERLAP = 3
 
 Rules: TypeAlias = Iterator[tuple[object, str]]
@@ -72,10 +72,13 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _latent(config, given),
         _experts(config, given, installed),
         _expert_ranks(config, given),
+        _overlap(config, given),
         _kernels(config, given, installed),
-        _parallel(config, given, installed),
+        _parallel(config, given),
+        layer_rules(config, given),
         _batch(config, given),
         _lengths(config, given),
+        _balance(config, given),
         _chunks_and_placement(config, given),
         _order(config, given),
         _microbatch_groups(config, given),
@@ -127,22 +130,6 @@ def check_world_size(
         )
 
 
-def chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
-    """Chunks of each pipeline rank if every chunk holds ``layers_per_chunk`` layers.
-
-    Raises:
-        ConfigError: the layers do not divide evenly.
-    """
-    unit = pipeline * layers_per_chunk
-    if num_layers % unit != 0:
-        raise ConfigError(
-            f"--num-layers {num_layers} is not a multiple of pipeline {pipeline} x "
-            f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} = {unit}: change one of "
-            "them, or give --model-chunks and --partition"
-        )
-    return num_layers // unit
-
-
 def _unequal_widths(config: TrainerConfig, given: _Given) -> Rules:
     """Refuses what stages of unequal widths cannot do."""
     parallel, schedule = config.parallel, config.schedule
@@ -153,6 +140,7 @@ def _unequal_widths(config: TrainerConfig, given: _Given) -> Rules:
         (given.context_parallel_size, parallel.context_parallel_size > 1),
         (f"--model-chunks {parallel.num_chunks}", parallel.num_chunks > 1),
         (given.use_distributed_optimizer, parallel.use_distributed_optimizer),
+        (given.mtp_num_layers, config.model.mtp_num_layers is not None),
         (given.ddp_average_in_collective, parallel.ddp_average_in_collective),
         (given.repartition, schedule.repartition != "off"),
         (given.trace_dir, schedule.trace_dir is not None),
@@ -360,6 +348,41 @@ def _expert_ranks(config: TrainerConfig, given: _Given) -> Rules:
     )
 
 
+def _overlap(config: TrainerConfig, given: _Given) -> Rules:
+    """What keeps an action from going on beside another while tokens are exchanged."""
+    settings, core, what = config.schedule, config.core, given.overlap_moe_expert_parallel_comm
+    if not settings.overlap_moe_expert_parallel_comm:
+        return
+    yield (
+        config.parallel.expert_model_parallel_size == 1,
+        f"{what} with {given.expert_model_parallel_size}: no tokens are exchanged; drop it, or "
+        "spread experts over ranks",
+    )
+    yield (
+        core.moe_token_dispatcher_type != "alltoall",
+        f"{what} with {given.moe_token_dispatcher_type}, whose layers cannot be left where they "
+        "exchange tokens: use --moe-token-dispatcher-type alltoall",
+    )
+    yield (
+        settings.pipeline_schedule not in {*RULES, *PAIRING, "file"} - {"auto"},
+        f"{what} with {given.pipeline_schedule}, in which no action begins beside another: use "
+        "adaptive, combined-1f1b or dualpipe-v",
+    )
+    for repeats, is_given in (
+        ("--recompute-granularity full", config.recompute.recompute_granularity == "full"),
+        (given.moe_layer_recompute, core.moe_layer_recompute),
+    ):
+        yield (
+            is_given,
+            f"{what} with {repeats}: a forward that is left in a layer would find it changed by "
+            "one that is repeated there; use --recompute-granularity selective",
+        )
+    yield (
+        core.moe_shared_expert_overlap,
+        f"{what} with {given.moe_shared_expert_overlap}, which fills the same exchanges: drop one",
+    )
+
+
 def _kernels(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
     model = config.model
     uses_engine = model.transformer_impl == "transformer_engine"
@@ -397,7 +420,7 @@ def _norm_is_fused(model: ModelConfig, installed: Installed) -> bool:
     return installed.apex and model.normalization == "LayerNorm"
 
 
-def _parallel(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
+def _parallel(config: TrainerConfig, given: _Given) -> Rules:
     model = config.model
     tensor = config.parallel.tensor_model_parallel_size
     context = config.parallel.context_parallel_size
@@ -428,38 +451,16 @@ def _parallel(config: TrainerConfig, given: _Given, installed: Installed) -> Rul
             "--sequence-parallel splits it over: change one of them",
         )
     if context > 1:
-        have = "is not in use" if installed.transformer_engine else "is not installed"
         yield (
-            model.transformer_impl != "transformer_engine",
-            f"{given.context_parallel_size} needs the attention of Transformer Engine, which "
-            f"{have}: use --transformer-impl transformer_engine or --context-parallel-size 1",
+            config.core.window_size is not None and model.transformer_impl == "local",
+            f"{given.window_size} with {given.context_parallel_size}: local layers attend to all "
+            "tokens before each; use --transformer-impl transformer_engine, or drop one of them",
         )
         yield (
             model.seq_length % (2 * context) != 0,
             f"{given.seq_length} is not a multiple of 2 x {given.context_parallel_size} = "
             f"{2 * context}: change one of them",
         )
-    layers, stages = model.num_layers, config.num_stages
-    pipeline, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
-    shape = f"pipeline {pipeline} x chunks {chunks}"
-    partition = config.schedule.partition
-    yield (
-        partition is None and layers % stages != 0,
-        f"{given.num_layers} does not divide evenly into {stages} stages ({shape}): choose a "
-        f"multiple of {stages} or give --partition"
-        + f", for example {format_partition(nearly_even_split(layers, stages))}"
-        * (stages <= _MAX_EXAMPLE),
-    )
-    yield (
-        partition is not None and len(partition) != stages,
-        f"{given.partition} has {len(partition or ())} stages but {shape} make {stages}: give one "
-        "number for each stage",
-    )
-    yield (
-        partition is not None and sum(partition) != layers,
-        f"{given.partition} holds {sum(partition or ())} layers but --num-layers is {layers}: "
-        "make them equal",
-    )
 
 
 def _batch(config: TrainerConfig, given: _Given) -> Rules:
@@ -539,6 +540,22 @@ def _lengths(config: TrainerConfig, given: _Given) -> Rules:
         f"{given.global_batch_size} with {given.pack_to} and {given.pipeline_schedule}: it must be "
         f"a multiple of {unit}, so that the microbatches of each replica fill groups of "
         f"{config.microbatch_group}; change it or the schedule",
+    )
+
+
+def _balance(config: TrainerConfig, given: _Given) -> Rules:
+    """Microbatches that are dealt to replicas."""
+    how = config.schedule.balance_replicas
+    for what in () if how in (None, "off") else config.fixes_replicas:
+        yield (
+            True,
+            f"{given.balance_replicas} with {what}, under which every replica has the same number "
+            "of microbatches: drop one of them",
+        )
+    yield (
+        how == "lengths" and not config.data.variable_seq_lengths,
+        f"{given.balance_replicas} has no effect by itself: add --variable-seq-lengths, or use "
+        "speed",
     )
 
 

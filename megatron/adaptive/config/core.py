@@ -32,6 +32,7 @@ _LATENT = "MLATransformerConfig"
 _CLASSES = (
     ("transformer/transformer_config.py", "TransformerConfig"),
     ("transformer/transformer_config.py", _LATENT),
+    ("transformer/heterogeneous/heterogeneous_config.py", "HeterogeneousTransformerConfig"),
     ("model_parallel_config.py", "ModelParallelConfig"),
     ("optimizer/optimizer_config.py", "OptimizerConfig"),
     ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),

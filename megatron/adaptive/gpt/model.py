@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +17,13 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+    get_gpt_heterogeneous_layer_spec,
+)
 from megatron.core.optimizer import (
     OptimizerConfig,
     get_megatron_optimizer,
@@ -24,6 +32,9 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    HeterogeneousTransformerConfig,
+)
 from megatron.core.transformer.module import (
     Float16Module,
     float16_to_fp32,
@@ -48,15 +59,14 @@ from megatron.core.transformer.utils import openai_gelu
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.core import parse_pattern
+from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.local_layers import completed
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
-    PlacedLayout,
-    placement_of,
-    stages_of,
+    layout_of,
     start_equal,
     start_unequal,
     sum_gradients,
@@ -145,6 +155,16 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.leave_layer()
 
 
+class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
+    """Gives each layer's own configuration what draws its first weights."""
+
+    def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
+        """Returns the configuration of a layer, the first being 1."""
+        layer = super().get_config_for_layer(layer_number)
+        layer.keyed_init = getattr(self, "keyed_init", None)
+        return layer
+
+
 class KeyedExperts(SequentialMLP):  # type: ignore[misc]
     """Draws the weights of this rank's experts as a rank with all of them would.
 
@@ -225,6 +245,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     fused = model.transformer_impl == "transformer_engine" and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
     kind = MLATransformerConfig if config.core.multi_latent_attention else TransformerConfig
+    if config.core.heterogeneous_layers_config_encoded_json:
+        kind = UnlikeLayersConfig
     settings = {
         **_by_name(kind, model, precision, config.recompute),
         **core_settings(config, kind),
@@ -262,9 +284,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     if parallel.context_parallel_size > 1:
         settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
-        settings["pipeline_model_parallel_layout"] = PlacedLayout(
-            placement_of(config), stages_of(config.layers_per_stage)
-        )
+        settings["pipeline_model_parallel_layout"] = layout_of(config)
     return checked(kind, settings)
 
 
@@ -412,7 +432,7 @@ def wrap(
         DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
         for chunk, model in enumerate(chunks)
     ]
-    if config.parallel.unequal_sizes is not None:
+    if config.parallel.unequal_sizes is not None or config.balance != "off":
         sum_gradients(wrapped)
     return wrapped
 
@@ -466,9 +486,12 @@ def _build_chunk(
     last: bool,
 ) -> torch.nn.Module:
     model = config.model
+    predictions = _predictions(config, core, vp_stage)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
-        init = KeyedInit(config.run.seed, first_outside=0 if first else 1 + learned)
+        # The embedding, the projections of multi-token prediction, the output matrix.
+        before = 0 if first or predictions else 1 + learned + (core.mtp_num_layers or 0)
+        init = KeyedInit(config.run.seed, first_outside=before)
         core.keyed_init = init
         core.init_method = init.normal(model.init_method_std)
         core.embedding_init_method = init.normal(
@@ -477,7 +500,7 @@ def _build_chunk(
         core.output_layer_init_method = init.normal(
             model.init_method_std / math.sqrt(2.0 * model.num_layers)
         )
-    return GPTModel(
+    built = GPTModel(
         config=core,
         transformer_layer_spec=_block_spec(config, core, vp_stage),
         vocab_size=padded_vocab_size,
@@ -493,8 +516,24 @@ def _build_chunk(
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=predictions,
         vp_stage=vp_stage,
     )
+    if predictions and last and not first and not model.untie_embeddings_and_output_weights:
+        built.output_layer.weight = None  # logits come from the embedding's copy for predictions
+    return built
+
+
+def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
+    """Return what the layers of multi-token prediction are built of, ``None`` on other stages."""
+    if core.mtp_num_layers is None:
+        return None
+    last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
+    has_engine = config.model.transformer_impl == "transformer_engine"
+    block = get_gpt_mtp_block_spec(core, last, has_engine, vp_stage=vp_stage)
+    if block is not None and not has_engine:
+        block.layer_specs = [completed(spec) for spec in block.layer_specs]
+    return block
 
 
 def _block_spec(
@@ -510,12 +549,14 @@ def _block_spec(
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
     """Return what each transformer layer of the model is built of."""
     model = config.model
-    specs = get_gpt_decoder_layer_specs(
-        core,
-        model.transformer_impl == "transformer_engine",
-        model.normalization,
-        core.qk_l2_norm,
-    )
+    has_engine = model.transformer_impl == "transformer_engine"
+    if isinstance(core, HeterogeneousTransformerConfig):
+        whole = copy.copy(core)  # as one stage
+        whole.pipeline_model_parallel_size = 1
+        whole.pipeline_model_parallel_layout = None
+        specs = get_gpt_heterogeneous_layer_spec(whole, has_engine).layer_specs
+    else:
+        specs = get_gpt_decoder_layer_specs(core, has_engine, model.normalization, core.qk_l2_norm)
     if model.transformer_impl == "local":
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
@@ -595,10 +636,10 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
                + 2hf         feed-forward, 3hf with a gate
         model:   layers x layer + hV
 
-    with latent attention the products of its ranks in place of the first three lines, all times 2
-    for multiply and add, times 3 for forward, backward by inputs and by weights. Matrix
-    products only; what is computed again for lack of memory is not counted, nor are the optimizer
-    and the lookup of embeddings.
+    with latent attention the products of its ranks in place of the first three lines, for each
+    layer of multi-token prediction another layer, 2hh and hV, all times 2 for multiply and add,
+    times 3 for forward, backward by inputs and by weights. Matrix products only; what is computed
+    again for lack of memory is not counted, nor are the optimizer and the lookup of embeddings.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
@@ -614,8 +655,9 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     model = cfg.model
     if padded_vocab_size is None:
         _, padded_vocab_size = load_tokenizer(cfg)
-    layers = model.num_layers * _layer(cfg)
-    logits = model.hidden_size * padded_vocab_size
+    predicted = model.mtp_num_layers or 0
+    layers = sum(_layers(cfg)) + predicted * (_layer(cfg) + 2 * model.hidden_size**2)
+    logits = (1 + predicted) * model.hidden_size * padded_vocab_size
     return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
 
 
@@ -625,12 +667,28 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
     By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
     the loss move through memory comes on top.
     """
-    work = [float(layers) for layers in cfg.layers_per_stage]
-    work[-1] += cfg.model.hidden_size * padded_vocab_size / _layer(cfg)
+    each = iter(one / _layer(cfg) for one in _layers(cfg))
+    work = [sum(itertools.islice(each, layers), 0.0) for layers in cfg.layers_per_stage]
+    predicted, hidden = cfg.model.mtp_num_layers or 0, cfg.model.hidden_size
+    work[-1] += (1 + predicted) * hidden * padded_vocab_size / _layer(cfg)
+    if cfg.mtp_stage is not None:
+        work[cfg.mtp_stage] += predicted * (1 + 2 * hidden**2 / _layer(cfg))
     return tuple(work)
 
 
-def _layer(cfg: TrainerConfig) -> float:
+def _layers(cfg: TrainerConfig) -> list[float]:
+    """Multiply-adds of one token's forward through each layer."""
+    unlike, found = unlike_layers(cfg), []
+    for groups, width, linear in unlike or ():
+        own = dataclasses.replace(
+            cfg.model, group_query_attention=True, num_query_groups=groups, ffn_hidden_size=width
+        )
+        work = _layer(dataclasses.replace(cfg, model=own), attends=groups > 0)
+        found.append(work + linear * own.hidden_size**2)
+    return found if unlike else [_layer(cfg)] * cfg.model.num_layers
+
+
+def _layer(cfg: TrainerConfig, *, attends: bool = True) -> float:
     """Multiply-adds of one token's forward through a layer."""
     model = cfg.model
     matrices = 3 if model.swiglu or model.quick_geglu else 2
@@ -655,7 +713,7 @@ def _layer(cfg: TrainerConfig) -> float:
         + 2 * query_width * model.seq_length / 2
         + query_width * model.hidden_size
     )
-    return attention + feed_forward
+    return attention * attends + feed_forward
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:

@@ -50,7 +50,7 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
     if settings.replay_schedule is not None:
         path = settings.replay_schedule
         records = job.on_first(lambda: ScheduleRecord.load(path))
-        replay = Replay(records, RecordShape.of(placement, pieces), pp_rank)
+        replay = Replay(records, _record_shape(config, placement), _recorded_place(config))
     if settings.schedule_file is not None:
         path = settings.schedule_file
         given = given_schedule(path, placement, splits=config.splits_backward)
@@ -65,6 +65,7 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
         given=given,
         replay=replay,
         widths=widths_of(config),
+        beside=settings.overlap_moe_expert_parallel_comm,
     )
 
 
@@ -73,6 +74,20 @@ def _weight_pieces(config: TrainerConfig) -> int:
     return weight_pieces(
         settings.weight_pieces, splits=config.splits_backward, is_rule=settings.is_rule
     )
+
+
+def _record_shape(config: TrainerConfig, placement: Placement) -> RecordShape:
+    replicas = 0 if config.balance == "off" else config.parallel.data_parallel_size
+    return RecordShape.of(placement, _weight_pieces(config), replicas)
+
+
+def _recorded_place(config: TrainerConfig) -> int:
+    """Returns the position of this rank's orders among those of a recorded step."""
+    pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
+    if config.balance == "off":
+        return pp_rank  # one replica's orders are all replicas'
+    ranks = config.parallel.pipeline_model_parallel_size
+    return int(parallel_state.get_data_parallel_rank()) * ranks + pp_rank
 
 
 def make_recording(run: Run, after_step: int) -> Recording | None:
@@ -86,15 +101,15 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     recorded = (
-        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
+        and parallel_state.get_context_parallel_rank() == 0
         and parallel_state.get_tensor_model_parallel_rank() == 0
     )
     return Recording(
         path,
-        RecordShape.of(run.placement, _weight_pieces(job.config)),
-        pp_rank=pp_rank if recorded else None,
+        _record_shape(job.config, run.placement),
+        place=_recorded_place(job.config) if recorded else None,
         is_writer=job.is_first,
         after_step=after_step,
     )
@@ -182,13 +197,16 @@ def build_run(job: TrainingJob) -> Run:
             places=job.places,
             payload_shape=payload_shape(config),
             payload_dtype=core.pipeline_dtype,
-            payload_varies=config.data.variable_seq_lengths,
+            payload_varies=config.data.variable_seq_lengths or passes_predictions(config),
             timeout_s=config.schedule.pipeline_timeout_s,
             recorder=tracing.recorder,
             transport=config.transport,
-            # Of the whole job where stages are unequal.
+            # Of the whole job where stages are unequal; where microbatches are dealt, of a replica
+            # that gets twice as many as the others.
             in_flight=orders.inputs_in_flight(
-                config.num_microbatches * (1 if widths is None else widths.round_size)
+                config.num_microbatches
+                * (1 if widths is None else widths.round_size)
+                * (1 if config.balance == "off" else 2)
             ),
             widths=widths,
             model=core,
@@ -228,7 +246,7 @@ def make_loader(
             consumed_samples=consumed_samples,
             batching=batching_of(config),
             dp_rank=parallel_state.get_data_parallel_rank(),
-            reads=_needs_data(run.placement),
+            reads=_needs_data(config, run.placement),
             pin_memory=run.job.accelerator.is_cuda,
             on_read=on_read,
         )
@@ -256,6 +274,7 @@ def batching_of(config: TrainerConfig) -> Batching:
         replicas=parallel.data_parallel_size,
         multiple=parts * (2 * context if context > 1 else 1),
         group=config.microbatch_group,
+        least=config.least_microbatches,
     )
 
 
@@ -266,20 +285,27 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
         length = batching_of(config).row_tokens(config.data.pack_to)
     if config.parallel.sequence_parallel:
         length //= config.parallel.tensor_model_parallel_size
+    if passes_predictions(config):
+        length *= 1 + (config.model.mtp_num_layers or 0)
     return (length, config.batch.micro_batch_size, config.model.hidden_size)
 
 
-def _needs_data(placement: Placement) -> bool:
+def passes_predictions(config: TrainerConfig) -> bool:
+    """Return whether hidden states of multi-token prediction go on to the stage with the loss."""
+    return config.mtp_stage not in (None, config.num_stages - 1)
+
+
+def _needs_data(config: TrainerConfig, placement: Placement) -> bool:
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
-    return 0 in stages or placement.num_stages - 1 in stages
+    return not {0, config.mtp_stage, placement.num_stages - 1}.isdisjoint(stages)
 
 
 def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer) -> Samples:
     config = job.config
     run, data = config.run, config.data
     # The lengths of documents concern every rank.
-    needs_data = data.variable_seq_lengths or _needs_data(placement)
+    needs_data = data.variable_seq_lengths or _needs_data(config, placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
     if run.train_iters is not None:
         iterations = run.train_iters
