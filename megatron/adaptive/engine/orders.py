@@ -7,7 +7,6 @@ Megatron-LM.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.adaptive.config.schedule import KEEPING_ALL
@@ -128,26 +127,13 @@ class Orders:
             self._policies[key] = self._make_policy(num_microbatches, forward_only)
         return self._policies[key]
 
-    def state(
-        self,
-        num_microbatches: int,
-        *,
-        forward_only: bool,
-        sizes: Sequence[float] | None = None,
-    ) -> RankState:
-        """Returns a fresh state of a step; ``sizes`` are those of unequal microbatches.
-
-        A cap below the largest microbatch, which no order can keep, is raised to it.
-        """
-        cap = None if forward_only else self._cap_for(num_microbatches)
-        if cap is not None and sizes is not None:
-            cap = max(cap, *sizes)
+    def state(self, num_microbatches: int, *, forward_only: bool) -> RankState:
+        """Returns a fresh state of a step."""
         return RankState(
             placement=self.placement,
             rank=self.pp_rank,
             num_microbatches=num_microbatches,
-            cap=cap,
-            sizes=sizes,
+            cap=None if forward_only else self._cap_for(num_microbatches),
             forward_only=forward_only,
             weight_pieces=self.weight_pieces,
             beside=self.beside,
