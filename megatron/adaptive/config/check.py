@@ -312,15 +312,6 @@ def _expert_ranks(config: TrainerConfig, given: _Given) -> Rules:
         f"{given.num_moe_experts} is not a multiple of {given.expert_model_parallel_size}: every "
         "rank takes as many experts; change one of them",
     )
-    for what, path in (
-        (given.save, config.checkpoint.save),
-        (given.load, config.checkpoint.load),
-    ):
-        yield (
-            spread > 1 and path is not None,
-            f"{given.expert_model_parallel_size} with {what}: checkpoints of experts that are "
-            "spread over ranks are not built yet; use --expert-model-parallel-size 1",
-        )
     tensor = tensor or parallel.tensor_model_parallel_size
     unit = tensor * spread * parallel.pipeline_model_parallel_size
     yield (

@@ -287,6 +287,17 @@ class ScheduleConfig:
         unit="SECONDS",
         derived="--distributed-timeout-minutes",
     )
+    hang_after_s: Annotated[float, Limits(minimum=0)] | None = flag(
+        "Name the rank that others wait for when nothing has moved on any rank for this long; 0 "
+        "for never.",
+        unit="SECONDS",
+        derived="10 times the median step, at least 30",
+    )
+    on_hang: str = flag(
+        "When nothing moves: write a page and a line and go on, or end the job besides.",
+        "report",
+        choices=("report", "end"),
+    )
     trace_dir: Folder | None = flag("Folder for traces; none are written without it.")
     trace_interval: Iterations = flag("Trace one iteration in this many.", 1)
     trace_iterations: Iterations | None = flag(
