@@ -304,7 +304,7 @@ PLACED = (
         extra=f"{V} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
 )
-PACK = "--pack-to 100"
+PACK, BALANCED = "--pack-to 100", "--balance-replicas both"
 DIFFERENT_LENGTHS = tuple(
     Case(*words, **shape, model=model)  # type: ignore[arg-type]
     for model, words, shape in (
@@ -319,7 +319,15 @@ DIFFERENT_LENGTHS = tuple(
         (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": "--micro-batch-size 2"}),
         (MODERN_LENGTHS, ("1f1b",), {"pp": 2, "dp": 2}),
         (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
+        (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": f"{PACK} --balance-replicas off"}),
+        (LENGTHS, ("interleaved",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{PACK} {BALANCED}"}),
+        (LENGTHS, ("combined-1f1b",), {"pp": 2, "chunks": 2, "extra": PACK}),
+        (LENGTHS, ("1f1b",), {"dp": 2, "extra": f"{PACK} {BALANCED}"}),
     )
+)
+DEALT = (
+    Case("1f1b", dp=2, extra=f"{BALANCED} --overlap-grad-reduce --use-distributed-optimizer"),
+    Case("zb-h1", pp=2, dp=2, extra=f"{BALANCED} --overlap-grad-reduce"),
 )
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 EACH = "--expert-tensor-parallel-size 1"
@@ -609,7 +617,7 @@ def test_all_shapes_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED))], ids=str
+    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED, *DEALT))], ids=str
 )
 def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, REL)
