@@ -8,8 +8,8 @@ real messages; every competitor gets the same draws. Part (b), ``gpt``: two proc
 small GPT. Part (c), ``costs``: what deciding itself costs. Part (d), ``traces``, of a folder with
 recorded jobs (tables or traces): their microbatches' times under other schedules, and dealt over
 replicas, against 1F1B. Part (e), ``experts``: actions beside others that trade tokens, and
-decisions of groups. Part (f), ``lengths``: the trainer with documents of different lengths and with
-a slow replica, microbatches dealt or in turns. Part (g), ``study``, only where asked for: simulated
+decisions of groups. Part (g), ``lengths``: the trainer with documents of different lengths and with
+a slow replica, microbatches dealt or in turns. Part (f), ``study``, only where asked for: simulated
 orders over many pipelines. Exits with status 1 where a goal is missed, or where two schedules of
 part (b) compute different losses or gradients.
 """
