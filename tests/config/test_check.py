@@ -190,6 +190,8 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --overlap-moe-expert-parallel-comm
     => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | spread
 SPREAD @2 => --moe-token-dispatcher-type allgather, whose layers cannot be left | alltoall
+--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1
+    --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number
 EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
 EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
 EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | selective

@@ -42,6 +42,7 @@ LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-e
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
 # What DeepSeek does otherwise: latent attention, two tokens more to predict, a loss per token.
 TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
+MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
 DEEPSEEK = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 8 "
@@ -88,6 +89,7 @@ MODEL_NAMES = {
     LENGTHS: "lengths",
     MODERN_LENGTHS: "modern-lengths",
     TIED_MTP: "tied-mtp",
+    MTP_LENGTHS: "mtp-lengths",
     DEEPSEEK: "deepseek",
     UNLIKE: "unlike",
     DEEPSEEK_EXPERTS: "deepseek-experts",
@@ -313,6 +315,7 @@ DIFFERENT_LENGTHS = tuple(
         (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": "--micro-batch-size 2"}),
         (MODERN_LENGTHS, ("1f1b",), {"pp": 2, "dp": 2}),
         (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
+        (MTP_LENGTHS, ("adaptive",), {"pp": 2, "extra": PACK}),
         (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": f"{PACK} --balance-replicas off"}),
         (LENGTHS, ("interleaved",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{PACK} {BALANCED}"}),
         (LENGTHS, ("combined-1f1b",), {"pp": 2, "chunks": 2, "extra": PACK}),
