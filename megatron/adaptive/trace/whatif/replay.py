@@ -124,7 +124,9 @@ class RecordedTimes:
         result = simulate(
             place,
             count,
-            make_policies(schedule, place, count, cap=candidate.cap),
+            make_policies(
+                schedule, place, count, cap=candidate.cap, weight_pieces=candidate.weight_pieces
+            ),
             Workload(
                 durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
                 delays_ps=delays,
