@@ -234,7 +234,7 @@ def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
 
 
 def _overlap(config: TrainerConfig, given: Given) -> Rules:
-    """What keeps an action from going on beside another while tokens are exchanged."""
+    """Refuses what keeps an action from going on beside another while tokens are exchanged."""
     settings, core, what = config.schedule, config.core, given.overlap_moe_expert_parallel_comm
     if not settings.overlap_moe_expert_parallel_comm:
         return
