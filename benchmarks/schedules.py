@@ -7,7 +7,8 @@ Part (a), ``emulated``: actions sleep as long as was drawn for them, in real pro
 real messages; every competitor gets the same draws. Part (b), ``gpt``: two processes train a real
 small GPT. Part (c), ``costs``: what deciding itself costs. Part (d), ``traces``, of a folder with
 recorded jobs (tables or traces): their microbatches' times under other schedules, and dealt over
-replicas, against 1F1B. Exits with status 1 where a goal is
+replicas, against 1F1B. Part (e), ``experts``: actions beside others that trade tokens, and
+decisions of groups. Exits with status 1 where a goal is
 missed, or where two schedules of part (b) compute different losses or gradients.
 """
 
@@ -28,7 +29,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_steps, schedule_costs  # noqa: E402
-from benchmarks.emulated import competitors, goals, report  # noqa: E402
+from benchmarks.emulated import competitors, experts, goals, report  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
 from benchmarks.ranks import fork_ranks  # noqa: E402
 from benchmarks.report import (  # noqa: E402
@@ -100,6 +101,11 @@ def costs(_: argparse.Namespace) -> Result:
     return Result(rows=schedule_costs.measure())
 
 
+def trading(options: argparse.Namespace) -> Result:
+    """Part (e)."""
+    return Result(rows=experts.measure(quick=options.quick, chunk_ms=options.chunk_ms))
+
+
 def traces(options: argparse.Namespace) -> Result:
     """Part (d)."""
     if options.folder is None:
@@ -142,7 +148,13 @@ def replayed(path: Path) -> list[Row]:
 TRACE_GOALS = {"AR": 1.85, "ST": 1.57, "SE": 1.60}
 """Least speed-ups over 1F1B as recorded, by the end of a published trace's name."""
 
-PARTS = {"costs": costs, "emulated": emulated, "gpt": gpt, "traces": traces}
+PARTS = {
+    "costs": costs,
+    "emulated": emulated,
+    "experts": trading,
+    "gpt": gpt,
+    "traces": traces,
+}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -29,7 +29,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs n
 # Runs in processes of its own, forked where torch is loaded and nothing else: megatron-core must be
 # imported after the substitutions, or before them, and only once for it takes seconds.
 EXPERIMENTS = """
-import json, os, sys, traceback, warnings
+import importlib, json, os, sys, tempfile, traceback, warnings
 warnings.simplefilter("ignore")
 import torch
 from megatron.adaptive import accelerator
@@ -56,6 +56,7 @@ def streams():
     utils.set_streams()
     with torch.cuda.stream(utils.get_comm_stream()):
         utils.get_comm_stream().wait_stream(utils.get_comp_stream())
+    utils.get_comm_stream().record_event().synchronize()
     return True
 
 def factories():
@@ -104,13 +105,59 @@ def compiler():
     if "torch._dynamo" in sys.modules:
         raise RuntimeError("the compiler is loaded")
 
+def grouped_products():
+    from megatron.core.transformer.moe import grouped_gemm_util
+    grouped = importlib.reload(grouped_gemm_util)
+    grouped.assert_grouped_gemm_is_available()
+    matrices = torch.stack([torch.eye(2), 2 * torch.eye(2)])
+    return grouped.ops.gmm(torch.ones(3, 2), matrices, torch.tensor([1, 2])).tolist()
+
+def between_two(function):
+    import torch.distributed as dist
+    name = tempfile.mktemp()
+    child = os.fork()
+    try:
+        store = dist.FileStore(name, 2)
+        dist.init_process_group("gloo", store=store, rank=int(child == 0), world_size=2)
+        return function(dist.group.WORLD)
+    finally:
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        dist.destroy_process_group()
+
+def exchanged_parts():
+    from megatron.core.tensor_parallel.mappings import all_to_all
+    def exchange(group):
+        # 1 and 2 rows of the first rank, 2 and 1 of the second.
+        sizes = torch.tensor([1, 2] if group.rank() == 0 else [2, 1])
+        given = torch.full((3,), float(group.rank()))
+        return all_to_all(group, given, sizes, sizes).tolist()
+    return between_two(exchange)
+
+def unequal_parts():
+    from megatron.core.tensor_parallel import mappings
+    def there_and_back(group):
+        own = torch.full((group.rank() + 1, 1), float(group.rank() + 1), requires_grad=True)
+        whole = mappings.gather_from_sequence_parallel_region(
+            own, group=group, output_split_sizes=[1, 2]
+        )
+        whole.sum().backward()
+        return whole.flatten().tolist() + own.grad.flatten().tolist()
+    return between_two(there_and_back)
+
 # The compiler comes first: optimizers load it too.
 CANARIES = [
     compiler, current_device, synchronize, streams, factories, tensor_moves, tensor_type,
-    random_state,
+    random_state, grouped_products, exchanged_parts, unequal_parts,
 ]
 
-OWNERS = [torch, torch.cuda, torch.cuda.random, torch.Tensor, torch.nn.Module]
+class Loaded: pass
+loaded = Loaded()
+loaded.__dict__ = sys.modules
+OWNERS = [
+    torch, torch.cuda, torch.cuda.random, torch.distributed, torch.Tensor, torch.nn.Module, loaded
+]
 undo = {}
 
 def remember(name):
@@ -191,6 +238,9 @@ CANARIES: dict[str, tuple[Any, str]] = {
     "tensor_type": ([[1], [1]], "Received torch.BFloat16Tensor"),
     "random_state": (True, NO_CUDA),
     "compiler": (None, "the compiler is loaded"),
+    "grouped_products": ([[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]], "Grouped GEMM is not available"),
+    "exchanged_parts": ([0.0, 1.0, 1.0], "incompatible function arguments"),
+    "unequal_parts": ([1.0, 2.0, 2.0, 2.0], "invalid tensor size"),
 }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.engine.agreement import Agreement
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
@@ -18,6 +20,7 @@ from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import (
     Arrival,
     CompletionQueue,
+    Completions,
     HeldArrival,
     Item,
     delivered,
@@ -91,6 +94,7 @@ class Channels:
         replica: which pipeline it belongs to.
         replicas: pipelines.
         recorder: of the executor.
+        agree: makes this rank's side of an agreement, given where its inputs arrive.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Channels:
         replica: int = 0,
         replicas: int = 1,
         recorder: Recorder | None = None,
+        agree: Callable[[Completions], Agreement] | None = None,
     ) -> None:
         everywhere = range(placement.num_ranks)
         groups = [
@@ -116,11 +121,13 @@ class Channels:
             timeout_s=_TIMEOUT_S,
         )
         self._plain = self._transport.completions
+        self.agreement = Agreement() if agree is None else agree(self._plain)
         self.executor = Executor(
             placement=placement,
             pp_rank=position,
             route=lambda position, microbatch: (position * replicas + replica, microbatch),
             transport=self._transport,
+            agreement=self.agreement,
             recorder=recorder,
             timeout_s=_TIMEOUT_S,
         )
@@ -132,6 +139,7 @@ class Channels:
 
     def close(self) -> None:
         """Close the transport; collective."""
+        self.agreement.close()
         self._transport.close()
 
 

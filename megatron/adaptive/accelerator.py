@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from megatron.adaptive.errors import SetupError
 
@@ -297,6 +298,9 @@ def install() -> bool:
     _substitute_tensor_type()
     _substitute_random_state()
     _substitute_compiler()
+    _substitute_grouped_products()
+    _substitute_exchanged_parts()
+    _substitute_unequal_parts()
     return True
 
 
@@ -353,6 +357,10 @@ class _NoStream:
     def wait_event(self, event: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> _NoStream:
+        """Returns what waits for nothing either."""
+        return self
 
 
 def _substitute_streams() -> None:
@@ -443,6 +451,80 @@ def _substitute_compiler() -> None:
         )
 
     torch.compile = compile_others
+
+
+def _substitute_grouped_products() -> None:
+    """The package of grouped matrix products exists, with the one function that experts call.
+
+    One kernel for all experts saves launches, of which a CPU has none.
+    """
+
+    def products(
+        rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
+    ) -> torch.Tensor:
+        """Multiplies each expert's rows with its matrix: ``[n, k], [e, k, m] -> [n, m]``."""
+        parts = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
+        return torch.cat([part @ (one.t() if trans_b else one) for part, one in parts])
+
+    package = types.ModuleType("grouped_gemm")
+    package.__dict__["ops"] = types.SimpleNamespace(gmm=products)
+    sys.modules["grouped_gemm"] = package
+
+
+def _substitute_exchanged_parts() -> None:
+    """An all-to-all takes the sizes of its parts as tensors too.
+
+    megatron-core turns those of a GPU into numbers, and leaves those of a CPU what they are.
+    """
+    original: Any = dist.all_to_all_single
+
+    def number(value: Any) -> Any:
+        return value.tolist() if torch.is_tensor(value) else value
+
+    @functools.wraps(original)
+    def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        named = {name: number(value) for name, value in options.items()}
+        return original(output, input, *map(number, rest), **named)
+
+    dist.all_to_all_single = exchange
+
+
+def _substitute_unequal_parts() -> None:
+    """Ranks gather parts of different sizes, and add up such parts, which gloo refuses.
+
+    The dispatchers of experts do where several ranks share an expert.
+    """
+    gather, add_up = dist.all_gather, dist.reduce_scatter
+
+    def differ(parts: list[torch.Tensor], options: dict[str, Any]) -> bool:
+        return len({part.shape for part in parts}) > 1 and not options.get("async_op")
+
+    @functools.wraps(gather)
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if not differ(parts, options):
+            return gather(parts, own, *args, **options)
+        whole = torch.cat(parts)
+        sent = [len(own)] * len(parts)
+        again = own.repeat(len(parts), *[1] * (own.dim() - 1))
+        dist.all_to_all_single(whole, again, [len(part) for part in parts], sent, *args, **options)
+        for part, found in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.copy_(found)
+        return None
+
+    @functools.wraps(add_up)
+    def reduce_scatter(
+        own: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
+    ) -> Any:
+        if args or not differ(parts, options):  # another operation than the sum
+            return add_up(own, parts, *args, **options)
+        found = own.new_empty(len(parts), *own.shape)
+        received = [len(own)] * len(parts)
+        sent = [len(part) for part in parts]
+        dist.all_to_all_single(found.flatten(0, 1), torch.cat(parts), received, sent, **options)
+        own.copy_(found.sum(dim=0))
+        return None
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter  # type: ignore[assignment]
 
 
 class _AnyIndex(tuple):  # type: ignore[type-arg]

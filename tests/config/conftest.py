@@ -30,7 +30,14 @@ BASES = {
     ),
 }
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+UNLIKE = '--heterogeneous-layers-config-encoded-json {"block_configs":['
+MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 PARALLEL = "--sequence-parallel --tensor-model-parallel-size 2"
+SPREAD = (
+    "--num-experts 4 --expert-model-parallel-size 2 --global-batch-size 8 "
+    "--overlap-moe-expert-parallel-comm"
+)
+EXCHANGE = f"{SPREAD} --moe-token-dispatcher-type alltoall"
 UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
 
 
@@ -38,12 +45,14 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
     """Reads flags, processes and words of the message from lines ``FLAGS @2 => WORD | WORD``.
 
     ``@2`` is left out for one process. Indented lines continue the one before. The flags may begin
-    with one of ``BASES``; ``PP2``, ``UNEQUAL`` and ``PARALLEL`` stand for flags.
+    with one of ``BASES``; ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``, ``UNLIKE``, ``MTP``
+    and ``PARALLEL`` stand for flags.
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
         given, _, message = line.partition("=> ")
-        for name, text in (("PP2", PP2), ("UNEQUAL", UNEQUAL), ("PARALLEL", PARALLEL)):
+        for name in ("PP2", "SPREAD", "EXCHANGE", "UNEQUAL", "UNLIKE", "MTP", "PARALLEL"):
+            text = globals()[name]
             given = given.replace(name, text)
         flags, _, world_size = given.partition("@")
         cases.append((flags, int(world_size or 1), message.split(" | ")))

@@ -141,20 +141,24 @@ def test_each_flag_is_refused_once_in_one_line_that_says_what_to_do() -> None:
 BAD = """\
 --pipline-schedule adaptive => --pipline-schedule is not a flag | the nearest is --pipeline-schedule
 --num-layer 8 => the nearest is --num-layers
---num-expert 8 => --num-experts, which is refused
+--num-expert 8 => the nearest is --num-experts
 NOTHING --hidden-size 64 --lr 1
     => --num-layers, --num-attention-heads, --seq-length | --micro-batch-size are missing
 NO_RATE => --lr is missing
 NO_LENGTH => --train-iters or --train-samples
---num-experts 8 => --num-experts is a flag of Megatron-LM that this trainer refuses | experts
---moe-flag-of-tomorrow
-    => --moe-flag-of-tomorrow is a flag of Megatron-LM that this trainer refuses | experts
+--delay-wgrad-compute
+    => --delay-wgrad-compute is a flag | refuses | --split-backward
 --fp8-format hybrid => --fp8-format is a flag of Megatron-LM that this trainer refuses | float32
 --wandb-project x
     => --wandb-project is a flag of Megatron-LM that this trainer refuses | TensorBoard
---pipeline-model-parallel-layout E|t|L
-    => --pipeline-model-parallel-layout is a flag of Megatron-LM that this trainer refuses |
-    --partition
+--pipeline-model-parallel-layout E|tx|L => E|tx|L | is not a layout | joined by '|'
+--pipeline-model-parallel-layout t|EL => t|EL | E (embedding) comes first
+--pipeline-model-parallel-layout |Et|L => E not on the first stage
+--pipeline-model-parallel-layout Et|m|mL => m on several stages
+--pipeline-model-parallel-layout E((t*9999)*9999)*9999L => more than 100000
+--pipeline-model-parallel-layout E(t*9999)*9999L => more than 100000
+--pipeline-model-parallel-layout EttttL --partition 4
+    => --pipeline-model-parallel-layout EttttL and --partition 4 exclude each other
 --cuda-graph-impl local
     => --cuda-graph-impl is a flag of Megatron-LM that this trainer refuses | CUDA graph
 --tp-comm-overlap

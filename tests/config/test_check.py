@@ -131,13 +131,68 @@ GROWS --micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2
     --pipeline-model-parallel-size 2 --pipeline-schedule interleaved @2
     => 3 microbatches (global batch 3)
 --sequence-parallel => --tensor-model-parallel-size 1
-PARALLEL @2 => LayerNorm | Transformer Engine
-PARALLEL APEX --normalization RMSNorm @2 => RMSNorm
 PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of 2
---context-parallel-size 2 @2 => is not installed
-ENGINE --context-parallel-size 2 --transformer-impl local @2 => is not in use
-ENGINE --context-parallel-size 2 --seq-length 30 @2 => 2 x --context-parallel-size 2 = 4
+--context-parallel-size 2 --seq-length 30 @2
+    => --seq-length 30 is not a multiple of 2 x --context-parallel-size 2 = 4
+--context-parallel-size 2 --window-size 8,0 @2 => --window-size | local layers | --context
+--mtp-num-layers 1 => --position-embedding-type learned_absolute | --mtp-num-layers 1 | rope
+--mtp-num-layers 0 => --mtp-num-layers | at least 1
+--heterogeneous-layers-config-path /no/file => /no/file cannot be read | block_configs
+--heterogeneous-layers-config-encoded-json {} => layer 1 has another form | KeyError
+--heterogeneous-layers-config-encoded-json [ => layer 1 has another form | JSONDecodeError
+UNLIKE{"attention":{"num_query_groups":2,"no_op":1},"ffn":{"ffn_hidden_size":8}}]}
+    => layer 1 | num_query_groups 2 of what is replaced
+UNLIKE{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":8}}]}
+    => describes 1 layers | --num-layers 4
+UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1
+    --tensor-model-parallel-size 2 @2 => layer 1 has 1 key and value heads | size 2 | equal share
+UNLIKE{"attention":{"num_query_groups":4},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1 MTP
+    => --mtp-num-layers 1 | layers that are alike
+MTP --context-parallel-size 2 @2 => --mtp-num-layers 1 | --calculate-per-token-loss
+PP2 MTP --repartition auto @2 => --repartition auto | --mtp-num-layers 1 | norm
+PP2 MTP --pipeline-model-parallel-layout Ett|ttL @2 => Ett|ttL | 0 layers | (m) | make them equal
+PP2 --pipeline-model-parallel-layout Ett|ttmL @2 => 1 layers | (m) | make them equal
+PP2 MTP --pipeline-model-parallel-layout Et|t|ttm|L @2
+    => Et|t|ttm|L in a v | stage 2 | last stage of all
+PP2 MTP --pipeline-schedule interleaved --pipeline-model-parallel-layout Et|tttm||L @2
+    => in a loop | stage 1 | any rank but the first
+PP2 --pipeline-model-parallel-layout Ett|ttt|L @2 => has 3 stages | pipeline 2 x chunks
+PP2 --model-chunks 2 --pipeline-model-parallel-layout Ett|ttL @2 => 2 stages | pipeline 2 x chunks 2
+PP2 --pipeline-model-parallel-layout Ett|tttL @2 => 5 transformer layers (t) | --num-layers 4
+PP2 --decoder-first-pipeline-num-layers 5 @2 => 5 | --num-layers 4 | do not come out even
+PP2 --account-for-embedding-in-pipeline-split @2 => --account | --num-layers 4 | 5 layers over 2
+PP2 --model-chunks 2 --decoder-last-pipeline-num-layers 2 @2 => 2 with the stages in a V | loop
 PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
+--moe-grouped-gemm => --moe-grouped-gemm has no effect by itself | --num-experts
+--expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 has no effect | --num-experts
+--num-experts 0 => --num-experts 0 | 1 at least
+--num-experts 4 --moe-router-topk 5 => --moe-router-topk 5 of --num-experts 4
+--num-experts 4 --moe-expert-capacity-factor 0 => --moe-expert-capacity-factor 0 | above 0
+--num-experts 4 --moe-layer-freq [1]*3 => --moe-layer-freq [1]*3 says of 3 layers | --num-layers 4
+--num-experts 4 --moe-layer-freq 0 => --moe-layer-freq 0 | 1 at least
+--num-experts 4 --moe-aux-loss-coeff 0.1 0.2 => 0.1 0.2 | as many
+--num-experts 4 --moe-token-dispatcher-type flex => flex needs DeepEP | alltoall
+--num-experts 4 --variable-seq-lengths => allgather | alltoall
+--num-experts 4 --moe-grouped-gemm --disable-bias-linear => --bf16
+--num-experts 4 --moe-shared-expert-intermediate-size 8 => 8 with biases | --disable-bias-linear
+--num-experts 4 --moe-latent-size 8 => --moe-latent-size 8 needs Transformer Engine
+--num-experts 4 --expert-model-parallel-size 3 @3 => --num-experts 4 | 3 | not a multiple
+--num-experts 4 --expert-model-parallel-size 4 --global-batch-size 12 @6
+    => world size 6 | expert tensor 1 x expert 4
+--num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 @2 => 2 | --sequence-parallel
+--num-experts 4 --expert-tensor-parallel-size 2 --disable-bias-linear @2
+    => --expert-tensor-parallel-size 2 | make the first two equal
+--num-experts 4 --overlap-moe-expert-parallel-comm
+    => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | spread
+SPREAD @2 => --moe-token-dispatcher-type allgather, whose layers cannot be left | alltoall
+EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
+EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
+EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | selective
+EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
+    --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
+PP2 --num-experts 4 --repartition auto @2 => --repartition auto | dense layers
+PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
+    => --stage-data-parallel-sizes 2-1 | experts
 --record-schedule /dev/null/orders.json => --record-schedule | cannot be written
 """
 

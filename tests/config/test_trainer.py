@@ -145,9 +145,19 @@ ENGINE => model.transformer_impl 'transformer_engine'
 NO_LENGTH --train-samples 1000 --lr-decay-samples 800 --lr-warmup-samples 10
     --rampup-batch-size 2 2 100 --global-batch-size 8
     => run.train_iters None | batch.rampup_batch_size (2, 2, 100)
-PARALLEL APEX @2 => parallel.sequence_parallel True
-PARALLEL ENGINE @2 => parallel.sequence_parallel True
-ENGINE --context-parallel-size 2 @4 => parallel.data_parallel_size 2
+PARALLEL @2 => parallel.sequence_parallel True
+--context-parallel-size 2 @4 => parallel.data_parallel_size 2
+PP2 --pipeline-model-parallel-layout E|t*2,(t|)*2L @2 => layers_per_stage (0, 3, 1, 0)
+    | parallel.num_chunks 2 | mtp_stage None
+PP2 MTP --pipeline-model-parallel-layout Et|tttmL @2 => layers_per_stage (1, 3) | mtp_stage 1
+MTP --pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Et|tttm|L @3
+    => layers_per_stage (1, 3, 0) | mtp_stage 1
+PP2 MTP @2 => mtp_stage 1
+PP2 --decoder-first-pipeline-num-layers 1 @2 => layers_per_stage (1, 3)
+PP2 --decoder-last-pipeline-num-layers 4 --num-layers 10 --model-chunks 2
+    --pipeline-schedule interleaved @2 => layers_per_stage (3, 2, 3, 2)
+PP2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+    --num-layers 6 --model-chunks 2 @2 => layers_per_stage (1, 2, 2, 1)
 UNEQUAL --global-batch-size 24 @3 => parallel.unequal_sizes (2, 1) | num_microbatches 6
     | parallel.data_parallel_size 2
 UNEQUAL --stage-data-parallel-sizes 2-3 @5 => num_microbatches 1 | batch.global_batch_size 12

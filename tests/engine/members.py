@@ -348,16 +348,25 @@ def experts(member: Member) -> dict[str, Any]:
 
     def when_run(action: Action) -> None:
         time.sleep(0.002 * chance.random() * (1.3 if member.rank == 1 else 1.0))
-        if action.kind is not ActionKind.W:
-            mine = torch.tensor([encode(action, 0)] * 2)
+        for part in range(3 if action.kind is not ActionKind.W else 0):
+            mine = torch.tensor([[encode(action, part)]] * 2)
             theirs = torch.empty_like(mine)
             dist.all_to_all_single(theirs, mine, group=group)
+            time.sleep(0.001 * chance.random())
             if not torch.equal(theirs, mine):
                 strangers.append(f"{action}: {theirs.tolist()}")
 
     taken = []
-    static = make_schedule("interleaved", placement, MICROBATCHES).orders[pp_rank]
-    for policy, pieces in ((ADAPTIVE, 0), (ADAPTIVE, 3), (Follow(static, "interleaved"), 0)):
+    static = make_schedule("combined-1f1b", placement, MICROBATCHES).orders[pp_rank]
+    fixed = Follow(static, "combined-1f1b")
+    words = []
+    for policy, pieces, beside in (
+        (ADAPTIVE, 3, False),
+        (ADAPTIVE, 0, True),
+        (ADAPTIVE, 3, True),
+        (fixed, 0, False),
+        (fixed, 0, True),
+    ):
         stages = Counting(placement, pp_rank, when_run)
         state = RankState(
             placement=placement,
@@ -365,11 +374,12 @@ def experts(member: Member) -> dict[str, Any]:
             num_microbatches=MICROBATCHES,
             cap=3.0,
             weight_pieces=pieces,
+            beside=beside,
         )
         wiring.executor.run(stages, policy, state)
         taken.append(stages.actions)
+        words.append(words_of(wiring.agreement))
     group_of = {"experts": decision_group(model), "dense": decision_group()}
-    words = words_of(wiring.agreement)
     wiring.close()
     return {"taken": taken, "strangers": strangers, "groups": group_of, "words": words}
 

@@ -221,7 +221,7 @@ def test_a_follower_takes_inputs_out_of_its_queue_first() -> None:
 
 def test_a_follower_without_decision_names_what_it_lacks() -> None:
     class Silent(Following):
-        def next_action(self, *_: Any) -> Action | None:
+        def next_action(self, *_: Any, **__: Any) -> Action | None:
             raise DeadlineError("no word of rank 4 within 1 s")
 
     pipeline, completions = last_rank()

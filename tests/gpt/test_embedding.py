@@ -12,12 +12,15 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
+from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.gpt.placement import (  # noqa: E402
     embedding_ranks,
     finalize_gradients,
     local_copies,
 )
-from megatron.adaptive.schedule.placement import Placement, PlacementKind  # noqa: E402
+from megatron.adaptive.schedule.placement import PlacementKind  # noqa: E402
+
+from .conftest import SMALL  # noqa: E402
 
 SHAPE = "--pipeline-model-parallel-size 2 --model-chunks 2 --pipeline-placement"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -25,20 +28,32 @@ Build = Callable[..., list[Any]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "chunks", "expected"),
+    ("layers", "kind", "expected"),
     [
-        ("loop", 1, 1, [7]),
-        ("loop", 2, 1, [7, 8]),
-        ("loop", 4, 2, [7, 10]),
-        ("v", 2, 2, [7]),
-        ("v", 4, 3, [7, 10]),
+        ("E*1tL", "loop", [7]),
+        ("Et|tL", "loop", [7, 8]),
+        ("Et|t|t|t|t|t|t|tL", "loop", [7, 10]),
+        ("Et|t|t|tL", "v", [7]),
+        ("Et|t|t|t|t|t|t|t|t|t|t|tL", "v", [7, 10]),
+        ("Et|t|tm|L", "loop", [7, 9, 10]),
+        (f"Et|t|tm|L {UNTIED}", "loop", [7, 9]),
+        (f"Et|t|t|mL {UNTIED}", "loop", [7, 10]),
     ],
 )
-def test_the_group_holds_the_ranks_of_the_first_and_last_stage(
-    kind: PlacementKind, ranks: int, chunks: int, expected: list[int]
+def test_the_group_holds_the_ranks_that_know_tokens(
+    layers: str, kind: PlacementKind, expected: list[int]
 ) -> None:
-    placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
-    assert embedding_ranks(placement)(list(range(7, 7 + ranks))) == expected
+    written = layers.split()[0]
+    stages = written.count("|") + 1
+    chunks = {8: 2, 12: 3}.get(stages, 2 if kind == "v" else 1)
+    ranks = stages // chunks
+    flags = (
+        f"{SMALL} --num-layers {written.count('t')} --position-embedding-type rope "
+        f"--pipeline-placement {kind} --pipeline-model-parallel-size {ranks} "
+        f"--pipeline-model-parallel-layout {layers} {'--mtp-num-layers 1' * ('m' in written)}"
+    )
+    config = parse(flags.split(), world_size=ranks, last_wins=True)
+    assert embedding_ranks(config)(list(range(7, 7 + ranks))) == expected
 
 
 @pytest.mark.parametrize("half", ["", "--bf16"])

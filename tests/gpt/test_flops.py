@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,20 +31,17 @@ def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> Trainer
 
 def counted_flops(cfg: TrainerConfig) -> float:
     """Operations of one forward and backward of the real model on one sequence, per token."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.adaptive import accelerator
-    from megatron.adaptive.gpt.model import transformer_config
+    from megatron.adaptive.gpt.model import build_chunks, transformer_config
+    from megatron.adaptive.gpt.placement import placement_of
 
     length = cfg.model.seq_length
-    model = GPTModel(
-        transformer_config(cfg, accelerator.detect(0, backend="gloo")),
-        get_gpt_layer_local_spec(),
-        vocab_size=PADDED_VOCAB_SIZE,
-        max_sequence_length=length,
-    )
+    device = accelerator.detect(0, backend="gloo")
+    core = transformer_config(cfg, device)
+    (chunk,) = build_chunks(cfg, core, device, placement_of(cfg), PADDED_VOCAB_SIZE)
+    model: Any = chunk.eval()  # in training, further losses are kept for the log
     tokens = torch.arange(length)[None]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
     with FlopCounterMode(display=False) as counter:
@@ -61,6 +59,10 @@ def counted_flops(cfg: TrainerConfig) -> float:
         "--group-query-attention --num-query-groups 2",
         "--kv-channels 24 --group-query-attention --num-query-groups 1 --swiglu",
         "--seq-length 8",
+        "--mtp-num-layers 2 --position-embedding-type rope",
+        '--swiglu --num-layers 2 --heterogeneous-layers-config-encoded-json {"block_configs":['
+        '{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":48}},'
+        '{"attention":{"num_query_groups":1},"ffn":{"ffn_mult":null,"no_op":true}}]}',
     ],
 )
 def test_equals_the_real_models_matrix_products(flags: str) -> None:
@@ -68,7 +70,7 @@ def test_equals_the_real_models_matrix_products(flags: str) -> None:
     model = cfg.model
     # The plain attention kernel also computes the scores that the causal mask throws away.
     masked_scores = model.num_attention_heads * model.kv_channels * model.seq_length
-    masked_half = 6 * model.num_layers * masked_scores
+    masked_half = 6 * (model.num_layers + (model.mtp_num_layers or 0)) * masked_scores
     assert flops_per_token(cfg) + masked_half == counted_flops(cfg)
 
 

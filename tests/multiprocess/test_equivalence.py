@@ -40,14 +40,66 @@ MODERN = (
 # Documents of 20 to 80 tokens, some of them cut.
 LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
+# What DeepSeek does otherwise: latent attention, two tokens more to predict, a loss per token.
+TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
+DEEPSEEK = (
+    f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 8 "
+    "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 2 "
+    "--calculate-per-token-loss --eod-mask-loss"
+)
+# With experts as well, whose balance the router's bias keeps, and one that all tokens share.
+DEEPSEEK_EXPERTS = (
+    f"{DEEPSEEK} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 16 "
+    "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
+)
+# Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
+_FOUR = """
+{"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
+{"attention":{"n_heads_in_group":null,"no_op":true},"ffn":{"ffn_mult":2.0}},
+{"attention":{"n_heads_in_group":null,"replace_with_linear":true},"mlp":{"ffn_hidden_size":32}},
+{"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
+""".replace("\n", "")
+UNLIKE = (
+    f'{MODERN} --heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
+)
+# Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
+EXPERTS = (
+    f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
+    "--moe-z-loss-coeff 0.001 --moe-ffn-hidden-size 48"
+)
+MODERN_EXPERTS = (
+    f"{MODERN} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 32 "
+    "--moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 3 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
+    "--moe-shared-expert-intermediate-size 32"
+)
+# Tokens that find no room are dropped, as many wherever they are.
+FULL_EXPERTS = (
+    f"{EXPERTS} --moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity "
+    "--calculate-per-token-loss"
+)
 MODEL_NAMES = {
     NO_DROPOUT: "",
     DROPOUT: "dropout",
     MODERN: "modern",
     LENGTHS: "lengths",
     MODERN_LENGTHS: "modern-lengths",
+    TIED_MTP: "tied-mtp",
+    DEEPSEEK: "deepseek",
+    UNLIKE: "unlike",
+    DEEPSEEK_EXPERTS: "deepseek-experts",
+    EXPERTS: "experts",
+    MODERN_EXPERTS: "modern-experts",
+    FULL_EXPERTS: "full-experts",
 }
 LOOP, V = "--pipeline-placement loop", "--pipeline-placement v"
+SEQUENCE = "--sequence-parallel"
+SPREAD = "--expert-model-parallel-size 2"
+GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
+LAYOUT = "--pipeline-model-parallel-layout"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -57,7 +109,7 @@ class Case:
 
     Attributes:
         schedule: the order of work.
-        tp, pp, chunks, dp: the shape.
+        tp, pp, chunks, dp, cp: the shape.
         extra: further flags.
         model: flags that change the numbers; the reference has them too.
         run: tells two runs of one job apart.
@@ -75,10 +127,11 @@ class Case:
     run: int = 1
     after: Case | None = None
     until: int = 0
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def steps(self) -> int:
@@ -95,6 +148,7 @@ class Case:
     def __str__(self) -> str:
         """Name of the case; also that of its test."""
         words = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
+        words += [f"cp{self.cp}"] if self.cp > 1 else []
         words += [MODEL_NAMES[self.model], *self.extra.replace("--", "").split()]
         words += [f"run{self.run}"] if self.run > 1 else []
         words += [f"until{self.until}"] if self.until else []
@@ -106,6 +160,7 @@ class Case:
         flags = f"{BASE} {self.model} {self.extra} --pipeline-schedule {self.schedule}".split()
         flags += ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
+        flags += ["--context-parallel-size", str(self.cp)]
         if self.chunks > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
         return {
@@ -260,6 +315,112 @@ DIFFERENT_LENGTHS = tuple(
         (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
     )
 )
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+EACH = "--expert-tensor-parallel-size 1"
+# Pairs of what models of today need: latent attention, multi-token prediction, layouts, parts of
+# sequences; with whole and split backwards, in a loop and a V.
+TODAY = (
+    Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP),
+    Case("megatron", pp=2, chunks=2, model=TIED_MTP),
+    Case("interleaved", pp=2, chunks=2, model=DEEPSEEK, extra=f"{LAYOUT} E*1|tttt|(tt)*2|mmL"),
+    Case("1f1b", pp=2, dp=2, model=TIED_MTP, extra="--use-distributed-optimizer"),
+    Case("adaptive", pp=2, chunks=2, extra=f"{V} {WHOLE}", model=DEEPSEEK),
+    Case("adaptive", pp=2, cp=2, model=DEEPSEEK),
+    Case("adaptive", tp=2, model=TIED_MTP, extra=SEQUENCE),
+    Case("zb-v", tp=2, pp=2, chunks=2, model=DEEPSEEK, extra=SEQUENCE),
+    Case("zb-h1", pp=4, model=DEEPSEEK, extra=f"{LAYOUT} Et*3|t*5|mm|L"),
+    Case("megatron", pp=4, model=TIED_MTP, extra=f"{LAYOUT} Et*3|t*5|m|L"),
+    Case("adaptive", pp=4, model=TIED_MTP, extra=f"{LAYOUT} Et*3|t*5|m|L"),
+    Case("megatron", tp=2, pp=2, model=DEEPSEEK),
+    Case("adaptive", pp=2, chunks=2, extra=f"{V} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
+    Case("zb-h1", pp=2, dp=2, extra=f"{SPREAD} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
+    Case("adaptive", pp=2, chunks=2, extra=V, model=UNLIKE),
+    Case("adaptive", tp=2, model=UNLIKE),
+    Case("1f1b", cp=2, model=MODERN),
+    Case("interleaved", cp=2, pp=2, chunks=2, model=MODERN),
+    Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
+    Case("adaptive", pp=2, chunks=2, extra="--decoder-first-pipeline-num-layers 2 " + LOOP),
+)
+STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+WITH_EXPERTS = tuple(
+    Case(*words, **shape, model=model)  # type: ignore[arg-type]
+    for model, words, shape in (
+        # Dispatchers, expert parallelism, tensor parallelism, pipeline, placement, split: in pairs.
+        (EXPERTS, ("adaptive",), {"pp": 2, "extra": f"{GATHER} {WHOLE}"}),
+        (EXPERTS, ("adaptive",), {"dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
+        (MODERN_EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {EXCHANGE}"}),
+        (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "extra": f"{SEQUENCE} {EXCHANGE}"}),
+        (FULL_EXPERTS, ("zb-h1",), {"pp": 2, "extra": EXCHANGE}),
+        (EXPERTS, ("1f1b",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {GATHER} {STATE}"}),
+        (EXPERTS, ("megatron",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
+        (EXPERTS, ("zb-v",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {GATHER}"}),
+        (EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
+        (
+            MODERN_EXPERTS,
+            ("interleaved",),
+            {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"},
+        ),
+        (
+            MODERN_EXPERTS,
+            ("zb-h1",),
+            {
+                "tp": 2,
+                "pp": 2,
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE}",
+            },
+        ),
+        (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {GATHER}"}),
+        (
+            MODERN_EXPERTS,
+            ("adaptive",),
+            {
+                "tp": 2,
+                "pp": 2,
+                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE} {OVERLAP}",
+            },
+        ),
+        (
+            MODERN_EXPERTS,
+            ("megatron",),
+            {"tp": 2, "dp": 2, "extra": f"{SEQUENCE} {SPREAD} {GATHER}"},
+        ),
+        (
+            MODERN_EXPERTS,
+            ("1f1b",),
+            {"dp": 4, "extra": f"--expert-model-parallel-size 4 {EXCHANGE} {RECOMPUTE}"},
+        ),
+    )
+)
+# Megatron-core's own order and others, whole and split: the same sums, one by one.
+SAME_SUMS = (
+    *(
+        same(
+            Case("megatron", pp=2, dp=2, model=model, extra=f"{SPREAD} {EXCHANGE}"),
+            {"schedule": "1f1b"},
+            {"schedule": "zb-h1"},
+            {"schedule": "adaptive"},
+            {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        )
+        for model in (EXPERTS, MODERN_EXPERTS)
+    ),
+    # Norms are sums over a rank's layers: only where the layers are the same.
+    same(
+        Case("interleaved", pp=2, chunks=2, dp=2, model=EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "combined-1f1b", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
+    same(
+        Case("zb-v", pp=2, chunks=2, dp=2, model=MODERN_EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
+        {"schedule": "dualpipe-v", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+        {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
+    ),
+)
+# Stopped as a V, gone on with as one stage for each rank, of another partition, and back.
+_BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
+_MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
+RESUMED = (
+    *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
+    dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
+)
 HALF = (
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --bf16"),
     Case("adaptive", pp=2, chunks=2, extra=f"{V} --fp16 --initial-loss-scale 1024"),
@@ -267,6 +428,11 @@ HALF = (
     Case("adaptive", pp=2, chunks=2, extra="--bf16"),
     Case("adaptive", tp=2, pp=2, extra="--bf16"),
     Case("1f1b", pp=2, dp=2, extra="--bf16 --use-distributed-optimizer"),
+    Case("zb-h1", pp=2, model=MODERN_EXPERTS, extra=f"--bf16 --moe-grouped-gemm {EXCHANGE}"),
+    Case(
+        *("1f1b", 1, 2, 1, 2, f"--bf16 --moe-grouped-gemm {SPREAD} {GATHER} {STATE}"),
+        model=MODERN_EXPERTS,
+    ),
 )
 # Jobs of one shape whose losses and norms must not differ in a single bit.
 DROPPING = Case("adaptive", model=DROPOUT)
@@ -372,7 +538,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
     """Losses as all ranks of the last stage report them."""
     reports = [values for values in seen[key] if values]
-    assert len(reports) == case.tp * case.dp
+    assert len(reports) == case.tp * case.dp * case.cp
     assert all(report == reports[0] for report in reports)
     found: list[float] = reports[0]
     return found
@@ -421,6 +587,45 @@ def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
 @pytest.mark.parametrize("case", each(DIFFERENT_LENGTHS), ids=str)
 def test_documents_of_any_length_equal_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, 1e-6)
+
+
+@pytest.mark.parametrize("case", each(TODAY), ids=str)
+def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, 1e-6)
+    if "--mtp-num-layers" in case.model:
+        # With parts of sequences each counts alike, however many tokens it has.
+        rel = 1e-6 if case.cp == 1 else 0.02
+        (expected,) = outcome(case.reference)["further"]
+        predicted = losses_of(case, outcome(case), "further")
+        assert predicted == pytest.approx(expected[: len(predicted)], rel=rel, abs=0)
+
+
+@pytest.mark.parametrize("cases", [RESUMED], ids=["v-1f1b-v"])
+def test_predicting_layers_go_on_from_a_checkpoint(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    whole, *parts = cases
+    for key in ("losses", "further"):
+        losses = [loss for part in parts for loss in losses_of(part, outcome(part), key)]
+        expected = losses_of(whole, outcome(whole), key)
+        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+    norms = [norm for part in parts for norm in norms_of(outcome(part))]
+    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)
+def test_experts_equal_one_process(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, 1e-6)
+
+
+@pytest.mark.parametrize("cases", each(SAME_SUMS), ids=lambda cases: str(cases[0]))
+def test_experts_do_not_depend_on_the_order(cases: tuple[Case, ...], outcome: Outcome) -> None:
+    first, *others = cases
+    for other in others:
+        for seen in ("losses", "evaluated"):
+            expected = losses_of(first, outcome(first), seen)
+            assert losses_of(other, outcome(other), seen) == expected, str(other)
+        assert norms_of(outcome(other)) == norms_of(outcome(first)), str(other)
 
 
 @pytest.mark.parametrize("case", FREE, ids=str)

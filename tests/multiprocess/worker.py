@@ -13,10 +13,12 @@ iteration on.
 ``RESULTS`` is written by rank 0 after every case: a JSON object of what each rank saw, by name::
 
     {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
+     "further": [[float, ...] per rank],
      "params_norm": [[float] per rank], "evaluated": [[float] per rank],
      "orders": [[str, ...] per rank], "seconds": float}
 
 The norm of the parameters and the validation loss are those after iteration ``evaluate_after``.
+Further losses are those of multi-token prediction.
 
 Losses are empty on ranks that do not hold the last stage, orders where megatron-core's own schedule
 ran. Processes start once, and cases that need the same process groups train one after the other in
@@ -163,7 +165,12 @@ def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size or 1,
+        parallel.context_parallel_size,
+        config.mtp_stage not in (None, config.num_stages - 1),
+        config.model.untie_embeddings_and_output_weights,
         parallel.stage_data_parallel_sizes or (),
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
         config.placement_kind,
     )
 
@@ -195,14 +202,16 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
         run.wiring.executor._recorder = orders  # type: ignore[assignment]
     step = Step(run)
     loader = make_loader(run, run.samples.train, consumed)
-    losses, norms, sizes, evaluated, trained = [], [], [], [], []
+    losses, further, norms, sizes, evaluated, trained = [], [], [], [], [], []  # type: ignore[var-annotated]
     for iteration in range(done + 1, case["steps"] + 1):
         orders.words.clear()
         result = step.train(None if loader is None else loader.step(count), count, iteration)
         if not result.updated:
             raise RuntimeError(f"{case['name']}: iteration {iteration} did not update parameters")
         run.scheduler.step(increment=config.batch.global_batch_size)
-        losses += result.losses.values()
+        main, *others = result.losses.values() or [None]
+        losses += [] if main is None else [main]
+        further += others
         norms.append(result.grad_norm)
         trained = list(orders.words)
         if iteration == case["evaluate_after"]:
@@ -222,6 +231,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
         )
     return {
         "losses": losses,
+        "further": further,
         "grad_norms": norms,
         "params_norm": sizes,
         "evaluated": evaluated,

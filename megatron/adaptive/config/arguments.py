@@ -19,6 +19,7 @@ from megatron.adaptive.config import check
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
+from megatron.adaptive.config.layers import lay_out
 from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
 from megatron.adaptive.config.trainer import TrainerConfig, groups
@@ -43,6 +44,14 @@ num_layers_per_virtual_pipeline_stage | num_virtual_stages_per_pipeline_rank
     | both give the number of chunks
 num_layers_per_virtual_pipeline_stage | partition
     | a partition gives the layers of each stage; give the chunks with --model-chunks
+pipeline_model_parallel_layout | partition num_layers_per_virtual_pipeline_stage
+    | a layout gives the layers of each stage and the number of chunks
+partition pipeline_model_parallel_layout | decoder_first_pipeline_num_layers
+    decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
+    account_for_loss_in_pipeline_split | the first gives the layers of each stage
+decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    | account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    | both give the layers of the first and last stage
 mock_data | data_path data_args_path train_data_path valid_data_path test_data_path
     | samples are made up or read
 data_path | data_args_path | both name the data
@@ -112,6 +121,7 @@ def parse(
     _require_needed(given, specs)
     installed = installed or Installed.detect()
     _resolve(given, world_size=world_size, installed=installed)
+    lay_out(given, specs)
     config = TrainerConfig(
         **{
             name: kind(**{s.dest: given[s.dest] for s in fields_of(kind) if s.dest in given})
@@ -315,10 +325,6 @@ def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) ->
     given["world_size"] = world_size
     data_parallel = math.lcm(*widths) if widths else world_size // (tensor * pipeline * context)
     given.setdefault("global_batch_size", given["micro_batch_size"] * data_parallel)
-    if "num_layers_per_virtual_pipeline_stage" in given:
-        given["num_virtual_stages_per_pipeline_rank"] = check.chunks_of(
-            given["num_layers"], pipeline, given["num_layers_per_virtual_pipeline_stage"]
-        )
     given.setdefault(
         "transformer_impl", "transformer_engine" if installed.transformer_engine else "local"
     )

@@ -12,12 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from megatron.adaptive.config.core import LATENT_SETTINGS, CoreConfig
+from megatron.adaptive.config.core import (
+    EXPERT_SETTINGS,
+    LATENT_SETTINGS,
+    CoreConfig,
+    parse_pattern,
+)
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.layers import layer_rules
 from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.schedule import (
     ONE_CHUNK,
+    PAIRING,
     RULES,
     SEVERAL_CHUNKS,
     SPLIT_SCHEDULES,
@@ -26,13 +33,11 @@ from megatron.adaptive.config.schedule import (
     V_ONLY,
     V_SCHEDULES,
     format_partition,
-    nearly_even_split,
 )
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
 _MAX_SPLITS = 3
-_MAX_EXAMPLE = 64
 _MIN_PIPELINE_WITHOUT_OVERLAP = 3
 
 Rules: TypeAlias = Iterator[tuple[object, str]]
@@ -65,8 +70,12 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _unequal_widths(config, given),
         _model(config, given),
         _latent(config, given),
+        _experts(config, given, installed),
+        _expert_ranks(config, given),
+        _overlap(config, given),
         _kernels(config, given, installed),
-        _parallel(config, given, installed),
+        _parallel(config, given),
+        layer_rules(config, given),
         _batch(config, given),
         _lengths(config, given),
         _chunks_and_placement(config, given),
@@ -120,22 +129,6 @@ def check_world_size(
         )
 
 
-def chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
-    """Chunks of each pipeline rank if every chunk holds ``layers_per_chunk`` layers.
-
-    Raises:
-        ConfigError: the layers do not divide evenly.
-    """
-    unit = pipeline * layers_per_chunk
-    if num_layers % unit != 0:
-        raise ConfigError(
-            f"--num-layers {num_layers} is not a multiple of pipeline {pipeline} x "
-            f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} = {unit}: change one of "
-            "them, or give --model-chunks and --partition"
-        )
-    return num_layers // unit
-
-
 def _unequal_widths(config: TrainerConfig, given: _Given) -> Rules:
     """Refuses what stages of unequal widths cannot do."""
     parallel, schedule = config.parallel, config.schedule
@@ -146,6 +139,7 @@ def _unequal_widths(config: TrainerConfig, given: _Given) -> Rules:
         (given.context_parallel_size, parallel.context_parallel_size > 1),
         (f"--model-chunks {parallel.num_chunks}", parallel.num_chunks > 1),
         (given.use_distributed_optimizer, parallel.use_distributed_optimizer),
+        (given.mtp_num_layers, config.model.mtp_num_layers is not None),
         (given.ddp_average_in_collective, parallel.ddp_average_in_collective),
         (given.repartition, schedule.repartition != "off"),
         (given.trace_dir, schedule.trace_dir is not None),
@@ -220,6 +214,174 @@ def _latent(config: TrainerConfig, given: _Given) -> Rules:
     )
 
 
+def _experts(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
+    core, unset, experts = config.core, CoreConfig(), config.core.num_moe_experts
+    if experts is None:
+        for name in EXPERT_SETTINGS:
+            yield (
+                getattr(core, name) != getattr(unset, name),
+                f"{getattr(given, name)} has no effect by itself: add --num-experts",
+            )
+        return
+    yield experts < 1, f"{given.num_moe_experts}: give 1 at least, or drop the flag"
+    yield (
+        not 1 <= core.moe_router_topk <= experts,
+        f"{given.moe_router_topk} of {given.num_moe_experts}: a token goes to 1 expert at least "
+        "and to all at most; change one of them",
+    )
+    yield (
+        core.moe_expert_capacity_factor == 0,
+        f"{given.moe_expert_capacity_factor} leaves experts no token: give a factor above 0, or "
+        "drop the flag so that none is dropped",
+    )
+    pattern, layers = parse_pattern(core.moe_layer_freq), config.model.num_layers
+    if isinstance(pattern, list):
+        yield (
+            len(pattern) != layers or not {*pattern} <= {0, 1},
+            f"{given.moe_layer_freq} says of {len(pattern)} layers whether they have experts, and "
+            f"{given.num_layers}: give one 0 or 1 for each",
+        )
+    else:
+        yield pattern < 1, f"{given.moe_layer_freq}: give 1 at least, or a list of 0 and 1"
+    kinds, weights = core.moe_router_load_balancing_type, core.moe_aux_loss_coeff
+    yield (
+        len(kinds) != len(weights),
+        f"{given.moe_router_load_balancing_type} with {given.moe_aux_loss_coeff}: give as many "
+        "coefficients as types",
+    )
+    dispatcher = core.moe_token_dispatcher_type
+    yield (
+        dispatcher == "flex" and not installed.flexible_dispatch,
+        f"{given.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs: "
+        "install it, or use alltoall",
+    )
+    yield (
+        dispatcher == "allgather" and config.data.variable_seq_lengths,
+        f"{given.moe_token_dispatcher_type} with --variable-seq-lengths, whose rows differ from "
+        "rank to rank: use alltoall",
+    )
+    local, biased = config.model.transformer_impl == "local", config.model.add_bias_linear
+    grouped, shared = core.moe_grouped_gemm and local, core.moe_shared_expert_intermediate_size
+    yield (
+        grouped and not config.precision.bf16,
+        f"{given.moe_grouped_gemm} with --transformer-impl local, whose grouped experts compute in "
+        "bf16: add --bf16, or drop --moe-grouped-gemm, which changes the speed alone",
+    )
+    tensor = config.parallel.expert_tensor_parallel_size
+    for what, broken in (
+        (given.moe_grouped_gemm, grouped),
+        (given.moe_shared_expert_intermediate_size, shared is not None),
+        (
+            f"experts on {tensor or config.parallel.tensor_model_parallel_size} tensor parallel "
+            "ranks (--expert-tensor-parallel-size)",
+            (tensor or config.parallel.tensor_model_parallel_size) > 1,
+        ),
+    ):
+        yield biased and broken, f"{what} with biases: add --disable-bias-linear"
+    yield (
+        core.moe_latent_size is not None and local,
+        f"{given.moe_latent_size} needs Transformer Engine, but --transformer-impl is local: "
+        "install it and use --transformer-impl transformer_engine, or drop the flag",
+    )
+    yield (
+        config.parallel.unequal_sizes is not None,
+        f"{given.num_moe_experts} with {given.stage_data_parallel_sizes}: stages of unequal sizes "
+        "do without experts; use the same number of ranks for each stage",
+    )
+    yield (
+        config.schedule.repartition != "off",
+        f"{given.num_moe_experts} with {given.repartition}, which moves dense layers alone; give "
+        "--partition",
+    )
+
+
+def _expert_ranks(config: TrainerConfig, given: _Given) -> Rules:
+    """The ranks that experts are spread over."""
+    parallel, experts = config.parallel, config.core.num_moe_experts
+    spread, tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if experts is None:
+        for what, is_given in (
+            (given.expert_model_parallel_size, spread > 1),
+            (given.expert_tensor_parallel_size, tensor is not None),
+        ):
+            yield is_given, f"{what} has no effect by itself: add --num-experts"
+        return
+    yield (
+        experts % spread != 0,
+        f"{given.num_moe_experts} is not a multiple of {given.expert_model_parallel_size}: every "
+        "rank takes as many experts; change one of them",
+    )
+    for what, path in (
+        (given.save, config.checkpoint.save),
+        (given.load, config.checkpoint.load),
+    ):
+        yield (
+            spread > 1 and path is not None,
+            f"{given.expert_model_parallel_size} with {what}: checkpoints of experts that are "
+            "spread over ranks are not built yet; use --expert-model-parallel-size 1",
+        )
+    tensor = tensor or parallel.tensor_model_parallel_size
+    unit = tensor * spread * parallel.pipeline_model_parallel_size
+    yield (
+        config.world_size % unit != 0,
+        f"world size {config.world_size} is not a multiple of expert tensor {tensor} x expert "
+        f"{spread} x pipeline {parallel.pipeline_model_parallel_size} = {unit}: start a multiple "
+        f"of {unit} processes or change --expert-model-parallel-size",
+    )
+    yield (
+        parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel,
+        f"{given.num_moe_experts} with {given.tensor_model_parallel_size}: the ranks share the "
+        "tokens of a sequence between them; add --sequence-parallel",
+    )
+    yield (
+        spread == 1 and tensor != parallel.tensor_model_parallel_size,
+        f"{given.expert_tensor_parallel_size} with {given.tensor_model_parallel_size} and "
+        f"{given.expert_model_parallel_size}: megatron-core adds up experts' gradients over the "
+        "wrong ranks; make the first two equal, or raise --expert-model-parallel-size",
+    )
+    width = config.core.moe_ffn_hidden_size or config.model.ffn_hidden_size
+    yield (
+        width % tensor != 0,
+        f"experts of width {width} (--moe-ffn-hidden-size) on {tensor} expert tensor parallel "
+        "ranks: every rank takes an equal share; change one of them",
+    )
+
+
+def _overlap(config: TrainerConfig, given: _Given) -> Rules:
+    """What keeps an action from going on beside another while tokens are exchanged."""
+    settings, core, what = config.schedule, config.core, given.overlap_moe_expert_parallel_comm
+    if not settings.overlap_moe_expert_parallel_comm:
+        return
+    yield (
+        config.parallel.expert_model_parallel_size == 1,
+        f"{what} with {given.expert_model_parallel_size}: no tokens are exchanged; drop it, or "
+        "spread experts over ranks",
+    )
+    yield (
+        core.moe_token_dispatcher_type != "alltoall",
+        f"{what} with {given.moe_token_dispatcher_type}, whose layers cannot be left where they "
+        "exchange tokens: use --moe-token-dispatcher-type alltoall",
+    )
+    yield (
+        settings.pipeline_schedule not in {*RULES, *PAIRING, "file"} - {"auto"},
+        f"{what} with {given.pipeline_schedule}, in which no action begins beside another: use "
+        "adaptive, combined-1f1b or dualpipe-v",
+    )
+    for repeats, is_given in (
+        ("--recompute-granularity full", config.recompute.recompute_granularity == "full"),
+        (given.moe_layer_recompute, core.moe_layer_recompute),
+    ):
+        yield (
+            is_given,
+            f"{what} with {repeats}: a forward that is left in a layer would find it changed by "
+            "one that is repeated there; use --recompute-granularity selective",
+        )
+    yield (
+        core.moe_shared_expert_overlap,
+        f"{what} with {given.moe_shared_expert_overlap}, which fills the same exchanges: drop one",
+    )
+
+
 def _kernels(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
     model = config.model
     uses_engine = model.transformer_impl == "transformer_engine"
@@ -257,7 +419,7 @@ def _norm_is_fused(model: ModelConfig, installed: Installed) -> bool:
     return installed.apex and model.normalization == "LayerNorm"
 
 
-def _parallel(config: TrainerConfig, given: _Given, installed: Installed) -> Rules:
+def _parallel(config: TrainerConfig, given: _Given) -> Rules:
     model = config.model
     tensor = config.parallel.tensor_model_parallel_size
     context = config.parallel.context_parallel_size
@@ -287,44 +449,17 @@ def _parallel(config: TrainerConfig, given: _Given, installed: Installed) -> Rul
             f"{given.seq_length} is not a multiple of {tensor * context}, the ranks that "
             "--sequence-parallel splits it over: change one of them",
         )
-        yield (
-            not _norm_is_fused(model, installed),
-            f"--sequence-parallel does not work with the local {model.normalization} of torch: "
-            "install Transformer Engine, or apex for LayerNorm, or drop the flag",
-        )
     if context > 1:
-        have = "is not in use" if installed.transformer_engine else "is not installed"
         yield (
-            model.transformer_impl != "transformer_engine",
-            f"{given.context_parallel_size} needs the attention of Transformer Engine, which "
-            f"{have}: use --transformer-impl transformer_engine or --context-parallel-size 1",
+            config.core.window_size is not None and model.transformer_impl == "local",
+            f"{given.window_size} with {given.context_parallel_size}: local layers attend to all "
+            "tokens before each; use --transformer-impl transformer_engine, or drop one of them",
         )
         yield (
             model.seq_length % (2 * context) != 0,
             f"{given.seq_length} is not a multiple of 2 x {given.context_parallel_size} = "
             f"{2 * context}: change one of them",
         )
-    layers, stages = model.num_layers, config.num_stages
-    pipeline, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
-    shape = f"pipeline {pipeline} x chunks {chunks}"
-    partition = config.schedule.partition
-    yield (
-        partition is None and layers % stages != 0,
-        f"{given.num_layers} does not divide evenly into {stages} stages ({shape}): choose a "
-        f"multiple of {stages} or give --partition"
-        + f", for example {format_partition(nearly_even_split(layers, stages))}"
-        * (stages <= _MAX_EXAMPLE),
-    )
-    yield (
-        partition is not None and len(partition) != stages,
-        f"{given.partition} has {len(partition or ())} stages but {shape} make {stages}: give one "
-        "number for each stage",
-    )
-    yield (
-        partition is not None and sum(partition) != layers,
-        f"{given.partition} holds {sum(partition or ())} layers but --num-layers is {layers}: "
-        "make them equal",
-    )
 
 
 def _batch(config: TrainerConfig, given: _Given) -> Rules:

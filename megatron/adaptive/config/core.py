@@ -32,6 +32,7 @@ _LATENT = "MLATransformerConfig"
 _CLASSES = (
     ("transformer/transformer_config.py", "TransformerConfig"),
     ("transformer/transformer_config.py", _LATENT),
+    ("transformer/heterogeneous/heterogeneous_config.py", "HeterogeneousTransformerConfig"),
     ("model_parallel_config.py", "ModelParallelConfig"),
     ("optimizer/optimizer_config.py", "OptimizerConfig"),
     ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
@@ -43,7 +44,7 @@ _OWN = frozenset(
     num_layers_in_last_pipeline_stage pipeline_model_parallel_layout layernorm_epsilon
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     layernorm_zero_centered_gamma gated_linear_unit bias_activation_fusion persist_layer_norm
-    num_moe_experts heterogeneous_block_specs hetereogenous_dist_checkpoint enable_autocast
+    heterogeneous_block_specs hetereogenous_dist_checkpoint enable_autocast
     use_inference_optimized_layers is_hybrid_model variable_seq_lengths batch_p2p_comm
     batch_p2p_sync deallocate_pipeline_outputs use_te_rng_tracker cpu_offloading params_dtype
     pipeline_dtype autocast_dtype num_microbatches_with_partial_activation_checkpoints
@@ -52,6 +53,7 @@ _OWN = frozenset(
     """.split()
 )
 _NAMES = {
+    "num_moe_experts": "--num-experts",
     "fp8_wgrad": "--no-fp8-wgrad",
     "fp8_param": "--fp8-param-gather",
     "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
@@ -256,3 +258,6 @@ LATENT_SETTINGS = tuple(
     if setting.of == _LATENT and setting.name in vars(CoreConfig())
 )
 """Settings that have no effect without latent attention."""
+
+EXPERT_SETTINGS = tuple(name for name in vars(CoreConfig()) if name.startswith("moe_"))
+"""Settings that have no effect without experts."""

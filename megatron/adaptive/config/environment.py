@@ -202,6 +202,7 @@ class Installed:
 
     transformer_engine: bool
     apex: bool
+    flexible_dispatch: bool = False
 
     @classmethod
     def detect(cls) -> Installed:
@@ -209,6 +210,7 @@ class Installed:
         return cls(
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
             apex=importlib.util.find_spec("apex") is not None,
+            flexible_dispatch=importlib.util.find_spec("deep_ep") is not None,
         )
 
 

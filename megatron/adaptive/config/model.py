@@ -68,6 +68,10 @@ class ModelConfig:
         },
     )
     use_rotary_position_embeddings: bool = switch("Old spelling of --position-embedding-type rope.")
+    mtp_num_layers: Layers | None = flag(
+        "Layers that predict the tokens after the next one, each one further (multi-token "
+        "prediction)."
+    )
     add_position_embedding: bool = switch(
         "Old way to say that no position table is learned; needs a position embedding type "
         "that learns none.",

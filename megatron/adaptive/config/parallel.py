@@ -29,8 +29,13 @@ class ParallelConfig:
         unit="2-1",
         derived="the same number for each stage",
     )
-    context_parallel_size: Ranks = flag(
-        "Ranks that share each sequence; needs Transformer Engine.", 1
+    context_parallel_size: Ranks = flag("Ranks that share each sequence.", 1)
+    expert_model_parallel_size: Ranks = flag(
+        "Ranks that the experts of each layer are spread over, neighbours within data parallelism.",
+        1,
+    )
+    expert_tensor_parallel_size: Ranks | None = flag(
+        "Ranks that share each expert's matrices.", derived="the tensor parallel size"
     )
     num_layers_per_virtual_pipeline_stage: Layers | None = flag(
         "Layers of each chunk, another way to give the number of chunks."
@@ -73,7 +78,8 @@ class ParallelConfig:
         "Average gradients inside the collective instead of before it."
     )
     cp_comm_type: str = flag(
-        "How context parallel ranks exchange keys and values.",
+        "How context parallel ranks exchange keys and values with Transformer Engine; local layers "
+        "gather them.",
         "p2p",
         choices=("p2p", "a2a", "allgather"),
         refused_choices={"a2a+p2p": "hierarchical context parallelism is not built; use p2p"},

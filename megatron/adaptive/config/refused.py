@@ -15,27 +15,25 @@ from itertools import groupby
 
 # Below each reason its flags, without leading dashes; a prefix ends in a star.
 _TABLE = """\
-the model is a dense GPT without experts; drop the flag
-    num-experts expert-model-parallel-size expert-tensor-parallel-size
-    overlap-moe-expert-parallel-comm delay-wgrad-compute use-fused-weighted-squared-relu
-    enable-experimental ep-overlap-early-attn-memory-release moe-layer-freq moe-grouped-gemm
-    moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-ffn-hidden-size
-    moe-token-dispatcher-type moe-layer-recompute moe-use-upcycling moe-* expert-*
+weight gradients and activations are the engine's to put off; use --split-backward
+    delay-wgrad-compute ep-overlap-early-attn-memory-release
+a dense checkpoint becomes experts in Megatron-LM's own converter alone; drop the flag
+    moe-use-upcycling moe-upcycling-granularity
+experts' tokens follow the router of this run, not one that was recorded; drop the flag
+    moe-enable-routing-replay
+it was renamed long ago; use --expert-tensor-parallel-size
+    moe-extended-tp
+it turns on parts of megatron-core that change from version to version; drop the flag
+    enable-experimental
 latent attention, with --multi-latent-attention, is the only variant that is built; use it
     experimental-attention-variant linear-attention-type experimental-attention-*
 it needs a hook after the optimizer's step and kernels that report scores; use --qk-layernorm
     qk-clip log-max-attention-logit
-multi-token prediction is not built here, the plug-in trains it in Megatron-LM; drop the flag
-    mtp-num-layers
 state space and hybrid models are not built; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
     is-hybrid-model
-all layers are alike; uneven stages are given with --partition
-    heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json heterogeneous-*
-layers per stage are given with --partition, which covers every such case
-    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
-    pipeline-model-parallel-layout account-for-embedding-in-pipeline-split
-    account-for-loss-in-pipeline-split standalone-embedding-stage
+the embedding stands alone where the first stage has no layers; use --partition 0-...
+    standalone-embedding-stage
 there is one model with one number of stages; use --pipeline-model-parallel-size
     encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
     pipeline-model-parallel-split-rank

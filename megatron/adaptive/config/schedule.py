@@ -12,10 +12,12 @@ from megatron.adaptive.config.flags import (
     File,
     Folder,
     Iterations,
+    Layers,
     Limits,
     Natural,
     Positive,
     flag,
+    switch,
 )
 
 PlacementKind = Literal["loop", "v"]
@@ -39,6 +41,9 @@ UNEQUAL_SCHEDULES = ("1f1b", "adaptive", "gpipe")
 ONE_CHUNK = ("1f1b", "varuna", "zb-h1")
 TWO_CHUNKS = V_ONLY
 SEVERAL_CHUNKS = ("breadth-first", "combined-1f1b", "interleaved")
+PAIRING = ("combined-1f1b", "dualpipe-v")
+"""Fixed orders in which a forward and a backward begin together."""
+
 _FIXED = (*ONE_CHUNK, *TWO_CHUNKS, *SEVERAL_CHUNKS, "gpipe", "file")
 _IN_A_V = ("adaptive", "auto", "hinted", *V_ONLY)
 
@@ -67,6 +72,85 @@ def parse_partition(text: str) -> tuple[int, ...]:
             f"{text!r} is not a partition, write the layers of each stage as in 0-11-8-8"
         )
     return tuple(int(part) for part in text.split("-"))
+
+
+_LAYOUT = re.compile(r"E?t*m*L?")
+_GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,4})")
+_REPEAT = re.compile(r"([^()*])\*(\d{1,4})")
+_MOST_WRITTEN = 100_000
+
+
+def parse_layout(text: str) -> tuple[str, ...]:
+    """Reads the layers of each stage from ``Et|(tt|)*2mL``: embedding, transformer, MTP, loss.
+
+    Source: ``PipelineParallelLayerLayout`` of megatron-core, for the form.
+
+    Raises:
+        ValueError: it has another form, or layers in another order than a model's.
+    """
+    written = text.replace(",", "").replace(" ", "")
+    for pattern in (_GROUP, _REPEAT):
+        if sum(len(one[1]) * int(one[2]) for one in pattern.finditer(written)) > _MOST_WRITTEN:
+            raise ValueError(f"{text!r} writes out to more than {_MOST_WRITTEN} layers")
+        written = pattern.sub(lambda found: found[1] * int(found[2]), written)
+    order = written.replace("|", "")
+    if _LAYOUT.fullmatch(order) is None or order[:1] != "E" or order[-1:] != "L":
+        raise ValueError(
+            f"{text!r} is not a layout: stages are joined by '|', E (embedding) comes first, then "
+            "t (transformer layers), m (multi-token prediction), L (loss), as in Et|(tt|)*2mL"
+        )
+    stages = tuple(written.split("|"))
+    if stages[0][:1] != "E" or stages[-1][-1:] != "L":
+        raise ValueError(f"{text!r} has E not on the first stage or L not on the last")
+    if sum("m" in stage for stage in stages) > 1:
+        raise ValueError(f"{text!r} has m on several stages; put all of them on one")
+    return stages
+
+
+def _layout(text: str) -> str:
+    parse_layout(text)
+    return text
+
+
+def uneven_split(
+    num_layers: int,
+    num_ranks: int,
+    num_chunks: int,
+    first: int | None = None,
+    last: int | None = None,
+    embedding: bool | None = False,
+    loss: bool | None = False,
+) -> tuple[int, ...]:
+    """Layers of each stage of a loop where the ends differ, as in Megatron-LM.
+
+    Args:
+        num_layers: of the model.
+        num_ranks: pipeline ranks.
+        num_chunks: stages of each.
+        first: layers of the first rank.
+        last: layers of the last rank.
+        embedding: the embedding counts as a layer of the first stage.
+        loss: the loss counts as one of the last stage.
+
+    Raises:
+        ValueError: they do not come out even.
+    """
+    given = ((num_ranks - 1, last), (0, first))
+    ends = {rank: layers for rank, layers in given if layers is not None}
+    left = num_layers + bool(embedding) + bool(loss) - sum(ends.values())
+    inner = (num_ranks - len(ends)) * num_chunks
+    for layers, stages in ((left, inner), *((layers, num_chunks) for layers in ends.values())):
+        if layers < 0 or (layers % stages if stages else layers):
+            raise ValueError(f"{layers} layers over {stages} stages do not come out even")
+    of_rank = [
+        ends.get(rank, left) // (num_chunks if rank in ends else inner) for rank in range(num_ranks)
+    ]
+    of_stage = of_rank * num_chunks
+    of_stage[0] -= bool(embedding)
+    of_stage[-1] -= bool(loss)
+    if min(of_stage) < 0:
+        raise ValueError("embedding and loss would be counted on stages without layers")
+    return tuple(of_stage)
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
@@ -127,6 +211,10 @@ class ScheduleConfig:
         takes_value=True,
         derived="True where the model's layers allow it and the schedule gains from it",
     )
+    overlap_moe_expert_parallel_comm: bool = switch(
+        "A forward computes while the experts of a backward exchange tokens, and the reverse; for "
+        "an order chosen at run time, combined-1f1b or dualpipe-v."
+    )
     weight_pieces: Count = flag(
         "Parts into which a run-time choice may cut each weight gradient.", 4, unit="PIECES"
     )
@@ -137,6 +225,24 @@ class ScheduleConfig:
         convert=parse_partition,
         unit="0-11-8-8",
         derived="the same number for each stage",
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        "Layers of each stage in Megatron-LM's letters: E embedding, t transformer, m multi-token "
+        "prediction, L loss.",
+        convert=_layout,
+        unit="'Et|(tt|)*2mL'",
+    )
+    decoder_first_pipeline_num_layers: Layers | None = flag(
+        "Layers of the first pipeline rank; the others share the rest."
+    )
+    decoder_last_pipeline_num_layers: Layers | None = flag(
+        "Layers of the last pipeline rank; the others share the rest."
+    )
+    account_for_embedding_in_pipeline_split: bool = switch(
+        "Give the first stage one layer less than the others."
+    )
+    account_for_loss_in_pipeline_split: bool = switch(
+        "Give the last stage one layer less than the others."
     )
     pipeline_placement: str | None = flag(
         "How stages lie over the ranks when each holds several: every round from the first rank "

@@ -21,6 +21,7 @@ from megatron.adaptive.config.schedule import (
     ScheduleConfig,
     default_placement,
     even_split,
+    parse_layout,
 )
 from megatron.adaptive.errors import ConfigError
 
@@ -59,6 +60,16 @@ class TrainerConfig:
         if self.schedule.partition is not None:
             return self.schedule.partition
         return even_split(self.model.num_layers, self.num_stages)
+
+    @property
+    def mtp_stage(self) -> int | None:
+        """Stage of the layers of multi-token prediction, ``None`` without them."""
+        if self.model.mtp_num_layers is None:
+            return None
+        layout = self.schedule.pipeline_model_parallel_layout
+        stages = () if layout is None else parse_layout(layout)
+        found = (stage for stage, layers in enumerate(stages) if "m" in layers)
+        return next(found, self.num_stages - 1)
 
     @property
     def placement_kind(self) -> PlacementKind:

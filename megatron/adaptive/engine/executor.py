@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -27,10 +27,11 @@ import torch
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.engine.agreement import Agreement
+from megatron.adaptive.engine.lanes import Lanes
 from megatron.adaptive.errors import DeadlineError, ScheduleError, TransportError
 from megatron.adaptive.schedule.action import NUMBER, Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow, Policy, reasons_of
+from megatron.adaptive.schedule.policy import Follow, Policy, actions_of, reasons_of
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.trace.event import KINDS, REASONS, Row
 from megatron.adaptive.trace.recorder import Recorder
@@ -196,6 +197,7 @@ class Executor:
         self._inputs: dict[Action, ActionInput] = {}
         self._held_bytes = 0
         self._launched: list[LaunchedAction] = []
+        self._away_ns: Mapping[Action, int] = {}
         self._log: StepLog | None = None
 
     def trace_to(self, recorder: Recorder | None) -> None:
@@ -251,6 +253,7 @@ class Executor:
         self._inputs.clear()
         self._launched.clear()
         self._codes.clear()
+        self._away_ns = {}
         self._held_bytes = 0
         self._is_running = True
         recorder = self._recorder
@@ -262,6 +265,10 @@ class Executor:
         early, self._early = self._early, []
         for item in early:
             self._accept(item, state)
+        if state.beside:
+            self._run_in_lanes(stages, policy, state)
+            self._is_running = False
+            return
         launched = self._launched
         while not state.done:
             if not is_static and len(launched) > _LAUNCH_AHEAD:
@@ -272,15 +279,43 @@ class Executor:
                 self._await_arrival(state)
                 continue
             while not state.try_start(action):
-                if self._decides or not state.is_possible(action):
-                    raise ScheduleError(
-                        f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
-                        f"pipeline, which cannot start: {state.why_not(action)}; "
-                        f"{state.describe()}"
-                    )
-                self._await_arrival(state)  # the leader knows that it has arrived
+                self._await_input_of(action, policy, state)
             self._perform(action, stages, state)
         self._is_running = False
+
+    def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
+        """Run a step whose actions may start beside others that communicate."""
+        launched = self._launched
+
+        def decide(may_pass: bool) -> Action | None:
+            if not may_pass and len(launched) > _LAUNCH_AHEAD:
+                self._clock.wait(launched[-1 - _LAUNCH_AHEAD].end)
+            self._drain(state)
+            action = self._next_action(policy, state, may_pass=may_pass)
+            while action is not None and not state.try_start(action):
+                self._await_input_of(action, policy, state)
+            return action
+
+        def perform(action: Action) -> None:
+            self._perform(action, stages, state)
+
+        lanes = Lanes(decide, perform, functools.partial(self._await_arrival, state))
+        lanes.run(lambda: state.done)
+        self._away_ns = lanes.away_ns
+        # Reasons and records list actions as they began.
+        begun = actions_of(self._codes, self._num_chunks, state.weight_pieces)
+        places = {action: place for place, action in enumerate(begun)}
+        launched.sort(key=lambda one: places[one.action])
+
+    def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
+        """Wait for an arrival, before an action that was decided on but is not ready here."""
+        if self._decides or not state.is_possible(action):
+            raise ScheduleError(
+                f"policy {policy.name} picked {action} on rank {self._pp_rank} of the "
+                f"pipeline, which cannot start: {state.why_not(action)}; "
+                f"{state.describe()}"
+            )
+        self._await_arrival(state)  # the leader knows that it has arrived
 
     def finish_step(self) -> RankTimes:
         """Hand the spans of the last step to the recorder. Blocks until the device has finished it.
@@ -293,6 +328,9 @@ class Executor:
             self._clock.wait(self._launched[-1].end)
         times = [(resolve(one.start), resolve(one.end)) for one in self._launched]
         durations = [end - start for start, end in times]
+        if self._away_ns:
+            away = [self._away_ns.get(one.action, 0) for one in self._launched]
+            durations = [max(0, whole - part) for whole, part in zip(durations, away, strict=True)]
         actions = tuple(zip((one.action for one in self._launched), durations, strict=True))
         log, self._log = self._log, None
         if self._recorder is not None and log is not None:
@@ -304,11 +342,13 @@ class Executor:
             actions=actions,
         )
 
-    def _next_action(self, policy: Policy, state: RankState) -> Action | None:
-        log = None if self._decides else self._log
+    def _next_action(
+        self, policy: Policy, state: RankState, *, may_pass: bool = False
+    ) -> Action | None:
+        log = None if self._decides or may_pass else self._log
         asked_ns = 0 if log is None else log.now_ns()
         try:
-            action = self._agreement.next_action(policy, state, self._timeout_s)
+            action = self._agreement.next_action(policy, state, self._timeout_s, may_pass=may_pass)
         except TransportError as error:
             self._drain(state)  # a channel that failed says more than the group's silence
             if isinstance(error, DeadlineError):
@@ -334,8 +374,8 @@ class Executor:
         if kind is ActionKind.F:
             output = stages.forward(chunk, microbatch, received)
             if not state.forward_only:
-                held += stages.activation_bytes(chunk)
-                self._held_bytes = held
+                self._held_bytes += stages.activation_bytes(chunk)
+                held = self._held_bytes
             state.finish(action)
             nbytes += self._hand(action, output, state)
             stages.release(chunk, microbatch)

@@ -83,6 +83,7 @@ class Orders:
         given: the schedule to follow where ``schedule`` is ``file``.
         replay: recorded orders to take in training steps; the caller says which step begins.
         widths: of the stages where they are unequal.
+        beside: in training steps an action may start while another, of another kind, trades tokens.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class Orders:
         given: Schedule | None = None,
         replay: Replay | None = None,
         widths: Widths | None = None,
+        beside: bool = False,
     ) -> None:
         self.schedule = schedule
         self.placement = placement
         self.pp_rank = pp_rank
         self.weight_pieces = weight_pieces
         self.widths = widths
+        self.beside = beside
         self._cap = cap
         self._group_size = group_size
         self._given = given
@@ -132,6 +135,7 @@ class Orders:
             cap=None if forward_only else self._cap_for(num_microbatches),
             forward_only=forward_only,
             weight_pieces=self.weight_pieces,
+            beside=self.beside,
         )
 
     def use(self, candidate: Candidate) -> None:

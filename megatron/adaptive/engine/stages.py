@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_step,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.adaptive.accelerator import current_device
@@ -307,6 +308,10 @@ class MegatronStages:
             store.active = False
             store.clear()
 
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Its router asks for this name, which it imports only with Transformer Engine.
+    moe_utils.te_general_gemm = None
 
 _NOTHING = contextlib.nullcontext()
 # Since megatron-core 0.17 it does not ask for the model's type.

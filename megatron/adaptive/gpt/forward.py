@@ -93,6 +93,9 @@ class GptForward:
         if not batch:
             return model(None, None, None, labels=None, **packed), None
         batch = get_batch_on_this_cp_rank({key: to_device(value) for key, value in batch.items()})
+        settings = get_model_config(model)
+        if settings.mtp_num_layers:
+            packed["loss_mask"] = batch["loss_mask"]
         output = model(
             batch["tokens"],
             batch["position_ids"],
@@ -100,8 +103,7 @@ class GptForward:
             labels=batch["labels"],
             **packed,
         )
-        per_token = get_model_config(model).calculate_per_token_loss
-        loss = masked_sum if per_token else masked_mean_loss
+        loss = masked_sum if settings.calculate_per_token_loss else masked_mean_loss
         return output, partial(loss, batch["loss_mask"])
 
 

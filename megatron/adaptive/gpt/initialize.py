@@ -105,8 +105,10 @@ def set_up_mesh(config: TrainerConfig) -> None:
         if parallel.pipeline_model_parallel_size > 1
         else None,
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
-        get_embedding_ranks=embedding_ranks(placement_of(config)),
+        get_embedding_ranks=embedding_ranks(config),
     )
 
 

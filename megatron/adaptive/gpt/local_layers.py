@@ -17,6 +17,7 @@ before them. Numbers are those of one rank; a ring would keep less memory.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -108,18 +109,19 @@ class LocalNorm:
         return norm
 
 
-_INSTEAD = {DotProductAttention: LocalAttention, WrappedTorchNorm: LocalNorm}
+_INSTEAD: Mapping[type, type] = {DotProductAttention: LocalAttention, WrappedTorchNorm: LocalNorm}
 
 
-def completed(part: Any) -> Any:
-    """Returns a description of layers with the classes of this module in place of megatron-core's.
+def completed(part: Any, instead: Mapping[type, type] = _INSTEAD) -> Any:
+    """Returns a description of layers with other classes in place of megatron-core's.
 
     Args:
         part: a class, or a specification of megatron-core's that holds such.
+        instead: the classes, by default those of this module.
     """
     if isinstance(part, ModuleSpec) or type(part).__name__.endswith("Submodules"):
         fields = dataclasses.fields(part)
         return dataclasses.replace(
-            part, **{one.name: completed(getattr(part, one.name)) for one in fields}
+            part, **{one.name: completed(getattr(part, one.name), instead) for one in fields}
         )
-    return _INSTEAD.get(part, part) if isinstance(part, type) else part
+    return instead.get(part, part) if isinstance(part, type) else part

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,19 +17,30 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+    get_gpt_heterogeneous_layer_spec,
+)
 from megatron.core.optimizer import (
     OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    HeterogeneousTransformerConfig,
+)
 from megatron.core.transformer.module import (
     Float16Module,
     float16_to_fp32,
     fp32_to_float16,
 )
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -45,15 +59,14 @@ from megatron.core.transformer.utils import openai_gelu
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.core import parse_pattern
+from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.local_layers import completed
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
-    PlacedLayout,
-    placement_of,
-    stages_of,
+    layout_of,
     start_equal,
     start_unequal,
     sum_gradients,
@@ -72,13 +85,16 @@ class KeyedInit:
     Args:
         seed: the run's seed.
         first_outside: number of weights outside of layers that come before those of this chunk.
+
+    Attributes:
+        count: weights of the layer drawn so far.
     """
 
     def __init__(self, seed: int, first_outside: int) -> None:
         self._seed = seed
         self._outside = first_outside
         self._layer: int | None = None
-        self._count = 0
+        self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeyedInit:
         return self  # copies of a configuration must go on counting together
@@ -86,11 +102,21 @@ class KeyedInit:
     def enter_layer(self, layer: int) -> None:
         """Weights drawn from here on belong to transformer layer ``layer``."""
         self._layer = layer
-        self._count = 0
+        self.count = 0
 
     def leave_layer(self) -> None:
         """Weights drawn from here on belong to no layer."""
         self._layer = None
+
+    @contextlib.contextmanager
+    def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
+        """Counts the weights of a rank's experts, drawn within, as part of all experts'."""
+        each = 2  # one into the expert, one out of it
+        before = self.count
+        here = config.num_moe_experts // groups.ep.size()
+        self.count += each * here * groups.ep.rank()
+        yield
+        self.count = before + each * config.num_moe_experts
 
     def normal(self, std: float) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that fills a tensor with draws of ``N(0, std)``."""
@@ -106,8 +132,8 @@ class KeyedInit:
             place = f"outside {self._outside}"
             self._outside += 1
         else:
-            place = f"layer {self._layer} {self._count}"
-            self._count += 1
+            place = f"layer {self._layer} {self.count}"
+            self.count += 1
         digest = hashlib.sha256(f"{self._seed} {place}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
@@ -127,6 +153,74 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.enter_layer(layer_number + get_transformer_layer_offset(config, vp_stage))
         super().__init__(config, submodules, layer_number=layer_number, vp_stage=vp_stage, **kwargs)
         init.leave_layer()
+
+
+class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
+    """Gives each layer's own configuration what draws its first weights."""
+
+    def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
+        """Returns the configuration of a layer, the first being 1."""
+        layer = super().get_config_for_layer(layer_number)
+        layer.keyed_init = getattr(self, "keyed_init", None)
+        return layer
+
+
+class KeyedExperts(SequentialMLP):  # type: ignore[misc]
+    """Draws the weights of this rank's experts as a rank with all of them would.
+
+    Linear layers of experts never communicate: the dispatcher does. megatron-core's own do where
+    one rank has all experts, and then cannot add a bias.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        keyed = config.use_cpu_initialization
+        groups = kwargs["pg_collection"]
+        with config.keyed_init.experts(config, groups) if keyed else contextlib.nullcontext():
+            super().__init__(num_local_experts, config, *args, **kwargs)
+        for expert in self.local_experts:
+            for layer in (expert.linear_fc1, expert.linear_fc2):
+                layer.explicit_expert_comm = True
+
+
+class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
+    """Draws the weights that the same experts one by one would have.
+
+    megatron-core draws those of all local experts as one matrix, whose parts depend on the numbers
+    of expert- and tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        init: KeyedInit = config.keyed_init
+        before = init.count
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        init.count = before
+        stride = 2 if config.gated_linear_unit else 1
+        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        first = self.weight1.data.view(num_local_experts, hidden, -1)
+        second = self.weight2.data.view(num_local_experts, -1, hidden)
+        with init.experts(config, kwargs["pg_collection"]):
+            for matrices in zip(first, second, strict=True):
+                for matrix, shape, dim, step, draw in (
+                    (matrices[0], (stride * width, hidden), 0, stride, config.init_method),
+                    (matrices[1], (hidden, width), 1, 1, config.output_layer_init_method),
+                ):
+                    part = torch.empty_like(matrix.t())
+                    _initialize_affine_weight_cpu(
+                        part,
+                        *shape,
+                        part.shape[dim],
+                        dim,
+                        draw,
+                        step,
+                        params_dtype=config.params_dtype,
+                        rank=self.tp_group.rank(),
+                        world_size=self.tp_group.size(),
+                    )
+                    matrix.copy_(part.t())
 
 
 class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
@@ -151,6 +245,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     fused = model.transformer_impl == "transformer_engine" and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
     kind = MLATransformerConfig if config.core.multi_latent_attention else TransformerConfig
+    if config.core.heterogeneous_layers_config_encoded_json:
+        kind = UnlikeLayersConfig
     settings = {
         **_by_name(kind, model, precision, config.recompute),
         **core_settings(config, kind),
@@ -163,6 +259,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -178,20 +276,15 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     del settings["transformer_impl"]  # of other models than ours; here the layers' specs say it
     settings.update(_activation(config, accelerator), **_communication(config))
     if config.data.variable_seq_lengths:
-        settings.update(
-            variable_seq_lengths=True,
-            calculate_per_token_loss=True,
-            # The one for rows of different lengths; megatron-core asks for it without experts too.
-            moe_token_dispatcher_type="alltoall",
-        )
+        settings.update(variable_seq_lengths=True, calculate_per_token_loss=True)
+        # The one for rows of different lengths; megatron-core asks for it without experts too.
+        settings.setdefault("moe_token_dispatcher_type", "alltoall")
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
     if parallel.context_parallel_size > 1:
         settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
-        settings["pipeline_model_parallel_layout"] = PlacedLayout(
-            placement_of(config), stages_of(config.layers_per_stage)
-        )
+        settings["pipeline_model_parallel_layout"] = layout_of(config)
     return checked(kind, settings)
 
 
@@ -208,7 +301,8 @@ def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
         elif isinstance(value, str) and "int" in str(field.type):
             value = parse_pattern(value)
         elif isinstance(value, tuple) and "Tuple" not in str(field.type):
-            value = list(value)
+            one = "Union" in str(field.type) and len(value) == 1
+            value = value[0] if one else list(value)
         settings[field.name] = value
     return settings
 
@@ -392,9 +486,12 @@ def _build_chunk(
     last: bool,
 ) -> torch.nn.Module:
     model = config.model
+    predictions = _predictions(config, core, vp_stage)
     if core.use_cpu_initialization:
         learned = model.position_embedding_type == "learned_absolute"
-        init = KeyedInit(config.run.seed, first_outside=0 if first else 1 + learned)
+        # The embedding, the projections of multi-token prediction, the output matrix.
+        before = 0 if first or predictions else 1 + learned + (core.mtp_num_layers or 0)
+        init = KeyedInit(config.run.seed, first_outside=before)
         core.keyed_init = init
         core.init_method = init.normal(model.init_method_std)
         core.embedding_init_method = init.normal(
@@ -403,7 +500,7 @@ def _build_chunk(
         core.output_layer_init_method = init.normal(
             model.init_method_std / math.sqrt(2.0 * model.num_layers)
         )
-    return GPTModel(
+    built = GPTModel(
         config=core,
         transformer_layer_spec=_block_spec(config, core, vp_stage),
         vocab_size=padded_vocab_size,
@@ -419,8 +516,24 @@ def _build_chunk(
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=predictions,
         vp_stage=vp_stage,
     )
+    if predictions and last and not first and not model.untie_embeddings_and_output_weights:
+        built.output_layer.weight = None  # logits come from the embedding's copy for predictions
+    return built
+
+
+def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
+    """Return what the layers of multi-token prediction are built of, ``None`` on other stages."""
+    if core.mtp_num_layers is None:
+        return None
+    last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
+    has_engine = config.model.transformer_impl == "transformer_engine"
+    block = get_gpt_mtp_block_spec(core, last, has_engine, vp_stage=vp_stage)
+    if block is not None and not has_engine:
+        block.layer_specs = [completed(spec) for spec in block.layer_specs]
+    return block
 
 
 def _block_spec(
@@ -436,21 +549,24 @@ def _block_spec(
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
     """Return what each transformer layer of the model is built of."""
     model = config.model
-    specs = get_gpt_decoder_layer_specs(
-        core,
-        model.transformer_impl == "transformer_engine",
-        model.normalization,
-        core.qk_l2_norm,
-    )
+    has_engine = model.transformer_impl == "transformer_engine"
+    if isinstance(core, HeterogeneousTransformerConfig):
+        whole = copy.copy(core)  # as one stage
+        whole.pipeline_model_parallel_size = 1
+        whole.pipeline_model_parallel_layout = None
+        specs = get_gpt_heterogeneous_layer_spec(whole, has_engine).layer_specs
+    else:
+        specs = get_gpt_decoder_layer_specs(core, has_engine, model.normalization, core.qk_l2_norm)
     if model.transformer_impl == "local":
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return [_keyed(spec) for spec in specs] if core.use_cpu_initialization else specs
+    kinds = _KEYED if core.use_cpu_initialization else _EXPERTS
+    return [completed(spec, kinds) for spec in specs]
 
 
-def _keyed(spec: ModuleSpec) -> ModuleSpec:
-    return ModuleSpec(module=KeyedTransformerLayer, params=spec.params, submodules=spec.submodules)
+_EXPERTS = {SequentialMLP: KeyedExperts}
+_KEYED = {TransformerLayer: KeyedTransformerLayer, GroupedMLP: KeyedGroupedExperts, **_EXPERTS}
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
@@ -520,10 +636,10 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
                + 2hf         feed-forward, 3hf with a gate
         model:   layers x layer + hV
 
-    with latent attention the products of its ranks in place of the first three lines, all times 2
-    for multiply and add, times 3 for forward, backward by inputs and by weights. Matrix
-    products only; what is computed again for lack of memory is not counted, nor are the optimizer
-    and the lookup of embeddings.
+    with latent attention the products of its ranks in place of the first three lines, for each
+    layer of multi-token prediction another layer, 2hh and hV, all times 2 for multiply and add,
+    times 3 for forward, backward by inputs and by weights. Matrix products only; what is computed
+    again for lack of memory is not counted, nor are the optimizer and the lookup of embeddings.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
@@ -539,8 +655,9 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     model = cfg.model
     if padded_vocab_size is None:
         _, padded_vocab_size = load_tokenizer(cfg)
-    layers = model.num_layers * _layer(cfg)
-    logits = model.hidden_size * padded_vocab_size
+    predicted = model.mtp_num_layers or 0
+    layers = sum(_layers(cfg)) + predicted * (_layer(cfg) + 2 * model.hidden_size**2)
+    logits = (1 + predicted) * model.hidden_size * padded_vocab_size
     return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
 
 
@@ -550,12 +667,28 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
     By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
     the loss move through memory comes on top.
     """
-    work = [float(layers) for layers in cfg.layers_per_stage]
-    work[-1] += cfg.model.hidden_size * padded_vocab_size / _layer(cfg)
+    each = iter(one / _layer(cfg) for one in _layers(cfg))
+    work = [sum(itertools.islice(each, layers), 0.0) for layers in cfg.layers_per_stage]
+    predicted, hidden = cfg.model.mtp_num_layers or 0, cfg.model.hidden_size
+    work[-1] += (1 + predicted) * hidden * padded_vocab_size / _layer(cfg)
+    if cfg.mtp_stage is not None:
+        work[cfg.mtp_stage] += predicted * (1 + 2 * hidden**2 / _layer(cfg))
     return tuple(work)
 
 
-def _layer(cfg: TrainerConfig) -> float:
+def _layers(cfg: TrainerConfig) -> list[float]:
+    """Multiply-adds of one token's forward through each layer."""
+    unlike, found = unlike_layers(cfg), []
+    for groups, width, linear in unlike or ():
+        own = dataclasses.replace(
+            cfg.model, group_query_attention=True, num_query_groups=groups, ffn_hidden_size=width
+        )
+        work = _layer(dataclasses.replace(cfg, model=own), attends=groups > 0)
+        found.append(work + linear * own.hidden_size**2)
+    return found if unlike else [_layer(cfg)] * cfg.model.num_layers
+
+
+def _layer(cfg: TrainerConfig, *, attends: bool = True) -> float:
     """Multiply-adds of one token's forward through a layer."""
     model = cfg.model
     matrices = 3 if model.swiglu or model.quick_geglu else 2
@@ -580,7 +713,7 @@ def _layer(cfg: TrainerConfig) -> float:
         + 2 * query_width * model.seq_length / 2
         + query_width * model.hidden_size
     )
-    return attention + feed_forward
+    return attention * attends + feed_forward
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:

@@ -132,27 +132,44 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         return self.placement.stage_of(pp_rank, vp_stage)
 
 
-def stages_of(layers_per_stage: Sequence[int], mtp_layers: int = 0) -> list[list[str]]:
+def stages_of(
+    layers_per_stage: Sequence[int], mtp_layers: int = 0, mtp_stage: int | None = None
+) -> list[list[str]]:
     """Return the layers of each stage: the first has the embedding too, the last one the loss.
 
     Args:
         layers_per_stage: transformer layers of each stage in pipeline order, 0 allowed.
         mtp_layers: layers of multi-token prediction, which come before the loss.
+        mtp_stage: the stage that has them, by default the last.
     """
     stages = [["decoder"] * layers for layers in layers_per_stage]
     stages[0].insert(0, "embedding")
-    stages[-1] += ["mtp"] * mtp_layers + ["loss"]
+    stages[-1 if mtp_stage is None else mtp_stage] += ["mtp"] * mtp_layers
+    stages[-1].append("loss")
     return stages
 
 
-def embedding_ranks(placement: Placement) -> Callable[[list[int]], list[int]]:
+def layout_of(config: TrainerConfig) -> PlacedLayout:
+    """Return the layers of each stage of a run, with their places."""
+    stages = stages_of(config.layers_per_stage, config.model.mtp_num_layers or 0, config.mtp_stage)
+    return PlacedLayout(placement_of(config), stages)
+
+
+def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
     """Return the function that gives megatron-core the embedding group of a pipeline.
 
-    It takes the global ranks of a pipeline and returns those that hold the first or last stage.
+    It takes the global ranks of a pipeline and returns those that hold the first or last stage,
+    or the one of multi-token prediction, which looks tokens up as well.
     """
-    first, _ = placement.locate(0)
-    last, _ = placement.locate(placement.num_stages - 1)
-    return lambda pp_ranks: [pp_ranks[position] for position in sorted({first, last})]
+    placement = placement_of(config)
+    stages = {0, placement.num_stages - 1}
+    if config.mtp_stage is not None:
+        # An output matrix of its own is no copy, but megatron-core would add it up.
+        stages = {0, config.mtp_stage} | (
+            set() if config.model.untie_embeddings_and_output_weights else stages
+        )
+    places = sorted({placement.locate(stage)[0] for stage in stages})
+    return lambda pp_ranks: [pp_ranks[position] for position in places]
 
 
 def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:

@@ -65,6 +65,7 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
         given=given,
         replay=replay,
         widths=widths_of(config),
+        beside=settings.overlap_moe_expert_parallel_comm,
     )
 
 
@@ -182,7 +183,7 @@ def build_run(job: TrainingJob) -> Run:
             places=job.places,
             payload_shape=payload_shape(config),
             payload_dtype=core.pipeline_dtype,
-            payload_varies=config.data.variable_seq_lengths,
+            payload_varies=config.data.variable_seq_lengths or passes_predictions(config),
             timeout_s=config.schedule.pipeline_timeout_s,
             recorder=tracing.recorder,
             transport=config.transport,
@@ -228,7 +229,7 @@ def make_loader(
             consumed_samples=consumed_samples,
             batching=batching_of(config),
             dp_rank=parallel_state.get_data_parallel_rank(),
-            reads=_needs_data(run.placement),
+            reads=_needs_data(config, run.placement),
             pin_memory=run.job.accelerator.is_cuda,
             on_read=on_read,
         )
@@ -266,20 +267,27 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
         length = batching_of(config).row_tokens(config.data.pack_to)
     if config.parallel.sequence_parallel:
         length //= config.parallel.tensor_model_parallel_size
+    if passes_predictions(config):
+        length *= 1 + (config.model.mtp_num_layers or 0)
     return (length, config.batch.micro_batch_size, config.model.hidden_size)
 
 
-def _needs_data(placement: Placement) -> bool:
+def passes_predictions(config: TrainerConfig) -> bool:
+    """Return whether hidden states of multi-token prediction go on to the stage with the loss."""
+    return config.mtp_stage not in (None, config.num_stages - 1)
+
+
+def _needs_data(config: TrainerConfig, placement: Placement) -> bool:
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = [placement.stage_of(pp_rank, chunk) for chunk in range(placement.num_chunks)]
-    return 0 in stages or placement.num_stages - 1 in stages
+    return not {0, config.mtp_stage, placement.num_stages - 1}.isdisjoint(stages)
 
 
 def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer) -> Samples:
     config = job.config
     run, data = config.run, config.data
     # The lengths of documents concern every rank.
-    needs_data = data.variable_seq_lengths or _needs_data(placement)
+    needs_data = data.variable_seq_lengths or _needs_data(config, placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
     if run.train_iters is not None:
         iterations = run.train_iters

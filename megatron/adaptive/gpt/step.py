@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
@@ -93,7 +94,7 @@ class Step:
                 raise _diverged(run, iteration, error) from error
             raise
         return StepResult(
-            losses=self._mean_losses([reduced]),
+            losses=self._mean_losses([reduced]) | self._further_losses(len(reduced)),
             updated=bool(updated),
             grad_norm=None if grad_norm is None else float(grad_norm),
             num_zeros=None if num_zeros is None else int(num_zeros),
@@ -196,6 +197,19 @@ class Step:
             mean /= parallel_state.get_data_parallel_world_size()
         return {LOSS_NAME: float(mean[0] / mean[1] if mean.dim() else mean)}
 
+    def _further_losses(self, num_microbatches: int) -> dict[str, float]:
+        """Average the losses of multi-token prediction likewise, under Megatron-LM's names.
+
+        Over each microbatch's own tokens, also with a loss per token, as in Megatron-LM.
+        """
+        sums = MTPLossLoggingHelper.tracker.pop("values", None)
+        if sums is None or not num_microbatches:
+            return {}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(sums, group=group)
+        means = (sums / (num_microbatches * group.size())).tolist()
+        return {f"mtp_{depth} loss": mean for depth, mean in enumerate(means, 1)}
+
 
 def gather_parameters(run: Run) -> None:
     """Complete the parameters that the next forward would gather. Collective over all ranks."""
@@ -207,19 +221,26 @@ def gather_parameters(run: Run) -> None:
 def params_norm(run: Run) -> float:
     """Return the L2 norm of all parameters of the model. Collective over all ranks."""
     gather_parameters(run)
-    replicas = parallel_state.get_data_parallel_world_size()
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
         replicas = 1  # further replicas of a stage have no parameter that is not shared
-    total = torch.zeros(1, dtype=torch.float64)
+    everywhere, experts = torch.zeros(2, dtype=torch.float64)
     for chunk in run.chunks:
         for parameter in chunk.parameters():
             if getattr(parameter, "shared", False):
                 continue
-            split = getattr(parameter, "tensor_model_parallel", False)
-            if split or parallel_state.get_tensor_model_parallel_rank() == 0:
-                total += float(parameter.detach().double().pow(2).sum())
+            squares = float(parameter.detach().double().pow(2).sum())
+            if not getattr(parameter, "allreduce", True):  # of experts, which few ranks share
+                experts += squares
+            elif (
+                getattr(parameter, "tensor_model_parallel", False)
+                or parallel_state.get_tensor_model_parallel_rank() == 0
+            ):
+                everywhere += squares
+    total = torch.stack([everywhere, experts])
     dist.all_reduce(total, group=run.job.control_group)
-    return float(total / replicas) ** 0.5
+    expert_replicas = parallel_state.get_expert_data_parallel_world_size()
+    return float(total[0] / replicas + total[1] / expert_replicas) ** 0.5
 
 
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"

@@ -41,7 +41,7 @@ from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
 from megatron.adaptive.gpt.model import build_layer, build_optimizer, wrap
-from megatron.adaptive.gpt.placement import PlacedLayout, finalize_gradients, stages_of
+from megatron.adaptive.gpt.placement import finalize_gradients, layout_of
 from megatron.adaptive.gpt.setup import Run, build_run, connect_chunks, open_run_trace
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.profiling.memory import available_host_bytes
@@ -87,9 +87,7 @@ def move_layers(run: Run, partition: Sequence[int]) -> Run:
     run.job.accelerator.synchronize()
     own = _own_stages(run)
     before, after = _ranges(old.layers_per_stage), _ranges(config.layers_per_stage)
-    run.core.pipeline_model_parallel_layout = PlacedLayout(
-        run.placement, stages_of(config.layers_per_stage)
-    )
+    run.core.pipeline_model_parallel_layout = layout_of(config)
     if any(before[stage] != after[stage] for stage in own):
         run = _rebuilt(run, job, [after[stage] for stage in own])
     else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.imports.kineto import kineto_files, read_kineto
 from megatron.adaptive.trace.imports.published import ENDINGS, read_table
 from megatron.adaptive.trace.order import legacy_name, legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
@@ -86,6 +87,8 @@ def _read(place: Path, num_ranks: int | None, num_chunks: int | None) -> RunTrac
         run = read_run(traces)
     elif (text := _text_file(place, num_ranks, num_chunks)) is not None:
         run = read_legacy(text)
+    elif kineto_files(place):
+        run = read_kineto(place)
     else:
         raise TraceError(
             f"{place} holds no trace: neither {TRACES}/trace_rank_*.jsonl nor "

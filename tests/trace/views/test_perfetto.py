@@ -42,7 +42,8 @@ def run(tmp_path: Path) -> RunTrace:
 
 
 def of_phase(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["ph"] == phase]
+    """Events of a phase; of the slices those of recorded spans."""
+    return [event for event in events if event["ph"] == phase and event.get("cat") != "ideal"]
 
 
 def test_the_rules_of_the_format_are_kept(run: RunTrace) -> None:
@@ -72,6 +73,16 @@ def test_every_span_is_a_slice_with_its_times_and_figures(run: RunTrace) -> None
     causes = {e["args"].get("cause") for e in of_phase(events, "X") if e["cat"] == "wait"}
     assert causes
     assert causes <= {"input", "memory", "order", "group"}
+
+
+def test_a_thread_has_the_step_as_it_would_be_with_nobody_slower(run: RunTrace) -> None:
+    events = list(perfetto_events(run, [2]))
+    for rank, trace in run.ranks.items():
+        ideal = [e for e in events if e["pid"] == rank + 1 and e.get("cat") == "ideal"]
+        recorded = trace.table([2]).of_kind(*DRAWN_ACTIONS)
+        assert len(ideal) == len(recorded)
+        lengths = {e["dur"] for e in ideal if e["name"].startswith("forward")}
+        assert max(lengths) - min(lengths) < 0.002  # all the mean, in microseconds
 
 
 def test_a_flow_leads_from_each_send_to_its_input(run: RunTrace) -> None:
@@ -127,7 +138,10 @@ def test_spans_that_overlap_lie_on_threads_of_their_own(tmp_path: Path) -> None:
     events = list(perfetto_events(read_run(tmp_path), [1]))
     assert rules.broken_rules(events) == []
     names = [e["args"]["name"] for e in of_phase(events, "M") if e["name"] == "thread_name"]
-    assert sorted(names) == ["compute", "compute 2", "inputs", "inputs 2", "step"]
+    assert sorted(names) == [
+        *("compute", "compute 2", "ideal: nobody slower than others"),
+        *("inputs", "inputs 2", "step"),
+    ]
 
 
 def test_times_survive_rounding_and_cutting_off() -> None:

@@ -29,12 +29,14 @@ from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable, find_r
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Columns that must be there: replica, pipeline rank, global rank, iteration, kind of operation,
 seconds, and the number of the operation among those of its kind in its step on its rank."""
-OPTIONAL = ("mc", "gmc", "mb_id")
-"""Chunk on the rank, chunk in the model, microbatch; a rank has one chunk where they lack."""
+OPTIONAL = ("mc", "gmc", "mb_id", "group")
+"""Chunk on the rank, chunk in the model, microbatch, and lowest rank of a collective's group; a
+rank has one chunk where they lack."""
 ENDINGS = (".parquet", ".csv")
 
 _WIDTH = len(SPAN_COLUMNS)
 _AT = {name: place for place, name in enumerate(SPAN_COLUMNS)}
+_COMPUTES = {"forward-compute": "F", "backward-compute": "B", "weight-compute": "W"}
 _OPTIMIZERS = {"optimizer": "", "gc": "gc"}
 _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
 
@@ -86,12 +88,13 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
     return found
 
 
-def run_of_columns(columns: Mapping[str, Any], origin: Path) -> RunTrace:
+def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0) -> RunTrace:
     """Makes a run of a table's columns.
 
     Args:
         columns: by the names in :data:`COLUMNS` and :data:`OPTIONAL`, anything that numpy takes.
         origin: the source, for messages.
+        world_size: processes of the job, where more is known than the highest rank.
 
     Raises:
         TraceError: a column is missing or holds what it cannot, or the table contradicts itself.
@@ -122,7 +125,7 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path) -> RunTrace:
     table = {name: values.astype(np.int64) for name, values in numbers.items()}
     start = _one_after_another(table["step"], times_ns["start_ts"], times_ns["duration"])
     return _Table(table, [str(word) for word in words], kind, start, times_ns["duration"]).run(
-        origin
+        origin, world_size
     )
 
 
@@ -159,17 +162,18 @@ class _Table:
         self._model_chunk = table.get("gmc", table["stage"])
         self._microbatch = table.get("mb_id", zeros - 1)
         self._stage = table["stage"]
+        self._group = table.get("group", zeros - 1)
 
-    def run(self, origin: Path) -> RunTrace:
+    def run(self, origin: Path, world_size: int) -> RunTrace:
         """Returns the run."""
-        computes = self._rows("forward-compute", "backward-compute")
+        computes = self._rows(*_COMPUTES)
         if not len(computes):
             raise TraceError(f"{origin} holds no forward-compute and no backward-compute")
         num_ranks = int(self._stage.max()) + 1
         num_chunks = int(self._chunk[computes].max(initial=0)) + 1
         placement = self._placement(origin, computes, num_ranks, num_chunks)
         self._check_microbatches(computes)
-        known = {"forward-compute", "backward-compute", *_OPTIMIZERS, *COLLECTIVES}
+        known = {*_COMPUTES, *_OPTIMIZERS, *COLLECTIVES}
         known |= {f"{way}-{end}" for way in _MESSAGES for end in ("send", "recv")}
         unknown = Counter(
             self._words[k] for k in self._kind.tolist() if self._words[k] not in known
@@ -177,7 +181,7 @@ class _Table:
         at, spans = self._spans(computes, placement)
         tp_rank = self._tensor_ranks()
         traces = {}
-        world_size = int(self._ranks.max()) + 1
+        world_size = max(world_size, int(self._ranks.max()) + 1)
         order = np.lexsort((spans[:, _AT["start_ns"]], self._step[at], self._worker[at]))
         at, spans = at[order], spans[order]
         worker, step = self._worker[at], self._step[at]
@@ -275,7 +279,7 @@ class _Table:
                 spans[:, _AT[name]] = value
             parts.append((rows, spans))
 
-        for word, kind in (("forward-compute", "F"), ("backward-compute", "B")):
+        for word, kind in _COMPUTES.items():
             rows = self._rows(word)
             add(rows, kind, chunk=self._chunk[rows], microbatch=self._microbatch[rows])
         for word, reason in _OPTIMIZERS.items():
@@ -342,7 +346,7 @@ class _Table:
         elif word == "optimizer-clip-main-grad":
             key = np.zeros_like(dp_rank)
         else:
-            return np.full(len(rows), -1)
+            return self._group[rows]
         lowest = np.full(int(key.max()) + 1, np.iinfo(np.int64).max)
         np.minimum.at(lowest, key, self._ranks[worker])
         return lowest[key]

@@ -1,10 +1,11 @@
 """A run as one self-contained page for the browser: ``.html``.
 
 The page needs nothing but itself: plotly.js, its own script and the spans are in it. It has a
-timeline of a row per rank with what every rank waited for, arrows from sends to receives, the same
-step simulated with mean times, the activation bytes held, and a slider over iterations. So that it
-opens quickly after a run of any size, it holds some iterations and replicas of a large one, and
-merges short spans where there are too many (see ``page_spans``); it says what it left out.
+timeline of a row per rank with what every rank waited for, arrows from sends to receives, the step
+as it would be with nobody slower than others, the activation bytes held, a slider over iterations,
+and maps of slow ranks. So that it opens quickly after a run of any size, it holds some iterations
+and replicas of a large one, and merges short spans where there are too many (see ``page_spans``);
+it says what it left out.
 """
 
 from __future__ import annotations
@@ -23,18 +24,14 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.config.outside import printable
-from megatron.adaptive.errors import ScheduleError, SetupError, TraceError
-from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow
-from megatron.adaptive.schedule.simulate import SimResult, StageTimes, simulate
+from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import placement_of, stages_text
-from megatron.adaptive.trace.table import KIND, Ints, TraceTable
+from megatron.adaptive.trace.step import stages_text
+from megatron.adaptive.trace.table import Ints, TraceTable
 from megatron.adaptive.trace.views.page_spans import (
     Category,
     Rows,
@@ -44,11 +41,14 @@ from megatron.adaptive.trace.views.page_spans import (
     stage_shares,
 )
 from megatron.adaptive.trace.views.palette import IDLE
+from megatron.adaptive.trace.whatif.graph import IdealStep, ideal_steps
 
 MAX_SPANS = 300_000
 """Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""
 MAX_MESSAGES = 100_000
 """Messages of all of them."""
+MAX_ACTIONS = 40_000
+"""Steps of more actions are drawn without the ideal one: a page has so many bars of it at most."""
 MAX_SHARES = 200_000
 """Numbers of the mean over replicas, of one iteration."""
 
@@ -226,6 +226,39 @@ def _head(
         "all_iterations": figures.iterations.tolist(),
         "step_ms": np.round(step_ns / 1e6, 4).tolist(),
         "bubble": np.round(idle.sum(axis=1) / known, 4).tolist(),
+        **_heat(figures),
+    }
+
+
+MAX_HEAT = 40_000
+"""Cells of the map of ranks by steps."""
+
+
+def _heat(figures: RunFigures) -> dict[str, Any]:
+    """Work over the usual one, by rank and step, and by replica and stage; nothing for one rank."""
+    work, known = figures.work_ns, figures.num_actions > 0
+    if work.shape[1] < 2 or not known.any():
+        return {}
+    times = np.where(known, work / max(1.0, float(work[known].mean())), np.nan)
+    every = max(1, -(-times.size // MAX_HEAT))
+    shown = times[::every].round(3).T.tolist()
+    columns = sorted(set(figures.pp_rank.tolist()))
+    rows = sorted(set(figures.dp_rank.tolist()))
+    mean = np.nanmean(np.where(known.any(axis=0), times, 0), axis=0)
+    stages = [
+        [
+            round(float(cell.mean()), 3) if len(cell) else None
+            for column in columns
+            for cell in [mean[(figures.dp_rank == row) & (figures.pp_rank == column)]]
+        ]
+        for row in rows
+    ]
+    heat = [[None if value != value else value for value in row] for row in shown]
+    return {
+        "heat": heat,
+        "heat_steps": figures.iterations[::every].tolist(),
+        "heat_ranks": figures.ranks.tolist(),
+        "heat_stages": stages,
     }
 
 
@@ -292,22 +325,23 @@ def _block(
         return encode(columns, kind="mean", bins=bins, simulated_ms=0, messages=0, **head)
     present = {trace.header.rank: row for row, trace in enumerate(group.traces) if trace}
     messages = match_messages({rank: tables[row] for rank, row in present.items()})
-    header = next(trace for trace in group.traces if trace).header
-    microbatches = max(t.num_microbatches.get(iteration, 0) for t in group.traces if t)
-    simulated = replay(tables, messages, header.placement, run.num_chunks, microbatches)
+    actions = sum(int(table.where(*DRAWN_ACTIONS).sum()) for table in tables)
+    ideal = None
+    if 0 < actions <= MAX_ACTIONS and len(present) == len(tables):
+        ideal = ideal_steps(run, list(present), [iteration])
     small = merged(rows, MAX_SPANS // share)
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
     limit = MAX_MESSAGES // share
     columns = {
         **span_columns(small, len(tables), start_ns, unit_ns),
         **message_columns(messages, present, start_ns, unit_ns, limit),
-        **simulated_columns(simulated, run.num_chunks, unit_ns),
+        **ideal_columns(ideal, present, len(tables), run.num_chunks, unit_ns),
     }
     return encode(
         columns,
         kind="spans",
         unit_ms=unit_ns / 1e6,
-        simulated_ms=simulated.makespan_s * 1e3 if simulated else 0,
+        simulated_ms=int(ideal.end_ns.max() - ideal.start_ns.min()) / 1e6 if ideal else 0,
         merged_below_ns=small.merged_below_ns,
         messages=len(messages),
         messages_left_out=len(messages) if len(messages) > limit else 0,
@@ -440,7 +474,6 @@ def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({present[0], present[int(np.argmax(steps))]}))
 
 
-PS_PER_NS = 1000
 TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float64")
 """Of a column, narrowest first; all have an array in JavaScript."""
 
@@ -504,24 +537,30 @@ def message_columns(
     }
 
 
-def simulated_columns(result: SimResult | None, num_chunks: int, unit_ns: int) -> dict[str, Ints]:
-    """Columns of a simulated step, from its start; empty ones for none."""
-    spans = () if result is None else result.spans
-    kinds = {kind: number for number, kind in enumerate(DRAWN_ACTIONS)}
-    actions = [span.action for row in spans for span in row]
-    categories = [kinds[action.kind.value] * num_chunks + action.chunk for action in actions]
-    none = np.zeros(0, dtype=np.int64)
-    starts = [none, *(() if result is None else result.starts_ps)]
-    ends = [none, *(() if result is None else result.ends_ps)]
-    start = np.concatenate(starts) // (PS_PER_NS * unit_ns)
-    end = np.concatenate(ends) // (PS_PER_NS * unit_ns)
-    return {
-        "s_start": start,
-        "s_length": end - start,
-        "s_category": np.array(categories, dtype=np.int64),
-        "s_microbatch": np.array([action.microbatch for action in actions], dtype=np.int64),
-        "s_offset": np.cumsum([0, *(len(row) for row in spans)]),
-    }
+def ideal_columns(
+    ideal: IdealStep | None, row_of: Mapping[int, int], num_rows: int, num_chunks: int, unit_ns: int
+) -> dict[str, Ints]:
+    """Columns of a step in which nobody is slower than others, from its start; empty for none.
+
+    Args:
+        ideal: its computes.
+        row_of: rows by global rank.
+        num_rows: how many rows there are.
+        num_chunks: chunks per rank.
+        unit_ns: of all times.
+    """
+    names = ("s_start", "s_length", "s_category", "s_microbatch")
+    if ideal is None:
+        none = np.zeros(0, dtype=np.int64)
+        return {**dict.fromkeys(names, none), "s_offset": np.zeros(num_rows + 1, dtype=np.int64)}
+    row = np.array([row_of[rank] for rank in ideal.rank.tolist()])
+    order = np.lexsort((ideal.start_ns, row))
+    start = (ideal.start_ns - ideal.start_ns.min()) // unit_ns
+    length = (ideal.end_ns - ideal.start_ns.min()) // unit_ns - start
+    category = ideal.kind * num_chunks + ideal.chunk
+    columns = (start, length, category, ideal.microbatch)
+    found = {name: column[order] for name, column in zip(names, columns, strict=True)}
+    return {**found, "s_offset": np.searchsorted(row[order], np.arange(num_rows + 1))}
 
 
 def _type_of(column: Ints) -> str:
@@ -531,72 +570,3 @@ def _type_of(column: Ints) -> str:
         if limits.min <= low and high <= limits.max:
             return name
     return TYPES[-1]
-
-
-MAX_ACTIONS = 40_000
-"""Steps of more actions are not simulated: a page waits some seconds for so many."""
-
-NS_PER_S = 1_000_000_000
-
-
-def replay(
-    tables: list[TraceTable], messages: Messages, placement: str, num_chunks: int, microbatches: int
-) -> SimResult | None:
-    """Simulate a measured step with its own order and mean times.
-
-    Args:
-        tables: spans of the iteration by pipeline rank.
-        messages: those between these ranks.
-        placement: how stages lie on ranks and chunks.
-        num_chunks: chunks per rank.
-        microbatches: of the step.
-
-    Returns:
-        The simulated step; ``None`` where the trace does not hold all of it, where its placement is
-        unknown here, or where it is larger than :data:`MAX_ACTIONS`.
-    """
-    place = placement_of(placement, len(tables), num_chunks)
-    drawn = [table.of_kind(*DRAWN_ACTIONS) for table in tables]
-    actions = [table.take(np.argsort(table.start_ns, kind="stable")) for table in drawn]
-    if place is None or not 0 < sum(map(len, actions)) <= MAX_ACTIONS:
-        return None
-    pieces = max(
-        (int(a.piece[a.kind == KIND["W"]].max(initial=-1)) + 1 for a in actions), default=0
-    )
-    policies = [Follow(_order(table), "measured order") for table in actions]
-    seen = messages.arrived_ns[messages.seen] - messages.sent_ns[messages.seen]
-    latency_s = max(0.0, float(np.median(seen)) / NS_PER_S) if len(seen) else 0.0
-    try:
-        return simulate(
-            place,
-            microbatches,
-            policies,
-            _times(actions, place, pieces),
-            latency_s=latency_s,
-            forward_only=not any((table.kind == KIND["B"]).any() for table in actions),
-            weight_pieces=pieces,
-        )
-    except ScheduleError:
-        return None  # a rank's trace lacks an action, so its order cannot be followed
-
-
-def _order(table: TraceTable) -> list[Action]:
-    columns = (table.kind, table.chunk, table.microbatch, table.piece)
-    return [
-        Action(ActionKind(DRAWN_ACTIONS[kind]), chunk, microbatch, piece)
-        for kind, chunk, microbatch, piece in zip(*(c.tolist() for c in columns), strict=True)
-    ]
-
-
-def _times(actions: list[TraceTable], place: Placement, pieces: int) -> StageTimes:
-    """Mean seconds of whole F, B and W per stage; the simulator divides a W by its pieces."""
-    means: dict[str, list[float]] = {kind: [] for kind in DRAWN_ACTIONS}
-    for stage in range(place.num_stages):
-        rank, chunk = place.locate(stage)
-        mine = actions[rank].take(actions[rank].chunk == chunk)
-        for kind, found in means.items():
-            lengths = mine.duration_ns[mine.kind == KIND[kind]]
-            parts = pieces if kind == "W" else 1
-            found.append(float(lengths.mean()) / NS_PER_S * parts if len(lengths) else 0.0)
-    weight_s = tuple(means["W"]) if pieces else ()
-    return StageTimes(forward_s=tuple(means["F"]), backward_s=tuple(means["B"]), weight_s=weight_s)

@@ -1,7 +1,8 @@
 """The spans of a run in the trace event format, for https://ui.perfetto.dev and chrome://tracing.
 
 One process per rank with threads for compute, waits, sends, inputs, data and the step; a flow from
-each send to the input it became; counters of activation bytes, microbatches in flight and inputs
+each send to the input it became; on a last thread the computes of a step in which nobody is slower
+than others; counters of activation bytes, microbatches in flight and inputs
 queued. Times are microseconds on the run's common clock, from the first span on.
 
 Rules of the format that shape this file: slices of a thread must nest, so spans that overlap
@@ -31,6 +32,7 @@ from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.step import stages_text
 from megatron.adaptive.trace.table import KIND, Ints, TraceTable, wait_before
+from megatron.adaptive.trace.whatif.graph import IdealStep, ideal_steps
 
 MAX_SPANS = 1_500_000
 """Viewers in a browser still open a file of so many spans."""
@@ -107,12 +109,15 @@ def perfetto_events(
     starts = [run.ranks[rank].table([min(iterations)]).start_ns for rank in wanted]
     origin_ns = min((int(start.min()) for start in starts if len(start)), default=0)
     ends = _flow_ends(messages)
+    ideal = ideal_steps(run, wanted, iterations)
     for place, rank in enumerate(wanted):
         trace = run.ranks[rank]
         yield from _names_of(run, trace, place)
         table = trace.table(iterations)
         yield from _slices(rank, table, origin_ns, ends)
         yield from _counters(rank, table, origin_ns)
+        if ideal is not None:
+            yield from _ideal(rank, ideal, origin_ns)
 
 
 def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> None:
@@ -225,6 +230,35 @@ def _slices(
             if row[0] in _MESSAGES:
                 for end in ends.get((row[0], rank, row[6], *row[1:4], row[5]), ()):
                     yield {**end, **where}
+
+
+def _ideal(rank: int, ideal: IdealStep, origin_ns: int) -> Iterator[Event]:
+    """Computes of a rank in steps in which nobody is slower than others, on a thread of its own."""
+    rows = np.flatnonzero(ideal.rank == rank)
+    rows = rows[np.argsort(ideal.start_ns[rows], kind="stable")]
+    tid = _tid(rank, len(THREADS) * LANES - 1)
+    yield _metadata("thread_name", rank, tid, name="ideal: nobody slower than others")
+    yield _metadata("thread_sort_index", rank, tid, sort_index=tid)
+    columns = (ideal.kind, ideal.chunk, ideal.microbatch, ideal.iteration)
+    starts = _microseconds(ideal.start_ns[rows] - origin_ns)
+    # A step that would take longer than it did is cut where the next one begins.
+    behind = np.append(ideal.start_ns[rows][1:], np.iinfo(np.int64).max)
+    ends = np.minimum(ideal.end_ns[rows], behind)
+    lengths = _microseconds(np.maximum(ends - ideal.start_ns[rows], 1))
+    numbers = zip(*(column[rows].tolist() for column in columns), strict=True)
+    for start, length, (kind, chunk, microbatch, iteration) in zip(
+        starts, lengths, numbers, strict=True
+    ):
+        yield {
+            "name": _name(DRAWN_ACTIONS[kind], chunk, microbatch, iteration, "", ""),
+            "cat": "ideal",
+            "ph": "X",
+            "pid": rank + 1,
+            "tid": tid,
+            "ts": start,
+            "dur": length,
+            "args": {"iteration": iteration, "chunk": chunk, "microbatch": microbatch},
+        }
 
 
 _SIDE_BY_SIDE = ("inputs", "sends")

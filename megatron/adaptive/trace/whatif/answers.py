@@ -31,7 +31,6 @@ from megatron.adaptive.trace.table import Ints, Mask
 from megatron.adaptive.trace.whatif.graph import Graph, build_graph
 from megatron.adaptive.trace.whatif.operations import (
     BACKWARD_COMM,
-    FIRST_COMM,
     FORWARD_COMM,
     NAMES,
     WEIGHT,
@@ -40,6 +39,7 @@ from megatron.adaptive.trace.whatif.operations import (
     Pipelines,
     pipelines_of,
     read_operations,
+    usual_s,
 )
 from megatron.adaptive.trace.whatif.replay import recorded_times
 
@@ -294,7 +294,7 @@ class _Answers:
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
         self._measure_cells()
-        usual = self._usual()
+        usual = usual_s([p.ops.kind for p in parts], [p.ops.duration_s for p in parts])
         for part in parts:
             part.ideal_s = usual[part.ops.kind]
             part.length = self._lengths(part.ops)
@@ -415,16 +415,6 @@ class _Answers:
     def _without(self, chosen: Callable[[Operations], Mask]) -> Durations:
         """As recorded, the chosen operations ideal."""
         return lambda part: np.where(chosen(part.ops), part.ideal_s, part.ops.duration_s)
-
-    def _usual(self) -> Floats:
-        """``[kinds]``: mean seconds of what computes, median of what communicates."""
-        usual = np.zeros(len(NAMES))
-        for kind in range(len(NAMES)):
-            values = [part.ops.duration_s[part.ops.kind == kind] for part in self._parts]
-            known = np.concatenate(values)
-            if len(known):
-                usual[kind] = np.median(known) if kind >= FIRST_COMM else known.mean()
-        return usual
 
     def _measure_cells(self) -> None:
         """Finds ``[workers, chunks, 3]``, mean seconds of forward, backward and weight on each."""

@@ -25,8 +25,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import Ints
-from megatron.adaptive.trace.whatif.operations import NAMES, Floats, Operations
+from megatron.adaptive.trace.whatif.operations import (
+    NAMES,
+    NS_PER_S,
+    Floats,
+    Operations,
+    pipelines_of,
+    read_operations,
+    usual_s,
+)
 
 _GATHER = NAMES.index("params-all-gather")
 _ENDED = 0.05
@@ -115,6 +124,59 @@ def build_graph(operations: Operations) -> Graph:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class IdealStep:
+    """Computes of steps in which nobody is slower than others; every column is ``[computes]``.
+
+    Attributes:
+        rank: global rank.
+        iteration: number of the iteration.
+        kind: place in ``event.DRAWN_ACTIONS``.
+        chunk: on its rank.
+        microbatch: likewise.
+        start_ns: on the run's clock, the step beginning when the recorded one did.
+        end_ns: likewise.
+    """
+
+    rank: Ints
+    iteration: Ints
+    kind: Ints
+    chunk: Ints
+    microbatch: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+def ideal_steps(run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]) -> IdealStep | None:
+    """Simulates some iterations of some ranks with the usual time of every kind of work.
+
+    Returns:
+        The computes; ``None`` where the trace does not hold all of them or contradicts itself.
+    """
+    try:
+        ops = read_operations(run, pipelines_of(run, ranks), iterations)
+        if ops.orphans:
+            return None
+        usual = usual_s([ops.kind], [ops.duration_s])[ops.kind]
+        ends_s = build_graph(ops).ends_s(usual)[: ops.num_computes]
+    except TraceError:
+        return None
+    rows = slice(0, ops.num_computes)
+    _, step = np.unique(ops.iteration[rows], return_inverse=True)
+    first = np.full(int(step.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, step, ops.start_ns[rows])
+    end_ns = first[step] + np.rint(ends_s * NS_PER_S).astype(np.int64)
+    return IdealStep(
+        rank=ops.where.ranks[ops.worker[rows]],
+        iteration=ops.iteration[rows],
+        kind=ops.kind[rows],
+        chunk=ops.chunk[rows],
+        microbatch=ops.microbatch[rows],
+        start_ns=end_ns - np.rint(usual[rows] * NS_PER_S).astype(np.int64),
+        end_ns=end_ns,
+    )
+
+
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
     """From and to of every dependency, and the number of nodes; collectives have one more each."""
     computes = np.arange(ops.num_computes)
@@ -167,6 +229,7 @@ def _around(ops: Operations, rank: Ints, computes: Ints, others: Ints) -> list[t
     first = np.full(int(number.max()) + 1, -1)
     first[number[computes[heads]]] = computes[heads]
     early = others[~after & (ops.kind[others] != _GATHER)]
+    early = early[ops.start_ns[early] < ops.start_ns[np.maximum(first[number[early]], 0)]]
     pairs = [(latest[after], others[after]), (early, first[number[early]])]
     # The first forward of a chunk needs the parameters gathered for it.
     gathers = others[ops.kind[others] == _GATHER]

@@ -10,7 +10,7 @@ section 3; the names of kinds are those of its published traces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,8 +60,9 @@ class Pipelines:
 
     def name(self, worker: int) -> str:
         """Names a worker for people."""
-        stages = ", ".join(map(str, self.stages[self.pp_rank[worker]].tolist()))
-        text = f"rank {self.ranks[worker]} (stage{'s' * (len(stages) > 1)} {stages}"
+        stages = self.stages[self.pp_rank[worker]].tolist()
+        text = f"rank {self.ranks[worker]} (stage{'s' * (len(stages) > 1)} "
+        text += ", ".join(map(str, stages))
         return text + (f", replica {self.replica[worker]})" if self.replica.any() else ")")
 
 
@@ -125,13 +126,17 @@ class Operations:
         return f"{text}, iteration {self.iteration[row]}"
 
 
-def pipelines_of(run: RunTrace) -> Pipelines:
+def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines:
     """Finds the ranks whose operations are simulated: the first of each tensor-parallel group.
+
+    Args:
+        run: the run.
+        ranks: only these global ranks; ``None`` for all.
 
     Raises:
         TraceError: the placement is unknown here.
     """
-    headers = [trace.header for trace in run.ranks.values()]
+    headers = [run.ranks[rank].header for rank in (run.ranks if ranks is None else ranks)]
     first = min(header.tp_rank for header in headers)
     headers = sorted((h for h in headers if h.tp_rank == first), key=lambda h: h.rank)
     place = placement_of(headers[0].placement, run.num_ranks, run.num_chunks)
@@ -147,6 +152,16 @@ def pipelines_of(run: RunTrace) -> Pipelines:
         replica=replica,
         stages=np.array(stages),
     )
+
+
+def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
+    """``[kinds of work]``: mean seconds of what computes, median of what communicates."""
+    kind, duration = np.concatenate(kinds), np.concatenate(durations_s)
+    usual = np.zeros(len(NAMES))
+    for place in np.unique(kind).tolist():
+        known = duration[kind == place]
+        usual[place] = np.median(known) if place >= FIRST_COMM else known.mean()
+    return usual
 
 
 def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) -> Operations:

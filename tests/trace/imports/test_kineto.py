@@ -1,0 +1,157 @@
+"""Files of torch.profiler become runs; ``profiles`` holds real ones, see ``make_profiles``."""
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.cli.trace import main
+from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.imports import kineto
+from megatron.adaptive.trace.imports.kineto import read_kineto
+from megatron.adaptive.trace.locate import load_run
+from megatron.adaptive.trace.messages import match_messages
+from megatron.adaptive.trace.whatif.answers import what_if
+
+PROFILES = Path(__file__).parent / "profiles"
+MICROBATCHES, STEPS = 4, 3
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A folder with the files of the plain loop, to be changed."""
+    return Path(shutil.copytree(PROFILES / "plain", tmp_path / "job"))
+
+
+def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("plain", 1), ("pipelining", 2)])
+def test_a_real_profile_has_every_action_and_message(name: str, chunks: int) -> None:
+    run = load_run(PROFILES / name)
+    assert (run.world_size, run.num_ranks, run.num_chunks) == (2, 2, chunks)
+    assert run.complete_iterations() == (1, 2, 3)
+    assert not run.notes()
+    tables = {rank: trace.table([2]) for rank, trace in run.ranks.items()}
+    for table in tables.values():
+        for kind in ("F", "B"):
+            assert table.where(kind).sum() == chunks * MICROBATCHES
+        assert table.where("optimizer").sum() == 1
+        assert table.where("collective").sum() == 2 * chunks
+    assert len(match_messages(tables)) == 2 * (2 * chunks - 1) * MICROBATCHES
+    found = what_if(run)
+    assert not found.notes
+    assert found.simulated_s.shape == (STEPS,)
+    assert (found.simulated_s < found.recorded_s * 1.02).all()
+
+
+def test_the_size_of_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_kineto(PROFILES / "plain").ranks[1].table().spans()
+    monkeypatch.setattr(kineto, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(kineto._chunks, "__defaults__", (700,))
+    assert read_kineto(PROFILES / "plain").ranks[1].table().spans() == whole
+
+
+def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(copied: Path) -> None:
+    path = copied / "rank0.json.gz"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    run = read_kineto(copied)
+    assert "rank0.json.gz ends in the middle; what it has is used" in run.notes()
+    assert run.ranks[0].iterations
+
+
+def test_missing_ranks_and_clocks_apart_are_said(copied: Path) -> None:
+    later = b'"baseTimeNanoseconds": 9'
+    edit(copied / "rank1.json.gz", lambda text: text.replace(b'"baseTimeNanoseconds": 1', later))
+    notes = read_kineto(copied).notes()
+    assert len(notes) == 1
+    assert notes[0].startswith("clocks of ranks 1 are up to 8e+09 s apart")
+    (copied / "rank1.json.gz").unlink()
+    assert any("no trace of ranks 1" in note for note in read_kineto(copied).notes())
+
+
+def test_two_jobs_and_files_of_others_are_refused(copied: Path) -> None:
+    shutil.copy(copied / "rank1.json.gz", copied / "again_rank1.json.gz")
+    with pytest.raises(
+        TraceError, match=r"again_rank1.*rank1.*both of rank 1; keep the files of one"
+    ):
+        read_kineto(copied)
+    edit(
+        copied / "again_rank1.json.gz",
+        lambda text: text.replace(b'"rank": 1, "world_size": 2', b'"rank": 2, "world_size": 8'),
+    )
+    with pytest.raises(TraceError, match="mixes jobs of 2 and 8 ranks"):
+        read_kineto(copied)
+
+
+def test_a_loop_without_names_is_advised(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in copied.iterdir():
+        edit(path, lambda text: text.replace(b"ward_step", b"_thing"))
+    with pytest.raises(TraceError, match=r"record_function\('forward_step'\)"):
+        read_kineto(copied)
+    for path in copied.iterdir():
+        edit(path, lambda text: text.replace(b"back_thing", b"backward_step"))
+    assert main(["import", str(copied), "--output", str(copied / "traces")]) == 0
+    assert "of no known kind: for_thing (24)" in capsys.readouterr().err
+
+
+def range_of(name: str, start_us: float, length_us: float, category: str, **more: Any) -> Any:
+    event = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 7}
+    return {**event, "ts": start_us, "dur": length_us, "args": more}
+
+
+def test_kernels_of_nccl_and_ranges_on_the_device_count(tmp_path: Path) -> None:
+    """Two replicas of two stages; JSON without spaces, as other programs write it again."""
+    for rank in range(4):
+        stage = rank // 2
+        peers = [2 * stage, 2 * stage + 1]
+        config = [
+            {"pg_desc": "PIPELINE_MODEL_PARALLEL_GROUP", "ranks": [rank % 2, rank % 2 + 2]},
+            {"pg_desc": "DATA_PARALLEL_GROUP", "ranks": peers},
+        ]
+        device = "gpu_user_annotation"
+        events = [
+            range_of("ProfilerStep#5", 0, 100, device),
+            range_of("forward_step", 0, 1, "user_annotation"),  # the host only hands over
+            range_of("forward_step", 10 + 20 * stage, 10, device),
+            range_of("backward_step", 60 - 20 * stage, 20 - 5 * stage, device),
+            range_of(
+                "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+                *((20, 40) if stage == 0 else (5, 25)),
+                "kernel",
+                **{"Collective name": "recv" if stage else "coalesced"},
+            ),
+            range_of(
+                "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+                81,
+                9,
+                "kernel",
+                **{"Process Group Ranks": str(peers)},
+            ),
+            range_of("ncclDevKernel_Unheard_Of()", 95, 1, "kernel"),
+        ]
+        if stage:
+            events.append(
+                range_of("ncclDevKernel_SendRecv()", 55, 5, "kernel", **{"Collective name": "send"})
+            )
+        data = {
+            "schemaVersion": 1,
+            "distributedInfo": {"rank": rank, "world_size": 4, "pg_config": config},
+            "traceEvents": events,
+        }
+        (tmp_path / f"r{rank}.json").write_text(json.dumps(data, separators=(",", ":")))
+    run = read_kineto(tmp_path)
+    assert (run.num_ranks, run.iterations) == (2, (5,))
+    first, last = run.ranks[0], run.ranks[3]
+    assert (first.header.pp_rank, last.header.pp_rank, last.header.dp_rank) == (0, 1, 1)
+    assert [span.duration_ns for span in first.spans(5) if span.action == "F"] == [10_000]
+    assert [span.peer for span in last.spans(5) if span.action == "collective"] == [2]
+    assert any("ncclDevKernel_Unheard_Of() (4)" in note for note in run.notes())
+    messages = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
+    assert len(messages) == 4
+    assert not what_if(run).notes[1:]
