@@ -56,13 +56,13 @@ _CHUNKED = {
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
 """All schedules that can be asked for."""
 _WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved", "breadth-first")
-_ROW_STEPS = 3_000_000
+_ROW_STEPS = 500_000
 """Actions that are timed for one set of nodes, shape and length of pipeline."""
 _FORWARD_BACK = 2.5
 """1F1B takes no more than a microbatch's way and the work of the busiest rank, which no schedule
 beats: what takes this many times as long as a known plan is not worth another schedule."""
-_NO_HOPE = 1.15
-_HAND_OVERS = 60
+_NO_HOPE = 1.08
+_HAND_OVERS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -643,10 +643,11 @@ class Searcher:
                 if chunks * plan.pp > self.model.num_layers:
                     continue
                 # What equal chunks take; nothing but rounding beats it.
-                if order in _WHOLE_BACKWARD and len(used) > _SMALL_LEVELS:
-                    even_s = work_s * (microbatches + (plan.pp - 1) / chunks)
-                    if even_s >= best.most_seconds(price):
-                        continue
+                waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
+                even_s = work_s * (microbatches + waits)
+                known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf
+                if even_s >= min(least_s, known_s):
+                    continue
                 made = ChunkedPipeline(
                     shape.classes, shape.choice, self._tables, numbers, order, chunks
                 )
