@@ -8,7 +8,8 @@ holders of it that are killed; ``strangers``, who talk to all that listens durin
 ``secrets``, planted ones, looked for as another user; ``commands``, wrong command lines and files;
 ``control``, the manager of a job of a thousand nodes that join at once and are lost bit by bit;
 ``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and filled up, with full
-disks of traces and flipped bits in checkpoints among it. A part that fails is a goal missed, and
+disks of traces and flipped bits in checkpoints among it; ``hangs``, jobs that stand still, and
+what is said of them. A part that fails is a goal missed, and
 the others are measured all the same. Exits with status 1 where a goal is missed.
 """
 
@@ -30,12 +31,16 @@ from benchmarks.trust import (  # noqa: E402
     commands,
     control_plane,
     damages,
+    hangs,
     leases,
     planted_secrets,
     strangers,
 )
 
-PARTS = ("damages", "checksums", "leases", "strangers", "secrets", "commands", "control", "soak")
+PARTS = (
+    *("damages", "checksums", "leases", "strangers", "secrets", "commands", "control", "soak"),
+    "hangs",
+)
 FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
@@ -60,6 +65,7 @@ def main(words: list[str] | None = None) -> int:
         jobs, real = ((16, 8), 1) if quick else ((200, 100), 3)
         talk = (20_000, 30.0) if quick else (1_000_000, 900.0)
         minutes, every_s = (1.0, 5.0) if quick else (10.0, 60.0)
+        still = (8, 1.0) if quick else (100, 1000.0)
         events, limit_min = (6, 1.5) if quick else (100, 55.0)
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
@@ -72,6 +78,7 @@ def main(words: list[str] | None = None) -> int:
                 1000, minutes, every_s, folder("control"), seed
             ),
             "soak": lambda: soaked(base, events, limit_min, seed, FIRST_EVENTS),
+            "hangs": lambda: hangs.measure(folder("hangs"), *still, seed),
         }
         more = {"machine": machine, "seed": seed}
         total = run(

@@ -111,6 +111,11 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --variable-seq-lengths --reset-position-ids => --reset-position-ids | never glued
 --variable-seq-lengths --pack-to 64 => --micro-batch-size 2 | --pack-to 64 | one row
 --variable-seq-lengths --pack-to 31 --micro-batch-size 1 => --pack-to 31 is below --seq-length 32
+--balance-replicas lengths @2 => --balance-replicas lengths | --variable-seq-lengths | speed
+--balance-replicas speed --pipeline-schedule megatron @2
+    => --balance-replicas speed | --pipeline-schedule megatron | same number
+PP2 --balance-replicas both --stage-data-parallel-sizes 2-1 @3
+    => --balance-replicas both | --stage-data-parallel-sizes
 PP2 --variable-seq-lengths --pack-to 64 --micro-batch-size 1 --model-chunks 2
     --pipeline-schedule interleaved --global-batch-size 7 @2
     => 7 | groups

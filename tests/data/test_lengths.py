@@ -13,6 +13,7 @@ import pytest
 from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.datasets import build_datasets
 from megatron.adaptive.data.lengths import Batching, LengthLoader, first_fit, left_out
+from megatron.adaptive.data.loader import Deal
 from megatron.adaptive.data.tokenizer import NullTokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
@@ -61,16 +62,20 @@ def test_every_shape_takes_the_same_documents(
         "9 documents are cut at --seq-length, 3 without a token to predict are left out"
     )
 
-    def taken(replicas: int, consumed: int, steps: int) -> list[list[tuple[int, ...]]]:
+    def taken(
+        replicas: int, consumed: int, steps: int, deal: Deal | None = None
+    ) -> list[list[tuple[int, ...]]]:
         batching = Batching(micro_batch_size=1, pack_to=pack_to, replicas=replicas)
         given = {"consumed_samples": consumed, "batching": batching}
         loaders = [LengthLoader(dataset, dp_rank=r, **given) for r in range(replicas)]
         silent = LengthLoader(dataset, dp_rank=0, reads=False, **given)
         found = []
         for _ in range(steps):
-            parts = [loader.step(16 // replicas) for loader in loaders]
-            beside = silent.step(16 // replicas)
-            assert len({len(part) for part in (*parts, beside)}) == 1
+            # Also where a replica is dealt less than its siblings.
+            parts = [loader.step(16 // replicas, deal) for loader in loaders]
+            beside = silent.step(16 // replicas, deal)
+            assert len(parts[0]) == len(beside)
+            assert deal is None or replicas == 1 or len({len(part) for part in parts}) > 1
             documents: list[tuple[int, ...]] = []
             for batch in (batch for part in parts for batch in part):
                 rows = batch["tokens"][batch["loss_mask"] > 0]
@@ -91,6 +96,7 @@ def test_every_shape_takes_the_same_documents(
 
     whole = taken(1, 0, 6)
     assert taken(2, 0, 2) + taken(4, 32, 4) == whole
+    assert taken(2, 0, 6, lambda sizes: (range(1, len(sizes)), [0])) == whole
     assert max(len(document) for step in whole for document in step) == LONGEST
 
 

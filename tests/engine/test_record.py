@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -72,6 +73,7 @@ def test_equal_orders_are_kept_once(tmp_path: Path) -> None:
         ("chunks", 2, "chunks 1 there, 2 here; give --num-virtual-stages-per-pipeline-rank"),
         ("placement", "v", "placement loop there, v here; give --pipeline-placement"),
         ("weight_pieces", 3, "weight_pieces 0 there, 3 here"),
+        ("replicas", 2, "replicas 0 there, 2 here; give --balance-replicas"),
     ],
 )
 def test_another_shape_is_refused(field: str, value: Any, text: str, tmp_path: Path) -> None:
@@ -80,6 +82,26 @@ def test_another_shape_is_refused(field: str, value: Any, text: str, tmp_path: P
     with pytest.raises(ConfigError, match=text) as info:
         Replay(record, other, 0)
     assert str(info.value).startswith(f"{tmp_path / 'f'} is of a pipeline of another shape: ")
+
+
+def test_what_was_dealt_comes_back_with_the_orders_of_every_replica(tmp_path: Path) -> None:
+    shape, dealt = dataclasses.replace(SHAPE, replicas=2), ((2, 0), (1,))
+    record = ScheduleRecord(shape)
+    record.add(1, [*ORDERS, (0, 1), (0, 1)], dealt)
+    record.save(tmp_path / "f")
+    found = ScheduleRecord.load(tmp_path / "f")
+    replay = Replay(found, shape, 3)
+    replay.begin(1)
+    assert replay.dealt(1, 3) == dealt
+    assert replay.policy(1) is not None
+    with pytest.raises(ConfigError, match="step 1 of .* has 3 microbatches, this run's has 4"):
+        replay.dealt(1, 4)
+    content = json.loads((tmp_path / "f").read_text())
+    for share in ([2, 1], [2]):
+        content["dealt"]["1"][0] = share
+        (tmp_path / "f").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match="step 1 does not deal each microbatch once"):
+            ScheduleRecord.load(tmp_path / "f")
 
 
 def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
@@ -160,7 +182,7 @@ def test_what_is_not_there_or_newer_is_one_line(tmp_path: Path) -> None:
 def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
     small(tmp_path / "f")
     other = RecordShape(ranks=2, chunks=2, placement="loop", weight_pieces=0)
-    options: dict[str, Any] = {"pp_rank": 0, "is_writer": True}
+    options: dict[str, Any] = {"place": 0, "is_writer": True}
     with pytest.raises(ConfigError, match="chunks 1 there, 2 here"):
         Recording(tmp_path / "f", other, after_step=1, **options)
     # A fresh start writes its own file.

@@ -298,7 +298,7 @@ PLACED = (
         extra=f"{V} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
 )
-PACK = "--pack-to 100"
+PACK, BALANCED = "--pack-to 100", "--balance-replicas both"
 DIFFERENT_LENGTHS = tuple(
     Case(*words, **shape, model=model)  # type: ignore[arg-type]
     for model, words, shape in (
@@ -313,7 +313,15 @@ DIFFERENT_LENGTHS = tuple(
         (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": "--micro-batch-size 2"}),
         (MODERN_LENGTHS, ("1f1b",), {"pp": 2, "dp": 2}),
         (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
+        (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": f"{PACK} --balance-replicas off"}),
+        (LENGTHS, ("interleaved",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{PACK} {BALANCED}"}),
+        (LENGTHS, ("combined-1f1b",), {"pp": 2, "chunks": 2, "extra": PACK}),
+        (LENGTHS, ("1f1b",), {"dp": 2, "extra": f"{PACK} {BALANCED}"}),
     )
+)
+DEALT = (
+    Case("1f1b", dp=2, extra=f"{BALANCED} --overlap-grad-reduce --use-distributed-optimizer"),
+    Case("zb-h1", pp=2, dp=2, extra=f"{BALANCED} --overlap-grad-reduce"),
 )
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 EACH = "--expert-tensor-parallel-size 1"
@@ -414,6 +422,26 @@ SAME_SUMS = (
         {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
     ),
 )
+# One training whose experts are spread over two ranks, all on each of two stages, and spread again.
+SPREAD_ANEW = (
+    Case(
+        *("adaptive", 1, 1, 1, 2, f"{SPREAD} --use-distributed-optimizer"),
+        model=MODERN_EXPERTS,
+        until=1,
+    ),
+)
+SPREAD_ANEW += (
+    dataclasses.replace(
+        SPREAD_ANEW[0],
+        pp=2,
+        chunks=2,
+        dp=1,
+        extra="--use-distributed-optimizer",
+        until=2,
+        after=SPREAD_ANEW[0],
+    ),
+)
+SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
 # Stopped as a V, gone on with as one stage for each rank, of another partition, and back.
 _BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
 _MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
@@ -578,7 +606,7 @@ def test_all_shapes_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED))], ids=str
+    "case", [*ORDERS, *TRANSPORTED, *each((*SHAPES, *OPTIONS, *PLACED, *DEALT))], ids=str
 )
 def test_every_case_equals_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, REL)
@@ -626,6 +654,21 @@ def test_experts_do_not_depend_on_the_order(cases: tuple[Case, ...], outcome: Ou
             expected = losses_of(first, outcome(first), seen)
             assert losses_of(other, outcome(other), seen) == expected, str(other)
         assert norms_of(outcome(other)) == norms_of(outcome(first)), str(other)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [(Case("megatron", model=MODERN_EXPERTS, until=STEPS), *SPREAD_ANEW)],
+    ids=["distributed-optimizer"],
+)
+def test_a_checkpoint_of_experts_goes_on_wherever_they_are(
+    cases: tuple[Case, ...], outcome: Outcome
+) -> None:
+    whole, *parts = cases
+    found = [loss for part in parts for loss in losses_of(part, outcome(part))]
+    assert found == pytest.approx(losses_of(whole, outcome(whole)), rel=1e-6, abs=0)
+    norms = [norm for part in parts for norm in norms_of(outcome(part))]
+    assert norms == pytest.approx(norms_of(outcome(whole)), rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("case", FREE, ids=str)

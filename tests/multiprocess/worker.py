@@ -15,7 +15,8 @@ iteration on.
     {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
      "further": [[float, ...] per rank],
      "params_norm": [[float] per rank], "evaluated": [[float] per rank],
-     "orders": [[str, ...] per rank], "seconds": float}
+     "orders": [[str, ...] per rank], "shares": [[[int, ...] per replica, ...] per rank],
+     "seconds": float}
 
 The norm of the parameters and the validation loss are those after iteration ``evaluate_after``.
 Further losses are those of multi-token prediction.
@@ -64,6 +65,7 @@ from megatron.adaptive.engine.job import destroy_groups, process_groups  # noqa:
 from megatron.adaptive.gpt.initialize import TrainingJob, seed_everything, set_up_mesh  # noqa: E402
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
+from megatron.adaptive.rebalance.dealing import ReplicaDealing  # noqa: E402
 from megatron.adaptive.rebalance.move_layers import move_layers  # noqa: E402
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
 
@@ -201,11 +203,21 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
     if run.wiring is not None:
         run.wiring.executor._recorder = orders  # type: ignore[assignment]
     step = Step(run)
+    dealing = None if config.balance == "off" else ReplicaDealing(run, print)
     loader = make_loader(run, run.samples.train, consumed)
     losses, further, norms, sizes, evaluated, trained = [], [], [], [], [], []  # type: ignore[var-annotated]
+    shares: list[Any] = []
     for iteration in range(done + 1, case["steps"] + 1):
         orders.words.clear()
-        result = step.train(None if loader is None else loader.step(count), count, iteration)
+        if dealing is None:
+            microbatches = None if loader is None else loader.step(count)
+            result = step.train(microbatches, count, iteration)
+        else:
+            microbatches, dealt = dealing.take(loader, count, iteration)
+            shares.append(dealing.shares)
+            result = step.train(microbatches, len(dealt.numbers), iteration, dealt=dealt)
+            assert step.times is not None
+            dealing.after_step(step.times)
         if not result.updated:
             raise RuntimeError(f"{case['name']}: iteration {iteration} did not update parameters")
         run.scheduler.step(increment=config.batch.global_batch_size)
@@ -222,6 +234,8 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
             run = move_layers(run, layers)
             step = Step(run)
             checkpoints = Checkpoints(run)
+    if dealing is not None:
+        dealing.finish()
     if config.checkpoint.save is not None:
         taken = (case["steps"] - done) * config.batch.global_batch_size
         checkpoints.save(
@@ -236,6 +250,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
         "params_norm": sizes,
         "evaluated": evaluated,
         "orders": trained,
+        "shares": shares,
     }
 
 

@@ -69,13 +69,13 @@ def test_what_is_not_refused() -> None:
     check(configuration(fp8="hybrid", fp8_recipe="tensorwise"), replicas=2)
     check(configuration(variable_seq_lengths=True, deallocate_pipeline_outputs=True))
     check(configuration(recompute_granularity="full"), schedule="varuna")
+    check(configuration(num_moe_experts=8, expert_model_parallel_size=4), replicas=4)
     check(None, Chunk(), Chunk(), schedule="interleaved")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("num_moe_experts", 8, "experts trade tokens with replicas whose order of work may differ"),
         ("cuda_graph_impl", "local", "a CUDA graph replays the order it was captured in"),
         ("hybrid_context_parallel", True, "it has a loop of its own"),
         (

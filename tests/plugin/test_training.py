@@ -24,6 +24,7 @@ PROGRAM = Path(__file__).with_name("user_pretrain.py")
 REL = 1e-6
 V = {"placement": "v"}
 CHUNKS = {"pp": 2, "chunks": 2, "deallocate": False}
+EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
 TWO_RANKS: list[dict[str, Any]] = [
     {
         # A microbatch of evaluation is smaller: tensors between stages change their shape.
@@ -78,6 +79,10 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
+        "shape": {"pp": 2, "more": EXPERTS},
+        "runs": {"adaptive": {}, "zb-h1": {"schedule": "zb-h1"}},
+    },
+    {
         "shape": {"pp": 2, "chunks": 1},
         "runs": {
             "whole": {"split_backward": False},
@@ -103,6 +108,17 @@ FOUR_RANKS: list[dict[str, Any]] = [
         "shape": {**CHUNKS, "distributed": True, "overlap": True},
         "from": "replicas",
         "runs": {"adaptive": V},
+    },
+    {
+        "shape": {
+            **CHUNKS,
+            "more": {
+                **EXPERTS,
+                "expert_model_parallel_size": 2,
+                "moe_token_dispatcher_type": "alltoall",
+            },
+        },
+        "runs": {"adaptive": {}, "interleaved": {"schedule": "interleaved"}},
     },
 ]
 

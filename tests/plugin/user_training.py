@@ -108,6 +108,7 @@ def setup(shape: Shape) -> Job:
         shape.tp,
         shape.pp,
         shape.chunks if shape.chunks > 1 else None,
+        expert_model_parallel_size=shape.more.get("expert_model_parallel_size", 1),
     )
     torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
@@ -175,7 +176,9 @@ def configuration(shape: Shape) -> TransformerConfig:
 
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
     """Build this rank's part of the model as Megatron-LM's ``get_model`` does."""
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, normalization=config.normalization
+    )
     chunks = []
     for vp_stage in range(shape.chunks):
         several = shape.chunks > 1

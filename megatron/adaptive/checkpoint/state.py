@@ -44,6 +44,8 @@ METADATA = {
 
 # The key of the random states.
 RNG = "rng_state"
+# The key of the state of experts' own optimizer beside what that of the others has.
+_EXPERTS = "experts"
 
 # Settings of the scheduler in a checkpoint and the flags that they come from.
 _SCHEDULE_FLAGS = {
@@ -70,12 +72,14 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
         return {f"data of stage {stage}": size for stage, size in sizes}
+    spread = parallel.expert_model_parallel_size
     return {
         "tensor": parallel.tensor_model_parallel_size,
         "pipeline": parallel.pipeline_model_parallel_size,
         "context": parallel.context_parallel_size,
         "data": parallel.data_parallel_size,
         "chunks": parallel.num_chunks,
+        **({"expert": spread} if spread > 1 else {}),
     }
 
 
@@ -143,23 +147,28 @@ def sharded_optimizer(
 ) -> dict[str, Any]:
     """Return the optimizer's state with its places in the whole model.
 
+    Experts that are spread over ranks have an optimizer of their own. Names of tensors do not say
+    so; its groups, which do, are never read.
+
     Args:
         optimizer: megatron-core's optimizer.
         model_state: what :func:`sharded_model` returned.
         metadata: as given to :func:`sharded_model`.
         loading: the result says what to load, its values do not matter.
     """
-    leaf = _leaf(optimizer)
-    distributed = isinstance(leaf, DistributedOptimizer)
-    _fill_state(leaf)
-    with _step_for_empty_rank(leaf):
-        # Other optimizers would fill in state themselves when loading, in a way that fails for
-        # SGD and forgets the step of torch's Adam.
-        state: dict[str, Any] = leaf.sharded_state_dict(
-            model_state, is_loading=loading and distributed, metadata=dict(metadata)
-        )
-    _move_step_to_groups(state)
-    return state
+    states: list[dict[str, Any]] = []
+    for leaf in _leaves(optimizer):
+        distributed = isinstance(leaf, DistributedOptimizer)
+        _fill_state(leaf)
+        with _step_for_empty_rank(leaf):
+            # Other optimizers would fill in state themselves when loading, in a way that fails for
+            # SGD and forgets the step of torch's Adam.
+            state: dict[str, Any] = leaf.sharded_state_dict(
+                model_state, is_loading=loading and distributed, metadata=dict(metadata)
+            )
+        _move_step_to_groups(state)
+        states.append(state)
+    return states[0] | dict(zip((_EXPERTS,), states[1:], strict=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,11 +237,11 @@ def addresses(chunks: Any, optimizer: Any) -> list[int]:
 
 
 def _own_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
-    inner = _leaf(optimizer).optimizer
-    for state in inner.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    for group in inner.param_groups:
-        yield from group["params"]
+    for inner in (leaf.optimizer for leaf in _leaves(optimizer)):
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for group in inner.param_groups:
+            yield from group["params"]
     for chunk in chunks:
         model = unwrap_model(chunk)
         yield from model.parameters()
@@ -241,7 +250,7 @@ def _own_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
 
 def is_sharded(optimizer: Any) -> bool:
     """Return whether ranks that are replicas of each other share the optimizer's state."""
-    return isinstance(_leaf(optimizer), DistributedOptimizer)
+    return isinstance(_leaves(optimizer)[0], DistributedOptimizer)
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
@@ -251,7 +260,12 @@ def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
         common: the part of it that all ranks have in common, of the same optimizer.
         optimizer: megatron-core's optimizer, not a distributed one.
     """
-    leaf = _leaf(optimizer)
+    for leaf, state in zip(_leaves(optimizer), (common, common.get(_EXPERTS)), strict=False):
+        if state is not None:
+            _refresh(state, leaf)
+
+
+def _refresh(common: dict[str, Any], leaf: Any) -> None:
     inner = leaf.optimizer
     groups = common.get("optimizer", common)["param_groups"]
     for group, now in zip(groups, inner.param_groups, strict=True):
@@ -266,7 +280,9 @@ def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
 
 def has_parameters(optimizer: Any) -> bool:
     """Return whether the optimizer updates anything on this rank, unlike one with no layers."""
-    return any(group["params"] for group in _leaf(optimizer).optimizer.param_groups)
+    return any(
+        group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
+    )
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
@@ -275,12 +291,25 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     Hyperparameters (betas, weight decay multipliers, ends of the learning rate) stay those of this
     run's settings: only the step comes from the checkpoint.
     """
-    leaf = _leaf(optimizer)
+    first, *rest = _leaves(optimizer)
+    experts = state.pop(_EXPERTS, {})
+    _move_step_to_groups(state)  # Megatron-LM has it elsewhere
+    step = state.get("optimizer", state)["param_groups"][0]["step"]
+    for leaf in rest:
+        # A run whose experts are not spread has saved no groups of theirs: this run's.
+        tree = experts.setdefault("optimizer", {}) if "optimizer" in leaf.state_dict() else experts
+        groups = leaf.optimizer.state_dict()["param_groups"]
+        tree["param_groups"] = [group | {"step": step} for group in groups]
+        experts.setdefault("grad_scaler", state.get("grad_scaler"))
+        _load(leaf, experts)
+    _load(first, state)
+
+
+def _load(leaf: Any, state: dict[str, Any]) -> None:
     inner = leaf.optimizer
     kept = [_without(group, "params", "step") for group in inner.param_groups]
     # Groups are in the same order on all ranks, but megatron-core pairs them by their multipliers,
     # which are equal in the groups with and without a decoupled learning rate.
-    _move_step_to_groups(state)  # Megatron-LM has it elsewhere
     tree = state.get("optimizer", state)
     saved = tree["param_groups"]
     if _is_torch_adam(leaf) and not isinstance(leaf, DistributedOptimizer):
@@ -312,8 +341,13 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], what: str) -> 
     Raises:
         CheckpointError: it has others.
     """
-    before = len(saved.get("optimizer", saved)["param_groups"])
-    now = len(_leaf(optimizer).optimizer.param_groups)
+    groups = saved.get("optimizer", saved).get("param_groups")
+    if groups is None:  # as Megatron-LM writes it with expert parallelism
+        raise CheckpointError(
+            f"{what} holds the state of several optimizers, which is not read here: load the "
+            "weights alone with --no-load-optim"
+        )
+    before, now = len(groups), len(_leaves(optimizer)[0].optimizer.param_groups)
     if before != now:
         raise CheckpointError(
             f"{what} holds optimizer state in {before} groups of parameters and this "
@@ -322,10 +356,9 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], what: str) -> 
         )
 
 
-def _leaf(optimizer: Any) -> Any:
-    """Return the one optimizer inside megatron-core's chain; only experts would need a second."""
-    (leaf,) = optimizer.chained_optimizers
-    return leaf
+def _leaves(optimizer: Any) -> list[Any]:
+    """Return the optimizers inside megatron-core's chain: one, and one of experts spread out."""
+    return list(optimizer.chained_optimizers)
 
 
 def _without(group: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -48,7 +48,6 @@ from megatron.adaptive.checkpoint.torch_dist import (
     pickled,
 )
 from megatron.adaptive.config.flags import fields_of
-from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError
@@ -76,6 +75,11 @@ _MEANINGS = (
     *("squared_relu", "norm_epsilon", "apply_layernorm_1p", "rotary_base", "rotary_percent"),
     *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
     *("rope_scaling_factor", "apply_residual_connection_post_layernorm"),
+)
+# Those of megatron-core that say which weights there are.
+_PARTS = (
+    *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
 )
 _FLAGS = {"query_groups": "--num-query-groups"}
 
@@ -626,6 +630,7 @@ def require_same_model(
     saved = _saved_config(manifest, what)
     names = _SHAPES if config.checkpoint.finetune else _SHAPES + _MEANINGS
     different = _differences(saved.model, config.model, names)
+    different += _differences(saved.core, config.core, _PARTS)
     if not _same_vocabulary(saved, manifest.padded_vocab_size, config, padded_vocab_size):
         different.append(
             f"padded vocabulary is {manifest.padded_vocab_size} in the checkpoint and "
@@ -686,8 +691,8 @@ def _given(value: bool) -> str:
     return "given" if value else "not given"
 
 
-def _differences(saved: ModelConfig, own: ModelConfig, names: Sequence[str]) -> list[str]:
-    specs = {spec.dest: spec for spec in fields_of(ModelConfig)}
+def _differences(saved: Any, own: Any, names: Sequence[str]) -> list[str]:
+    specs = {spec.dest: spec for spec in fields_of(own.__class__)}
     lines = []
     for name in names:
         if _is_without_effect(name, own) or _is_implied(name, saved, own):
@@ -703,7 +708,7 @@ def _differences(saved: ModelConfig, own: ModelConfig, names: Sequence[str]) -> 
     return lines
 
 
-def _is_without_effect(name: str, model: ModelConfig) -> bool:
+def _is_without_effect(name: str, model: Any) -> bool:
     """Return whether a setting changes nothing in ``model``; positions are compared themselves."""
     if name == "max_position_embeddings":
         return model.position_embedding_type != "learned_absolute"
@@ -712,7 +717,7 @@ def _is_without_effect(name: str, model: ModelConfig) -> bool:
     return name.startswith(("rotary_", "use_rope")) and model.position_embedding_type != "rope"
 
 
-def _is_implied(name: str, saved: ModelConfig, own: ModelConfig) -> bool:
+def _is_implied(name: str, saved: Any, own: Any) -> bool:
     """Return whether another setting of the list names the difference already."""
     return name == "add_qkv_bias" and (saved.add_bias_linear or own.add_bias_linear)
 

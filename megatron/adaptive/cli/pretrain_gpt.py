@@ -17,6 +17,8 @@ def main(argv: Sequence[str]) -> int:
     """Trains as ``argv`` says; one process of a job that torchrun started, or a job of its own."""
     environment = Environment.read()
     config = parse(argv, world_size=environment.world_size, last_wins=True)
+    if environment.node is not None:
+        config = config.in_elastic_job()
     # Imports torch and megatron-core, so after the settings are known to be sound.
     from megatron.adaptive.training.pretrain import pretrain
 

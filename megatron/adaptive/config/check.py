@@ -78,6 +78,7 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         layer_rules(config, given),
         _batch(config, given),
         _lengths(config, given),
+        _balance(config, given),
         _chunks_and_placement(config, given),
         _order(config, given),
         _microbatch_groups(config, given),
@@ -311,15 +312,6 @@ def _expert_ranks(config: TrainerConfig, given: _Given) -> Rules:
         f"{given.num_moe_experts} is not a multiple of {given.expert_model_parallel_size}: every "
         "rank takes as many experts; change one of them",
     )
-    for what, path in (
-        (given.save, config.checkpoint.save),
-        (given.load, config.checkpoint.load),
-    ):
-        yield (
-            spread > 1 and path is not None,
-            f"{given.expert_model_parallel_size} with {what}: checkpoints of experts that are "
-            "spread over ranks are not built yet; use --expert-model-parallel-size 1",
-        )
     tensor = tensor or parallel.tensor_model_parallel_size
     unit = tensor * spread * parallel.pipeline_model_parallel_size
     yield (
@@ -539,6 +531,22 @@ def _lengths(config: TrainerConfig, given: _Given) -> Rules:
         f"{given.global_batch_size} with {given.pack_to} and {given.pipeline_schedule}: it must be "
         f"a multiple of {unit}, so that the microbatches of each replica fill groups of "
         f"{config.microbatch_group}; change it or the schedule",
+    )
+
+
+def _balance(config: TrainerConfig, given: _Given) -> Rules:
+    """Microbatches that are dealt to replicas."""
+    how = config.schedule.balance_replicas
+    for what in () if how in (None, "off") else config.fixes_replicas:
+        yield (
+            True,
+            f"{given.balance_replicas} with {what}, under which every replica has the same number "
+            "of microbatches: drop one of them",
+        )
+    yield (
+        how == "lengths" and not config.data.variable_seq_lengths,
+        f"{given.balance_replicas} has no effect by itself: add --variable-seq-lengths, or use "
+        "speed",
     )
 
 

@@ -22,6 +22,9 @@ from megatron.adaptive.config.flags import (
 
 PlacementKind = Literal["loop", "v"]
 
+BALANCED = ("off", "lengths", "speed", "both")
+"""Values of ``--balance-replicas``."""
+
 RULES = ("adaptive", "auto", "bfc", "dfc", "hinted")
 """Values of ``--pipeline-schedule`` that choose at run time; the others fix the order."""
 
@@ -264,6 +267,14 @@ class ScheduleConfig:
     repartition_gain: Annotated[float, Limits(above=0, below=1)] = flag(
         "With --repartition auto: least share of a step that a move must save.", 0.05, unit="SHARE"
     )
+    balance_replicas: str | None = flag(
+        "Deal the microbatches of each step to data-parallel replicas so that all take as long: by "
+        "the lengths of their documents, by the measured speed of the replicas, or by both; off "
+        "deals them in turns.",
+        choices=BALANCED,
+        derived="lengths with --variable-seq-lengths, both under run, else off; off where the "
+        "schedule or the shape does without it",
+    )
     activation_cap: Annotated[float, Limits(minimum=1)] | None = flag(
         "Most activations that a rank keeps, counted in microbatches over all its chunks; only "
         "where the order is chosen at run time.",
@@ -275,6 +286,17 @@ class ScheduleConfig:
         600.0,
         unit="SECONDS",
         derived="--distributed-timeout-minutes",
+    )
+    hang_after_s: Annotated[float, Limits(minimum=0)] | None = flag(
+        "Name the rank that others wait for when nothing has moved on any rank for this long; 0 "
+        "for never.",
+        unit="SECONDS",
+        derived="10 times the median step, at least 30",
+    )
+    on_hang: str = flag(
+        "When nothing moves: write a page and a line and go on, or end the job besides.",
+        "report",
+        choices=("report", "end"),
     )
     trace_dir: Folder | None = flag("Folder for traces; none are written without it.")
     trace_interval: Iterations = flag("Trace one iteration in this many.", 1)

@@ -107,10 +107,51 @@ class TrainerConfig:
         return self.batch.global_batch_size // samples
 
     @property
+    def balance(self) -> str:
+        """How microbatches are dealt to replicas, one of ``schedule.BALANCED``."""
+        given = self.schedule.balance_replicas
+        if given is None:
+            has_lengths = self.data.variable_seq_lengths and not self.fixes_replicas
+            given = "lengths" if has_lengths else "off"
+        is_alone = self.parallel.data_parallel_size == 1
+        return "off" if is_alone and not self.data.variable_seq_lengths else given
+
+    @property
+    def fixes_replicas(self) -> tuple[str, ...]:
+        """Settings under which microbatches can only be dealt in turns, as on the command line."""
+        schedule, parallel = self.schedule.pipeline_schedule, self.parallel
+        return tuple(
+            name
+            for name, is_set in (
+                ("--stage-data-parallel-sizes", parallel.unequal_sizes is not None),
+                ("--expert-model-parallel-size", parallel.expert_model_parallel_size > 1),
+                ("--ddp-average-in-collective", parallel.ddp_average_in_collective),
+                (f"--pipeline-schedule {schedule}", schedule in ("file", "megatron")),
+            )
+            if is_set
+        )
+
+    def in_elastic_job(self) -> TrainerConfig:
+        """Returns the settings with the defaults of a job of ``run``."""
+        if self.schedule.balance_replicas is not None or self.fixes_replicas:
+            return self
+        schedule = dataclasses.replace(self.schedule, balance_replicas="both")
+        return dataclasses.replace(self, schedule=schedule)
+
+    @property
+    def least_microbatches(self) -> int:
+        """Microbatches that the schedule needs in each step and model copy."""
+        if self.schedule.pipeline_schedule == "dualpipe-v":
+            return 2 * self.parallel.pipeline_model_parallel_size
+        return self.microbatch_group
+
+    @property
     def microbatch_group(self) -> int:
         """Number that the microbatches of a step must be a multiple of, for the schedule."""
         schedule, parallel = self.schedule.pipeline_schedule, self.parallel
-        if schedule == "interleaved" or (schedule == "megatron" and parallel.num_chunks > 1):
+        if schedule in ("combined-1f1b", "interleaved") or (
+            schedule == "megatron" and parallel.num_chunks > 1
+        ):
             given = parallel.microbatch_group_size_per_vp_stage
             return given or parallel.pipeline_model_parallel_size
         return 1

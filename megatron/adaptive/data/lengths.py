@@ -29,9 +29,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.data.loader import Microbatch, OnRead
+from megatron.adaptive.data.loader import Deal, Microbatch, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
+from megatron.adaptive.schedule.dealing import Size
 
 _ROLES = ("system", "user", "assistant")
 _TAUGHT = "assistant"
@@ -223,6 +224,7 @@ class Batching:
         replicas: data-parallel size.
         multiple: number that the tokens of a row are a multiple of.
         group: number that the microbatches of a replica are a multiple of.
+        least: microbatches that a replica has at least.
     """
 
     micro_batch_size: int
@@ -230,22 +232,28 @@ class Batching:
     replicas: int
     multiple: int = 1
     group: int = 1
+    least: int = 1
 
-    def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Returns the microbatches of each replica, each a list of positions in ``lengths``."""
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Returns the microbatches of all replicas, each a list of positions in ``lengths``."""
+        if self.pack_to is not None:
+            unit, least = self.replicas * self.group, self.replicas * self.least
+            return first_fit(lengths, self.pack_to, unit, least)
+        size = self.micro_batch_size
+        return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
+
+    def size_of(self, lengths: Sequence[int]) -> Size:
+        """Returns the size of a microbatch of samples of these lengths."""
         if self.pack_to is None:
-            size = self.micro_batch_size
-            rows = [list(range(n, n + size)) for n in range(0, len(lengths), size)]
-        else:
-            rows = first_fit(lengths, self.pack_to, self.replicas * self.group)
-        return [rows[replica :: self.replicas] for replica in range(self.replicas)]
+            lengths = [self.row_tokens(max(lengths))] * len(lengths)
+        return float(sum(lengths)), float(sum(length * length for length in lengths))
 
     def row_tokens(self, tokens: int) -> int:
         """Returns the length of a row of so many tokens."""
         return -(-tokens // self.multiple) * self.multiple
 
 
-def first_fit(lengths: Sequence[int], room: int, unit: int = 1) -> list[list[int]]:
+def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
     """Packs samples into rows: the longest first, each into the first row that has room.
 
     Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973: first fit decreasing, at
@@ -255,6 +263,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1) -> list[list[int
         lengths: tokens of each sample.
         room: tokens that a row holds; samples are no longer.
         unit: number that the rows are a multiple of; rows with the most samples are divided.
+        least: rows at least, divided likewise.
 
     Returns:
         Positions in ``lengths``, ascending within a row; rows ascend by their first sample.
@@ -272,12 +281,13 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1) -> list[list[int
             left.append(room)
         rows[row].append(sample)
         left[row] -= length
-    if -(-len(rows) // unit) * unit > len(lengths):
+    wanted = -(-max(len(rows), least) // unit) * unit
+    if wanted > len(lengths):
         raise ConfigError(
-            f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches; use "
-            f"a --global-batch-size that is a multiple of {unit}"
+            f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches, "
+            f"{wanted} here; use a --global-batch-size of so many at least, a multiple of {unit}"
         )
-    while len(rows) % unit:
+    while len(rows) < wanted:
         largest = max(rows, key=lambda row: (len(row), sum(lengths[n] for n in row)))
         rows.append(largest[1::2])
         del largest[1::2]
@@ -334,8 +344,12 @@ class LengthLoader:
         self.consumed_samples = consumed_samples
         self._reads, self._pin_memory, self._on_read = reads, pin_memory, on_read
 
-    def step(self, num_microbatches: int) -> LengthMicrobatches:
+    def step(self, num_microbatches: int, deal: Deal | None = None) -> LengthMicrobatches:
         """Takes the next ``num_microbatches * micro_batch_size * replicas`` samples.
+
+        Args:
+            num_microbatches: of each replica, if they were padded and dealt in turns.
+            deal: gives each replica its microbatches; in turns where ``None``.
 
         Returns:
             This rank's part; packed microbatches may be fewer than ``num_microbatches``.
@@ -357,6 +371,7 @@ class LengthLoader:
             batching,
             self._dp_rank,
             (lambda n: self._dataset[first + n]) if self._reads else None,
+            deal=deal,
             pin_memory=self._pin_memory,
             on_read=self._on_read,
         )
@@ -378,6 +393,7 @@ class LengthMicrobatches:
         batching: how they become microbatches.
         dp_rank: this rank's replica.
         read: reads a sample of the step, ``None`` on a rank that needs no tokens.
+        deal: gives each replica its microbatches; in turns where ``None``.
         pin_memory: hand out page-locked tensors.
         on_read: called for every microbatch that was read.
     """
@@ -389,15 +405,19 @@ class LengthMicrobatches:
         dp_rank: int,
         read: Callable[[int], dict[str, Any]] | None,
         *,
+        deal: Deal | None = None,
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
         self._lengths, self._batching, self._read = lengths, batching, read
         self._pin_memory, self._on_read = pin_memory, on_read
-        replicas = batching.plan(lengths)
-        self._own = replicas[dp_rank]
+        rows = batching.plan(lengths)
+        own: Sequence[int] = range(dp_rank, len(rows), batching.replicas)
+        if deal is not None:
+            own = deal([batching.size_of([lengths[n] for n in row]) for row in rows])[dp_rank]
+        self._own = [rows[number] for number in own]
         self._ready: dict[int, Microbatch] = {}
-        self.load = self._measure([row for rows in replicas for row in rows])
+        self.load = self._measure(rows)
 
     def __len__(self) -> int:
         return len(self._own)

@@ -25,11 +25,15 @@ from torch.utils.data import DataLoader
 
 from megatron.adaptive.config.data import BatchConfig
 from megatron.adaptive.errors import DataError
+from megatron.adaptive.schedule.dealing import EQUAL, Size
 
 Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
 OnRead = Callable[[int, int, int], None]
 """Receives which microbatch of its step was read, and from when to when (monotonic clock)."""
+
+Deal = Callable[[Sequence[Size]], Sequence[Sequence[int]]]
+"""Returns which microbatches of a step each replica works on, given the sizes of all."""
 
 # What a microbatch may hold and the type it travels in from a data worker. Ids fit 32 bits.
 _WIRE_DTYPES: dict[str, Any] = {
@@ -108,7 +112,7 @@ class MicrobatchLoader:
     """Draws the microbatches of one data-parallel rank, step by step.
 
     Without workers a microbatch is read when it is asked for; with workers they are read ahead, in
-    order and across steps. Not thread safe.
+    order and across steps, those that come to this rank in turns. Not thread safe.
 
     Args:
         dataset: samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
@@ -136,6 +140,7 @@ class MicrobatchLoader:
         self._dataset = dataset
         self._first_sample = consumed_samples
         self._micro_batch_size, self._dp_rank = micro_batch_size, dp_rank
+        self._dp_size = dp_size
         self._block_size = micro_batch_size * dp_size
         self._num_blocks = max(0, len(dataset) - consumed_samples) // self._block_size
         self._pin_memory = pin_memory
@@ -146,7 +151,7 @@ class MicrobatchLoader:
         if num_workers:
             # Both need no more than what they have; torch names its base classes as types.
             samples: Any = dataset
-            order: Any = map(self._samples, range(self._num_blocks))
+            order: Any = map(self._samples, range(dp_rank, self._num_blocks * dp_size, dp_size))
             self._read_ahead = iter(
                 DataLoader(
                     samples,
@@ -165,11 +170,13 @@ class MicrobatchLoader:
         """Samples that all ranks together took, those before this loader included."""
         return self._first_sample + self._next_block * self._block_size
 
-    def step(self, num_microbatches: int) -> StepMicrobatches:
+    def step(self, num_microbatches: int, deal: Deal | None = None) -> StepMicrobatches:
         """Take the next ``num_microbatches * micro_batch_size * dp_size`` samples.
 
         Args:
-            num_microbatches: microbatches a rank in this step; may change from step to step.
+            num_microbatches: microbatches a rank in this step, on the mean; may change from step
+                to step.
+            deal: gives each rank its microbatches; in turns where ``None``.
 
         Returns:
             This rank's part, readable until the next call of :meth:`step`.
@@ -185,31 +192,34 @@ class MicrobatchLoader:
                 f"{self.consumed_samples} to {last}; build the data for more iterations"
             )
         self._next_block += num_microbatches
-        return StepMicrobatches(self, first, num_microbatches)
+        count = num_microbatches * self._dp_size
+        own: Sequence[int] = range(self._dp_rank, count, self._dp_size)
+        if deal is not None:
+            own = deal([EQUAL] * count)[self._dp_rank]
+        return StepMicrobatches(self, self._next_block, [first * self._dp_size + n for n in own])
 
     def close(self) -> None:
         """End the data workers, if any. The loader then reads in this process."""
         self._read_ahead = None
 
-    def _samples(self, block: int) -> range:
-        """Return the samples of this rank in a block."""
-        start = (
-            self._first_sample + block * self._block_size + self._dp_rank * self._micro_batch_size
-        )
+    def _samples(self, number: int) -> range:
+        """Return the samples of a microbatch, counted over all ranks since the first."""
+        start = self._first_sample + number * self._micro_batch_size
         return range(start, start + self._micro_batch_size)
 
-    def _read(self, first_block: int, index: int) -> Microbatch:
-        """Read a microbatch of a step, and report how long that took."""
+    def _read(self, number: int, index: int) -> Microbatch:
+        """Read a microbatch, the ``index``-th of its step, and report how long that took."""
         if self._on_read is None:
-            return self._fetch(first_block + index)
+            return self._fetch(number)
         start_ns = time.monotonic_ns()
-        microbatch = self._fetch(first_block + index)
+        microbatch = self._fetch(number)
         self._on_read(index, start_ns, time.monotonic_ns())
         return microbatch
 
-    def _fetch(self, block: int) -> Microbatch:
-        if self._read_ahead is None:
-            arrays = _collate([self._dataset[index] for index in self._samples(block)])
+    def _fetch(self, number: int) -> Microbatch:
+        block, rank = divmod(number, self._dp_size)
+        if self._read_ahead is None or rank != self._dp_rank or block < self._read_block:
+            arrays = _collate([self._dataset[index] for index in self._samples(number)])
         else:
             arrays = self._draw(self._read_ahead, block)
         tensors = {}
@@ -245,14 +255,14 @@ class StepMicrobatches:
     one, ``attention_mask [b, 1, s, s] bool`` (true where hidden).
     """
 
-    def __init__(self, loader: MicrobatchLoader, first_block: int, num_microbatches: int) -> None:
+    def __init__(self, loader: MicrobatchLoader, end_block: int, numbers: Sequence[int]) -> None:
         self._loader = loader
-        self._first_block = first_block
-        self._num_microbatches = num_microbatches
+        self._end_block = end_block
+        self._numbers = numbers
         self._ready: dict[int, Microbatch] = {}
 
     def __len__(self) -> int:
-        return self._num_microbatches
+        return len(self._numbers)
 
     def __getitem__(self, index: int) -> Microbatch:
         if not 0 <= index < len(self):
@@ -263,14 +273,14 @@ class StepMicrobatches:
 
     def _read_up_to(self, index: int) -> None:
         loader = self._loader
-        if loader._next_block != self._first_block + self._num_microbatches:
+        if loader._next_block != self._end_block:
             raise RuntimeError("microbatches of an earlier step were asked for after the next one")
         if loader._read_ahead is None:
-            self._ready[index] = loader._read(self._first_block, index)
+            self._ready[index] = loader._read(self._numbers[index], index)
             return
         # Workers deliver in order, so those before it come along.
         for earlier in range(len(self._ready), index + 1):
-            self._ready[earlier] = loader._read(self._first_block, earlier)
+            self._ready[earlier] = loader._read(self._numbers[earlier], earlier)
 
 
 def _collate(samples: list[dict[str, Any]]) -> Arrays:

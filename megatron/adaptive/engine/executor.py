@@ -192,6 +192,9 @@ class Executor:
         self._step = -1
         self._is_running = False
         self._decides = True
+        self._placement = placement
+        self._state: RankState | None = None
+        self._policy: Policy | None = None
         self._early: list[Item] = []
         self._codes: list[int] = []
         self._inputs: dict[Action, ActionInput] = {}
@@ -236,6 +239,32 @@ class Executor:
         done = [code // chunks for code in codes[:finished]]
         return {**fields, "done": [done.count(number) for number in range(len(kinds))]}
 
+    def evidence(self) -> dict[str, Any]:
+        """Returns more of the same for who looks why a job stands still, see ``trace.hang``.
+
+        Returns:
+            ``snapshot()``, and ``step``; ``finished``, actions by kind and chunk; ``needs``, the
+            messages that would let this rank go on, each as global rank of the sender and kind,
+            chunk and microbatch of its action. None but the step between two steps.
+        """
+        fields, state, policy = self.snapshot(), self._state, self._policy
+        if not fields or state is None:
+            return {"step": self._step}
+        codes, chunks, kinds = tuple(self._codes), self._num_chunks, tuple(ActionKind)
+        names = [f"{kind.value}{chunk}" for kind in kinds for chunk in range(chunks)]
+        finished = {name: codes.count(code) for code, name in enumerate(names) if code in codes}
+        if fields["doing"] != "wait" and codes and names[codes[-1]] in finished:
+            finished[names[codes[-1]]] -= 1
+        next_one = policy.order[len(codes) :][:1] if isinstance(policy, Follow) else None
+        needs = [
+            [(at := self._route(source[0], action.microbatch))[0], action.kind, source[1], at[1]]
+            for action in state.lacking()
+            if next_one is None or action in next_one
+            if (source := self._placement.source_of(action.kind, self._pp_rank, action.chunk))
+            and source[0] != self._pp_rank
+        ]
+        return {**fields, "step": self._step, "finished": finished, "needs": needs}
+
     def run(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Run one step: every action of ``state`` once, in the order ``policy`` picks.
 
@@ -255,6 +284,7 @@ class Executor:
         self._codes.clear()
         self._away_ns = {}
         self._held_bytes = 0
+        self._state, self._policy = state, policy
         self._is_running = True
         recorder = self._recorder
         is_traced = recorder is not None and recorder.is_recording and not state.forward_only

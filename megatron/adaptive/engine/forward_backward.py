@@ -65,8 +65,13 @@ class ForwardBackward:
         p2p_communicator: Any = None,
         pg_collection: ProcessGroupCollection | None = None,
         force_all_reduce: bool | None = False,
+        loss_parts: int | None = None,
     ) -> list[Any]:
         """Run one step; see megatron-core for the arguments.
+
+        Args:
+            loss_parts: microbatches of all replicas, where their numbers differ and gradients are
+                to be summed over replicas, not averaged.
 
         Returns:
             What ``loss_func`` returned for logging, one entry per microbatch in ascending order, on
@@ -105,7 +110,8 @@ class ForwardBackward:
             first_val_step=first_val_step,
             split=orders.weight_pieces > 0 and not forward_only,
             stores=self._stores,
-            loss_parts=num_microbatches * (widths.sizes[orders.pp_rank] if widths else 1),
+            loss_parts=loss_parts
+            or num_microbatches * (widths.sizes[orders.pp_rank] if widths else 1),
         )
         timers = stages.config.timers
         if timers is not None:

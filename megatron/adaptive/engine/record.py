@@ -11,9 +11,14 @@ Only training steps are recorded; an evaluation has one order. The file is JSON;
 codes as of ``schedule.policy.codes_of``, each listed once, and a step names one per rank::
 
     {"format": "megatron-adaptive schedule", "version": 1,
-     "shape": {"ranks": 2, "chunks": 1, "placement": "loop", "weight_pieces": 0},
+     "shape": {"ranks": 2, "chunks": 1, "placement": "loop", "weight_pieces": 0, "replicas": 0},
      "orders": [[0, 0, 1, 1], [0, 1, 0, 1]],
      "steps": {"1": [0, 1], "2": [0, 1]}}
+
+Where microbatches are dealt to replicas, sums depend on who got which. Then a step names an order
+for each rank of each replica, and ``dealt`` the microbatches of each replica::
+
+     "dealt": {"1": [[0, 3], [1, 2]]}
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
 
 Codes = tuple[int, ...]
+Shares = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +55,29 @@ class RecordShape:
         chunks: chunks per rank.
         placement: kind of placement.
         weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        replicas: that microbatches are dealt to, 0 where they have them in turns.
     """
 
     ranks: int
     chunks: int
     placement: str
     weight_pieces: int
+    replicas: int = 0
+
+    @property
+    def num_orders(self) -> int:
+        """Orders of a step."""
+        return self.ranks * max(1, self.replicas)
 
     @staticmethod
-    def of(placement: Placement, weight_pieces: int) -> RecordShape:
+    def of(placement: Placement, weight_pieces: int, replicas: int = 0) -> RecordShape:
         """Return the shape of a run."""
         return RecordShape(
             ranks=placement.num_ranks,
             chunks=placement.num_chunks,
             placement=placement.kind,
             weight_pieces=weight_pieces,
+            replicas=replicas,
         )
 
 
@@ -72,6 +86,7 @@ _REMEDIES = {
     "chunks": "--num-virtual-stages-per-pipeline-rank",
     "placement": "--pipeline-placement",
     "weight_pieces": "--pipeline-schedule and the pieces of weight gradients",
+    "replicas": "--balance-replicas and the data-parallel size",
 }
 
 
@@ -88,15 +103,18 @@ class ScheduleRecord:
         self._source = source
         self._orders: dict[Codes, Codes] = {}  # each once
         self._steps: dict[int, tuple[Codes, ...]] = {}
+        self._dealt: dict[int, Shares] = {}
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps, ascending."""
         return tuple(sorted(self._steps))
 
-    def add(self, step: int, orders: Sequence[Sequence[int]]) -> None:
+    def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
         """Keep a step's orders, one per rank; in the place of earlier ones of that step."""
         own = self._orders
+        if dealt is not None:
+            self._dealt[step] = dealt
         self._steps[step] = tuple(own.setdefault(order, order) for order in map(tuple, orders))
 
     def drop_after(self, step: int) -> None:
@@ -110,7 +128,7 @@ class ScheduleRecord:
             TraceError: it cannot be written there.
         """
         numbers = {order: number for number, order in enumerate(self._orders)}
-        content = {
+        content: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
             "shape": asdict(self.shape),
@@ -119,6 +137,8 @@ class ScheduleRecord:
                 str(step): [numbers[order] for order in self._steps[step]] for step in self.steps
             },
         }
+        if self.shape.replicas:
+            content["dealt"] = {str(step): self._dealt[step] for step in self.steps}
         with replaced(path) as temporary:
             temporary.write_text(json.dumps(content, separators=(",", ":")), encoding="ascii")
 
@@ -183,27 +203,46 @@ class ScheduleRecord:
                 "train other iterations, or record more"
             )
 
-    def codes(self, step: int, rank: int, num_microbatches: int) -> Codes:
+    def codes(self, step: int, place: int, num_microbatches: int) -> Codes:
         """Return the order that a rank took in a step.
+
+        Args:
+            step: the step.
+            place: of the rank among those of the step.
+            num_microbatches: of the rank, in this run.
 
         Raises:
             ConfigError: the step is not there, or had another number of microbatches.
         """
+        self._require_step(step)
+        codes = self._steps[step][place]
+        lanes = 3 * self.shape.chunks
+        self._require_count(step, sum(code % lanes == 0 for code in codes), num_microbatches)
+        return codes
+
+    def dealt(self, step: int, num_microbatches: int) -> Shares:
+        """Return the microbatches that each replica had in a step, of so many.
+
+        Raises:
+            ConfigError: the step is not there, or had another number of microbatches.
+        """
+        self._require_step(step)
+        self._require_count(step, sum(map(len, self._dealt[step])), num_microbatches)
+        return self._dealt[step]
+
+    def _require_step(self, step: int) -> None:
         if step not in self._steps:
             raise ConfigError(
                 f"step {step} is not in {self._source}, which holds steps "
                 f"{describe_numbers(self.steps)}; train other iterations, or record more"
             )
-        codes = self._steps[step][rank]
-        lanes = 3 * self.shape.chunks
-        recorded = sum(code % lanes == 0 for code in codes)
-        if recorded != num_microbatches:
+
+    def _require_count(self, step: int, recorded: int, present: int) -> None:
+        if recorded != present:
             raise ConfigError(
                 f"step {step} of {self._source} has {recorded} microbatches, this run's has "
-                f"{num_microbatches}; give the batch sizes and the data-parallel size of the "
-                "recorded run"
+                f"{present}; give the batch sizes and the data-parallel size of the recorded run"
             )
-        return codes
 
 
 class Recording:
@@ -212,8 +251,10 @@ class Recording:
     Args:
         path: the file.
         shape: of the pipeline.
-        pp_rank: position of this rank in the pipeline, ``None`` outside the first data-parallel
-            replica and the first tensor- and context-parallel rank: such a rank keeps nothing.
+        place: of this rank's order among those of a step: position in the pipeline, those of a
+            further replica after those of the one before. ``None`` outside the first tensor- and
+            context-parallel rank, and in further replicas unless microbatches are dealt to them:
+            such a rank keeps nothing.
         is_writer: whether this is the first rank of the group of :meth:`write`.
         after_step: last step of an earlier start of the job, whose file is continued.
 
@@ -226,14 +267,14 @@ class Recording:
         path: str | Path,
         shape: RecordShape,
         *,
-        pp_rank: int | None,
+        place: int | None,
         is_writer: bool,
         after_step: int = 0,
     ) -> None:
         self._path = Path(path)
         self._shape = shape
-        self._pp_rank = pp_rank
-        self._pending: dict[int, Codes] = {}
+        self._place = place
+        self._pending: dict[int, tuple[Codes, Shares | None]] = {}
         self._outage = Outage(path, "writes, all of which is in this one")
         self._record = ScheduleRecord(shape)
         if is_writer and after_step and self._path.exists():
@@ -241,10 +282,10 @@ class Recording:
             self._record.require_shape(shape)
             self._record.drop_after(after_step)
 
-    def append(self, step: int, codes: Iterable[int]) -> None:
+    def append(self, step: int, codes: Iterable[int], dealt: Shares | None = None) -> None:
         """Keep the order of a training step, as ``Executor.last_codes`` gives it."""
-        if self._pp_rank is not None:
-            self._pending[step] = tuple(codes)
+        if self._place is not None:
+            self._pending[step] = tuple(codes), dealt
 
     def write(self, group: Any) -> None:
         """Gather what is new and write the file, if it can be. Collective over ``group``.
@@ -257,14 +298,15 @@ class Recording:
         first = dist.get_process_group_ranks(group)[0]
         is_first = dist.get_rank() == first
         gathered: list[Any] | None = [None] * group.size() if is_first else None
-        mine = None if self._pp_rank is None else (self._pp_rank, self._pending)
+        mine = None if self._place is None else (self._place, self._pending)
         dist.gather_object(mine, gathered, dst=first, group=group)
         self._pending = {}
         if gathered is not None:
-            by_rank = dict(one for one in gathered if one is not None)
-            assert sorted(by_rank) == list(range(self._shape.ranks)), sorted(by_rank)
-            for step in by_rank[0]:
-                self._record.add(step, [by_rank[rank][step] for rank in range(self._shape.ranks)])
+            by_place = dict(one for one in gathered if one is not None)
+            places = range(self._shape.num_orders)
+            assert sorted(by_place) == list(places), sorted(by_place)
+            for step, (_, dealt) in by_place[0].items():
+                self._record.add(step, [by_place[place][step][0] for place in places], dealt)
             try:
                 self._record.save(self._path)
                 self._outage.ends()
@@ -278,16 +320,16 @@ class Replay:
     Args:
         record: of a pipeline of this shape.
         shape: of this run.
-        pp_rank: position of this rank in the pipeline.
+        place: of this rank's order among those of a step, as of :class:`Recording`.
 
     Raises:
         ConfigError: the record is of another shape.
     """
 
-    def __init__(self, record: ScheduleRecord, shape: RecordShape, pp_rank: int) -> None:
+    def __init__(self, record: ScheduleRecord, shape: RecordShape, place: int) -> None:
         record.require_shape(shape)
         self._record = record
-        self._pp_rank = pp_rank
+        self._place = place
         self._step = 0
         self._policies: dict[Codes, Follow] = {}
 
@@ -299,13 +341,17 @@ class Replay:
         """Refuse a run whose steps the record lacks, see :meth:`ScheduleRecord.require_steps`."""
         self._record.require_steps(first, last)
 
+    def dealt(self, step: int, num_microbatches: int) -> Shares:
+        """Return the microbatches of each replica, see :meth:`ScheduleRecord.dealt`."""
+        return self._record.dealt(step, num_microbatches)
+
     def policy(self, num_microbatches: int) -> Follow:
         """Return the policy of the step that was begun: a static order, for the agreement too.
 
         Raises:
             ConfigError: the record lacks the step, or had other microbatches in it.
         """
-        codes = self._record.codes(self._step, self._pp_rank, num_microbatches)
+        codes = self._record.codes(self._step, self._place, num_microbatches)
         if codes not in self._policies:
             shape = self._record.shape
             order = actions_of(codes, shape.chunks, shape.weight_pieces)
@@ -316,20 +362,33 @@ class Replay:
 def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
     """Return the record in a file's content; raises plain errors where it is damaged."""
     names = [field.name for field in fields(RecordShape)]
-    record = ScheduleRecord(RecordShape(**{name: content["shape"][name] for name in names}), source)
+    given = {"replicas": 0, **content["shape"]}
+    record = ScheduleRecord(RecordShape(**{name: given[name] for name in names}), source)
     shape = record.shape
-    for name in ("ranks", "chunks", "weight_pieces"):
+    for name in ("ranks", "chunks", "weight_pieces", "replicas"):
         if not _is_count(getattr(shape, name)):
             raise ValueError(f'"{name}" is {getattr(shape, name)!r}')
     orders = [tuple(order) for order in content["orders"]]
     sizes = [_microbatches(order, shape) for order in orders]
     for step, numbers in content["steps"].items():
         known = all(_is_count(number) and number < len(orders) for number in numbers)
-        if len(numbers) != shape.ranks or not known:
-            raise ValueError(f"step {step} does not name an order for each of {shape.ranks} ranks")
-        if len({sizes[number] for number in numbers}) > 1:
+        if len(numbers) != shape.num_orders or not known:
+            raise ValueError(
+                f"step {step} does not name an order for each of {shape.num_orders} ranks"
+            )
+        counts = [
+            {sizes[number] for number in numbers[first : first + shape.ranks]}
+            for first in range(0, shape.num_orders, shape.ranks)
+        ]
+        if any(len(one) > 1 for one in counts):
             raise ValueError(f"the ranks of step {step} have different numbers of microbatches")
-        record.add(int(step), [orders[number] for number in numbers])
+        dealt = None
+        if shape.replicas:
+            dealt = tuple(tuple(one) for one in content["dealt"][step])
+            every = sorted(number for one in dealt for number in one)
+            if every != list(range(len(every))) or [{len(one)} for one in dealt] != counts:
+                raise ValueError(f"step {step} does not deal each microbatch once")
+        record.add(int(step), [orders[number] for number in numbers], dealt)
     return record
 
 

@@ -61,6 +61,7 @@ class Tracing:
         self._present: tuple[int, int] | None = None  # iteration and microbatches, if traced
         self._place = (0, 0)  # the same of any iteration
         self._doing = ""
+        self._in_step = False
         self._begun_ns = 0
         # Iteration and microbatches; kind, chunk and microbatch; two marks.
         self._unresolved: list[tuple[tuple[int, int], tuple[int, int, int], Any, Any]] = []
@@ -73,17 +74,19 @@ class Tracing:
                 ``trace.live_state.Now``; called from another thread.
         """
 
-        def now() -> dict[str, Any]:
-            iteration, num_microbatches = self._place
-            known = {"iteration": iteration, "num_microbatches": num_microbatches}
-            return {**known, "doing": self._doing, **snapshot()}
-
         if self.recorder is not None:
-            self.recorder.watch(now)
+            self.recorder.watch(lambda: {**self.now(), **snapshot()})
+
+    def now(self) -> dict[str, Any]:
+        """Returns iteration and span of this moment, for another thread."""
+        iteration, num_microbatches = self._place
+        known = {"iteration": iteration, "num_microbatches": num_microbatches}
+        return {**known, "doing": self._doing, "in_step": self._in_step}
 
     def begin_iteration(self, iteration: int, num_microbatches: int, *, is_traced: bool) -> None:
         """Begin an iteration."""
         self._present = None
+        self._in_step = True
         self._place = (iteration, num_microbatches)
         if self.recorder is None or not is_traced:
             return
@@ -94,6 +97,7 @@ class Tracing:
 
     def end_iteration(self) -> None:
         """End the iteration; what comes before the next one still counts to it."""
+        self._in_step = False
         if self.recorder is None:
             return
         if self.recorder.is_recording:

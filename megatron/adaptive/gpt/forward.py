@@ -44,10 +44,18 @@ class ChunkFeed:
         microbatches: the step's microbatches, ``None`` on a rank that needs no data.
         count: microbatches of the step.
         step: iteration, part of the key.
+        numbers: of each microbatch over all replicas, where they are not dealt in turns.
     """
 
-    def __init__(self, microbatches: Sequence[Microbatch] | None, *, count: int, step: int) -> None:
-        self.step = step
+    def __init__(
+        self,
+        microbatches: Sequence[Microbatch] | None,
+        *,
+        count: int,
+        step: int,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self.step, self.numbers = step, numbers
         self._microbatches = microbatches
         self._indices = iter(range(count))
 
@@ -84,7 +92,8 @@ class GptForward:
         """
         index, batch = next(feed)
         if model.training:
-            self._dropout.apply(step=feed.step, microbatch=index)
+            number = None if feed.numbers is None else feed.numbers[index]
+            self._dropout.apply(step=feed.step, microbatch=index, number=number)
         to_device = self._accelerator.to_device
         batch = {} if batch is None else dict(batch)
         packed: dict[str, Any] = {}
@@ -214,18 +223,20 @@ class DropoutKeys:
             if (handle := layer.__dict__.pop(_HOOK, None)) is not None:
                 handle.remove()
 
-    def apply(self, *, step: int, microbatch: int) -> None:
+    def apply(self, *, step: int, microbatch: int, number: int | None = None) -> None:
         """Set the generators for the forward of ``microbatch``, up to the first layer.
 
         Args:
             step: iteration, from 0; numbers repeat after 2**24.
             microbatch: its index in the step on this replica, from 0; numbers repeat after 2**16
                 of all replicas.
+            number: its index over all replicas, where they are not dealt in turns.
         """
         if not self._enabled:
             return
-        microbatch = microbatch * self._replicas + self._replica
-        time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | microbatch % (1 << _MICROBATCH_BITS)
+        if number is None:
+            number = microbatch * self._replicas + self._replica
+        time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)
 
     def _enter(self, layer: Any, _given: Any) -> None:

@@ -432,7 +432,7 @@ def wrap(
         DistributedDataParallel(core, settings, model, disable_bucketing=chunk > 0)
         for chunk, model in enumerate(chunks)
     ]
-    if config.parallel.unequal_sizes is not None:
+    if config.parallel.unequal_sizes is not None or config.balance != "off":
         sum_gradients(wrapped)
     return wrapped
 

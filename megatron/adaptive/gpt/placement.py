@@ -328,7 +328,7 @@ def sum_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     """Let megatron-core's data-parallel wrappers sum gradients instead of averaging them."""
     for chunk in chunks:
         wrapper: Any = chunk
-        for buffer in wrapper.buffers:
+        for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
             buffer.gradient_scaling_factor = 1.0
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = 1.0

@@ -50,7 +50,7 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
     if settings.replay_schedule is not None:
         path = settings.replay_schedule
         records = job.on_first(lambda: ScheduleRecord.load(path))
-        replay = Replay(records, RecordShape.of(placement, pieces), pp_rank)
+        replay = Replay(records, _record_shape(config, placement), _recorded_place(config))
     if settings.schedule_file is not None:
         path = settings.schedule_file
         given = given_schedule(path, placement, splits=config.splits_backward)
@@ -76,6 +76,20 @@ def _weight_pieces(config: TrainerConfig) -> int:
     )
 
 
+def _record_shape(config: TrainerConfig, placement: Placement) -> RecordShape:
+    replicas = 0 if config.balance == "off" else config.parallel.data_parallel_size
+    return RecordShape.of(placement, _weight_pieces(config), replicas)
+
+
+def _recorded_place(config: TrainerConfig) -> int:
+    """Returns the position of this rank's orders among those of a recorded step."""
+    pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
+    if config.balance == "off":
+        return pp_rank  # one replica's orders are all replicas'
+    ranks = config.parallel.pipeline_model_parallel_size
+    return int(parallel_state.get_data_parallel_rank()) * ranks + pp_rank
+
+
 def make_recording(run: Run, after_step: int) -> Recording | None:
     """Make what writes the orders to ``--record-schedule``, ``None`` without that flag.
 
@@ -87,15 +101,15 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     path = job.config.schedule.record_schedule
     if path is None:
         return None
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     recorded = (
-        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
+        and parallel_state.get_context_parallel_rank() == 0
         and parallel_state.get_tensor_model_parallel_rank() == 0
     )
     return Recording(
         path,
-        RecordShape.of(run.placement, _weight_pieces(job.config)),
-        pp_rank=pp_rank if recorded else None,
+        _record_shape(job.config, run.placement),
+        place=_recorded_place(job.config) if recorded else None,
         is_writer=job.is_first,
         after_step=after_step,
     )
@@ -187,9 +201,12 @@ def build_run(job: TrainingJob) -> Run:
             timeout_s=config.schedule.pipeline_timeout_s,
             recorder=tracing.recorder,
             transport=config.transport,
-            # Of the whole job where stages are unequal.
+            # Of the whole job where stages are unequal; where microbatches are dealt, of a replica
+            # that gets twice as many as the others.
             in_flight=orders.inputs_in_flight(
-                config.num_microbatches * (1 if widths is None else widths.round_size)
+                config.num_microbatches
+                * (1 if widths is None else widths.round_size)
+                * (1 if config.balance == "off" else 2)
             ),
             widths=widths,
             model=core,
@@ -257,6 +274,7 @@ def batching_of(config: TrainerConfig) -> Batching:
         replicas=parallel.data_parallel_size,
         multiple=parts * (2 * context if context > 1 else 1),
         group=config.microbatch_group,
+        least=config.least_microbatches,
     )
 
 

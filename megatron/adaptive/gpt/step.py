@@ -15,6 +15,7 @@ from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
 from megatron.adaptive.gpt.forward import LOSS_NAME, ChunkFeed, DropoutKeys, GptForward
 from megatron.adaptive.gpt.setup import Run
+from megatron.adaptive.schedule.dealing import Dealt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Step:
         num_microbatches: int,
         iteration: int,
         before_update: Callable[[], None] = lambda: None,
+        dealt: Dealt | None = None,
     ) -> StepResult:
         """Run forward and backward passes and update the parameters.
 
@@ -66,6 +68,7 @@ class Step:
             num_microbatches: their number.
             iteration: number of the step, part of the key of its random numbers.
             before_update: called when the state is about to change.
+            dealt: which microbatches these are, ``None`` where they are dealt in turns.
 
         Raises:
             AdaptiveError: a gradient is not a finite number.
@@ -80,7 +83,7 @@ class Step:
             if run.replay is not None:
                 run.replay.begin(iteration)
             reduced = self._forward_backward(
-                microbatches, num_microbatches, step=iteration, forward_only=False
+                microbatches, num_microbatches, step=iteration, forward_only=False, dealt=dealt
             )
             before_update()
             with run.tracing.span("optimizer"):
@@ -94,7 +97,7 @@ class Step:
                 raise _diverged(run, iteration, error) from error
             raise
         return StepResult(
-            losses=self._mean_losses([reduced]) | self._further_losses(len(reduced)),
+            losses=self._mean_losses([reduced], dealt) | self._further_losses(len(reduced), dealt),
             updated=bool(updated),
             grad_norm=None if grad_norm is None else float(grad_norm),
             num_zeros=None if num_zeros is None else int(num_zeros),
@@ -140,12 +143,24 @@ class Step:
         return self._mean_losses(steps)
 
     def _forward_backward(
-        self, microbatches: Any, num_microbatches: int, *, step: int, forward_only: bool
+        self,
+        microbatches: Any,
+        num_microbatches: int,
+        *,
+        step: int,
+        forward_only: bool,
+        dealt: Dealt | None = None,
     ) -> list[Any]:
         run, model = self._run, self._config.model
         if microbatches is not None:
             num_microbatches = len(microbatches)  # packed ones may be fewer
-        feeds = [ChunkFeed(microbatches, count=num_microbatches, step=step) for _ in run.chunks]
+        numbers, more = (
+            (None, {}) if dealt is None else (dealt.numbers, {"loss_parts": dealt.total})
+        )
+        feeds = [
+            ChunkFeed(microbatches, count=num_microbatches, step=step, numbers=numbers)
+            for _ in run.chunks
+        ]
         single = len(run.chunks) == 1
         return run.forward_backward(
             forward_step_func=self._forward,
@@ -155,6 +170,7 @@ class Step:
             seq_length=model.seq_length,
             micro_batch_size=self._config.batch.micro_batch_size,
             forward_only=forward_only,
+            **more,
         )
 
     def _finish_step(self, iteration: int) -> float | None:
@@ -177,10 +193,16 @@ class Step:
         available = float(longest) * run.job.config.world_size
         return max(0.0, 1.0 - float(sums) / available) if available else None
 
-    def _mean_losses(self, steps: Sequence[list[Any]]) -> dict[str, float]:
+    def _mean_losses(
+        self, steps: Sequence[list[Any]], dealt: Dealt | None = None
+    ) -> dict[str, float]:
         """Average the reported losses over microbatches, steps and data-parallel ranks.
 
         With a loss per token, over the tokens of all of them.
+
+        Args:
+            steps: losses of each microbatch of some steps.
+            dealt: of the one step whose microbatches were not dealt in turns.
 
         Returns:
             Names and values on ranks of the last stage, nothing elsewhere.
@@ -190,14 +212,19 @@ class Step:
             return {}
         total = torch.stack([losses[LOSS_NAME] for losses in reported])
         # With a loss per token: of sums and of numbers of tokens.
-        mean = total.sum(dim=0) if total.dim() > 1 else total.mean()
-        if parallel_state.get_data_parallel_world_size() > 1:
-            group = parallel_state.get_data_parallel_group()
-            dist.all_reduce(mean, group=group)
-            mean /= parallel_state.get_data_parallel_world_size()
+        replicas = parallel_state.get_data_parallel_world_size()
+        if total.dim() > 1:
+            mean = total.sum(dim=0)
+        elif dealt is None:
+            mean = total.mean()
+        else:
+            mean = total.sum() * (replicas / dealt.total)
+        if replicas > 1:
+            dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+            mean /= replicas
         return {LOSS_NAME: float(mean[0] / mean[1] if mean.dim() else mean)}
 
-    def _further_losses(self, num_microbatches: int) -> dict[str, float]:
+    def _further_losses(self, num_microbatches: int, dealt: Dealt | None) -> dict[str, float]:
         """Average the losses of multi-token prediction likewise, under Megatron-LM's names.
 
         Over each microbatch's own tokens, also with a loss per token, as in Megatron-LM.
@@ -207,7 +234,10 @@ class Step:
             return {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(sums, group=group)
-        means = (sums / (num_microbatches * group.size())).tolist()
+        everywhere = num_microbatches * group.size()
+        if dealt is not None:
+            everywhere = dealt.total * parallel_state.get_context_parallel_world_size()
+        means = (sums / everywhere).tolist()
         return {f"mtp_{depth} loss": mean for depth, mean in enumerate(means, 1)}
 
 

@@ -47,6 +47,8 @@ def install(
     transport: str = "auto",
     transport_silence_s: float = 60.0,
     timeout_s: float = 600.0,
+    hang_after_s: float | None = None,
+    on_hang: str = "report",
 ) -> None:
     """Let Megatron-LM run its pipeline steps on the engine of this package.
 
@@ -82,6 +84,9 @@ def install(
         transport_silence_s: a rank from which nothing, not even a heartbeat, came for so long is
             lost.
         timeout_s: limit of every wait for a message of the pipeline.
+        hang_after_s: name the rank that others wait for when nothing has moved for this long; 0 for
+            never, 10 times the median step and at least 30 s where ``None``.
+        on_hang: ``report``, a page and a line, or ``end`` the job besides.
 
     Raises:
         ConfigError: a setting is not possible, or differs from those that a step has run with.
@@ -101,6 +106,8 @@ def install(
         transport=transport,
         transport_silence_s=transport_silence_s,
         timeout_s=timeout_s,
+        hang_after_s=hang_after_s,
+        on_hang=on_hang,
     )
     # Each import needs what is done before it: megatron-core must find its device, and the engine
     # a megatron-core that it can be imported with.

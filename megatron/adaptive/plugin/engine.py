@@ -31,6 +31,7 @@ from megatron.adaptive.engine.build import (
 from megatron.adaptive.engine.deferred_layers import attach_stores, why_not_split
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
+from megatron.adaptive.engine.hang import HangGuard
 from megatron.adaptive.engine.job import Job, environment_of_rank
 from megatron.adaptive.engine.orders import Orders, given_schedule, weight_pieces
 from megatron.adaptive.engine.tracing import OutsideTrace
@@ -83,6 +84,8 @@ class Engine:
         self._step: int | None = None  # microbatches of the training step under way
         self._done: tuple[RankTimes, int] | None = None  # what the last one took, and the same
         self._broken = False
+        self._guard: HangGuard | None = None
+        self._runs = False  # within a step
         self.left_open = False
 
     def run(self, given: Mapping[str, Any]) -> list[Any]:
@@ -124,6 +127,7 @@ class Engine:
                 given = {**given, "data_iterator": trace.timed(given["data_iterator"])}
         if self._settings.kind == "v":
             given = {**given, "forward_step_func": self._by_chunk(given["forward_step_func"])}
+        self._runs = True
         try:
             with nullcontext() if trace is None or trains else trace.evaluating():
                 reported = self._forward_backward(**given)
@@ -137,6 +141,8 @@ class Engine:
         except BaseException:
             self._broken = True  # peers are not where a farewell would find them
             raise
+        finally:
+            self._runs = False
 
     def _by_chunk(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
         """Let megatron-core know which chunk runs."""
@@ -166,6 +172,8 @@ class Engine:
             self._trace = None
         if self._dropout is not None:
             self._dropout.detach(self._chunks)
+        if self._guard is not None:
+            self._guard.close()
         wiring, self._wiring = self._wiring, None
         if wiring is not None and self._broken:
             self.left_open = True
@@ -200,6 +208,7 @@ class Engine:
                 self._trace = self._open_trace(self._settings.trace_dir, given)
             if self._own is None:
                 self._build(config, given["num_microbatches"])
+            self._guard = self._watch_for_hangs()
             atexit.register(self._close_at_exit)
         elif group is not self._group or placement != self._placement:
             raise ConfigError(
@@ -225,6 +234,29 @@ class Engine:
             )
             self._dropout = self._make_keys(config)
             self._tuner = self._make_tuner(config, given)
+
+    def _watch_for_hangs(self) -> HangGuard:
+        job, settings = self._job, self._settings
+        assert job is not None
+        guard = HangGuard(
+            job.places,
+            job.rank,
+            after_s=settings.hang_after_s,
+            on_hang=settings.on_hang,
+            page_folder=settings.trace_dir,
+            store=dist.distributed_c10d._get_default_store(),
+        )
+        guard.snapshot = self._evidence
+        return guard
+
+    def _evidence(self) -> dict[str, Any]:
+        """Returns what this rank does; called from the thread of the hang guard."""
+        known = {} if self._trace is None else self._trace.tracing.now()
+        if self._wiring is not None:
+            known |= self._wiring.executor.evidence()
+        elif isinstance(self._forward_backward, OutsideTrace):
+            known |= self._forward_backward.snapshot()
+        return {"doing": "", **known, "iteration": self._iteration, "in_step": self._runs}
 
     def _open_trace(self, folder: str, given: Mapping[str, Any]) -> StepTrace:
         job, placement, orders = self._job, self._placement, self._orders

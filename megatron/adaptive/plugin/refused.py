@@ -24,7 +24,6 @@ from megatron.adaptive.schedule.registry import placement_for
 
 _GRAPHS = "a CUDA graph replays the order it was captured in"
 _CONFIG = {
-    "num_moe_experts": "experts trade tokens with replicas whose order of work may differ",
     "overlap_moe_expert_parallel_comm": "it runs forwards and backwards merged into one",
     "delay_wgrad_compute": "weight gradients are the engine's to delay, see split_backward",
     "defer_embedding_wgrad_compute": "megatron-core's own loop computes what it puts off",

@@ -79,6 +79,8 @@ class Settings:
     transport: str = AUTO
     transport_silence_s: float = TransportConfig.transport_silence_s
     timeout_s: float = 600.0
+    hang_after_s: float | None = None
+    on_hang: str = "report"
 
     def __post_init__(self) -> None:
         given = f"pipeline schedule {self.schedule}"
@@ -132,9 +134,12 @@ class Settings:
                 f"transport {self.transport} is unknown: choose one of {AUTO}, "
                 f"{', '.join(TRANSPORTS)}"
             )
-        for name in ("transport_silence_s", "diagnose_interval"):
+        if self.on_hang not in ("report", "end"):
+            raise ConfigError(f"on_hang {self.on_hang} is unknown: choose report or end")
+        for name in ("transport_silence_s", "diagnose_interval", "hang_after_s"):
             try:
-                _flags()[name].limits.check(getattr(self, name))
+                if getattr(self, name) is not None:
+                    _flags()[name].limits.check(getattr(self, name))
             except ValueError as error:
                 what = name.removesuffix("_s").replace("_", " ")
                 raise ConfigError(f"{what}: {error}") from None

@@ -313,6 +313,18 @@ class RankState:
             parts.append("the end of a running action")
         return ", ".join(parts) or "weight gradients, which are ready"
 
+    def lacking(self) -> list[Action]:
+        """Returns the chunks' next actions whose input is not here, as far as one is to come."""
+        found = []
+        for chunk in range(self.placement.num_chunks):
+            forwards = lane_count(self.numbers, machine.F + machine.DONE, chunk)
+            limits = (self.num_microbatches, 0 if self.forward_only else forwards)
+            for number, limit in enumerate(limits):
+                is_left = lane_count(self.numbers, number, chunk) < limit
+                if is_left and not machine.is_ready(self.numbers, number, chunk):
+                    found.append(self.next_action(number, chunk))
+        return found
+
     def describe(self) -> str:
         """One line of state: what is ready, counts, memory."""
         ready = " ".join(str(action) for action in self.ready()) or "nothing"

@@ -129,7 +129,8 @@ class NowFile:
             self._seen, self._since_s = dict(fields), now_s
         said = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
         line = json.dumps(said, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
-        os.pwrite(self._file, line.encode("ascii"), 0)
+        if os.pwrite(self._file, line.encode("ascii"), 0) > _LINE_BYTES:
+            os.ftruncate(self._file, len(line))
 
     def end(self, read_state: ReadState | None) -> None:
         """Say for the last time what the rank did, where anybody looked on; the file stays."""

@@ -33,6 +33,7 @@ from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
 from megatron.adaptive.gpt.step import Step, StepResult, gather_parameters, params_norm
 from megatron.adaptive.rebalance.auto import Decision, TunedPipeline, Tuner
+from megatron.adaptive.rebalance.dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.trace.files import Outage
@@ -94,6 +95,7 @@ class Trainer:
             for hook in self._hooks:
                 hook.close()
         self._stop.finish()
+        self._live.finish_dealing()
         for hook in self._hooks:
             hook.at_end()
         return COMPLETE if early is None else early
@@ -112,13 +114,19 @@ class Trainer:
         )
         live.report_position(f"iteration {iteration}")
         is_traced = live.config.schedule.traces(self._steps_here)
-        microbatches = None if live.loader is None else live.loader.step(num_microbatches)
-        if microbatches is not None:
+        microbatches = dealt = None
+        if live.dealing is not None:
+            microbatches, dealt = live.dealing.take(live.loader, num_microbatches, iteration)
+            num_microbatches = len(dealt.numbers)
+        elif live.loader is not None:
+            microbatches = live.loader.step(num_microbatches)
             num_microbatches = len(microbatches)  # packed ones may be fewer
         run.tracing.begin_iteration(iteration, num_microbatches, is_traced=is_traced)
         result = live.step.train(
-            microbatches, num_microbatches, iteration, live.snapshots.before_update
+            microbatches, num_microbatches, iteration, live.snapshots.before_update, dealt
         )
+        if live.dealing is not None and live.step.times is not None:
+            live.dealing.after_step(live.step.times)
         if result.updated:
             run.scheduler.step(increment=batch)
         live.advance(
@@ -212,6 +220,7 @@ class TrainingRun:
         progress: how far the training is.
         is_loaded: whether it began with a checkpoint.
         step: takes its steps.
+        dealing: deals its steps to replicas, ``None`` where they are taken in turns.
         checkpoints: saves and loads it.
         snapshots: copies its state into memory.
         loader: this rank's microbatches, ``None`` on a rank that needs no data.
@@ -239,6 +248,9 @@ class TrainingRun:
         self.config = run.job.config
         self.checkpoints = Checkpoints(run, self._local)
         self.step = Step(run)
+        self.dealing: ReplicaDealing | None = None
+        if self.config.balance != "off" and not self.config.run.skip_train:
+            self.dealing = ReplicaDealing(run, self.log.message)
         self.snapshots = make_snapshots(
             run,
             lambda: self.progress,
@@ -251,7 +263,13 @@ class TrainingRun:
         self.close_loader()
         self.snapshots.close()
         self.connect(None)
-        del self.run, self.step, self.checkpoints, self.snapshots
+        self.finish_dealing()
+        del self.run, self.step, self.checkpoints, self.snapshots, self.dealing
+
+    def finish_dealing(self) -> None:
+        """Waits for what all ranks tell of the last step."""
+        if self.dealing is not None:
+            self.dealing.finish()
 
     @property
     def is_finished(self) -> bool:
@@ -297,7 +315,9 @@ class OrderRecorder(RunHook):
     def after_step(self, step: TrainedStep) -> None:
         wiring = self._live.run.wiring
         if self._recording is not None and wiring is not None:
-            self._recording.append(step.iteration, wiring.executor.last_codes)
+            dealing = self._live.dealing
+            shares = None if dealing is None else dealing.shares
+            self._recording.append(step.iteration, wiring.executor.last_codes, shares)
 
     def write(self) -> None:
         """Writes what was recorded so far. Collective over all ranks."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.adaptive import accelerator as device
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.engine.hang import HangGuard
 from megatron.adaptive.errors import AdaptiveError, PeerLostError, SetupError, TransportError
 from megatron.adaptive.trace.files import keep_printing
 from megatron.adaptive.transport.liveness import Watcher
@@ -66,6 +67,15 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         raise no_rendezvous(environment, error) from error
     threading.excepthook = _thread_failed
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
+    schedule = config.schedule
+    guard = HangGuard(
+        job.places,
+        environment.rank,
+        after_s=schedule.hang_after_s,
+        on_hang=schedule.on_hang,
+        page_folder=schedule.trace_dir or config.logging.progress_dir or config.checkpoint.save,
+        store=store,
+    )
     lost: list[PeerLostError] = []
     watcher = Watcher(
         job.places,
@@ -76,7 +86,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         silent_s=config.transport.transport_silence_s,
     )
     try:
-        _train(job, watcher, lost)
+        _train(job, watcher, lost, guard)
         dist.barrier(group=job.control_group)
         watcher.leave()
         end_job()
@@ -89,10 +99,11 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         raise
     finally:
         job.end_leases()
+        guard.close()
         watcher.close()
 
 
-def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
+def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
     from megatron.adaptive.checkpoint.training import (
         Checkpoints,
         finish_former,
@@ -138,6 +149,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
                 run, log, progress, report_position=report_position, connect=connect, local=local
             )
             del run  # another one may take its place
+            guard.snapshot = partial(_evidence, live)
             trainer = Trainer(live, profiler, stop)
             reason = trainer.train()
             log.ends(reason)
@@ -148,6 +160,13 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError]) -> None:
         live.run.tracing.close()
         if live.run.wiring is not None:
             live.run.wiring.close()
+
+
+def _evidence(live: Any) -> dict[str, Any]:
+    """Returns what this rank does; called from the thread of the hang guard."""
+    run = live.run
+    inner = run.forward_backward.snapshot if run.wiring is None else run.wiring.executor.evidence
+    return {**run.tracing.now(), **inner()}
 
 
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:

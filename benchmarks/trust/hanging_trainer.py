@@ -1,0 +1,140 @@
+"""The trainer, one rank of which hangs in a way and at an iteration that ``HANG`` says in JSON.
+
+``{"kind": ..., "rank": ..., "iteration": ..., "folder": ...}``; steps take ``step_s`` longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive import accelerator as device
+
+device.install()  # before megatron-core is imported
+device.quiet_libraries()
+
+import torch.distributed as dist  # noqa: E402
+
+from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
+from megatron.adaptive.data.loader import MicrobatchLoader  # noqa: E402
+from megatron.adaptive.engine import build  # noqa: E402
+from megatron.adaptive.engine.executor import Executor  # noqa: E402
+from megatron.adaptive.gpt.step import Step  # noqa: E402
+
+LOCK = threading.Lock()
+
+
+class Fault:
+    """Brings about what this rank does wrong, if it is the one.
+
+    Args:
+        given: as ``HANG`` has it.
+    """
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+        self.kind = given["kind"]
+        self.is_here = int(os.environ["RANK"]) == given["rank"]
+        self.is_due = False
+
+    def put(self) -> None:
+        """Changes what the trainer calls."""
+        if self.given["machines"] > 1:
+            split_machines(self.given["machines"])
+        train, perform, fetch = Step.train, Executor._perform, MicrobatchLoader._fetch
+
+        def stepping(step: Step, microbatches: Any, count: int, iteration: int, *more: Any) -> Any:
+            time.sleep(self.given.get("step_s", 0.0))
+            self.is_due = iteration == self.given["iteration"]
+            if self.kind == "collective" and self.is_due:
+                if self.is_here:
+                    wander()
+                dist.barrier()
+            return train(step, microbatches, count, iteration, *more)
+
+        def performing(executor: Executor, *more: Any) -> None:
+            if self.is_due and self.is_here:
+                if self.kind == "network":
+                    executor._transport.send = lambda *_: None  # type: ignore
+                elif len(executor._launched) == self.given["action"]:
+                    self.hang()
+            perform(executor, *more)
+
+        def fetching(loader: MicrobatchLoader, block: int) -> Any:
+            if self.kind == "reader" and self.is_due and self.is_here:
+                read_for_ever(self.given["folder"])
+            return fetch(loader, block)
+
+        Step.train = stepping  # type: ignore[method-assign]
+        Executor._perform = performing  # type: ignore[method-assign]
+        MicrobatchLoader._fetch = fetching  # type: ignore[method-assign]
+        if self.kind == "disk" and self.is_here:
+
+            def sync(file: int) -> None:
+                if self.is_due:
+                    read_for_ever(self.given["folder"])
+
+            os.fsync = sync
+
+    def hang(self) -> None:
+        """Does it, within a step."""
+        if self.kind == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "lock":
+            threading.Thread(target=keep, daemon=True).start()
+            time.sleep(0.1)
+            with LOCK:
+                pass
+        elif self.kind == "interpreter lock":
+            mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+            library.pthread_mutex_lock(mutex)
+            library.pthread_mutex_lock(mutex)
+
+
+def split_machines(count: int) -> None:
+    """Lets ranks count as of so many machines, the first ones of the first."""
+    here, rank, size = build.here, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def elsewhere(pp_rank: int) -> dict[str, Any]:
+        place = here(pp_rank)
+        return {**place, "machine": f"{place['machine']} {rank * count // size}"}
+
+    build.here = elsewhere
+
+
+def wander() -> None:
+    """Does not go where the others wait."""
+    time.sleep(100_000)
+
+
+def keep() -> None:
+    """Keeps a lock."""
+    with LOCK:
+        time.sleep(100_000)
+
+
+def read_for_ever(folder: str) -> None:
+    """Opens a file of a disk that does not answer: a pipe that nobody writes to."""
+    pipe = Path(folder) / f"pipe-{os.getpid()}"
+    os.mkfifo(pipe)
+    pipe.read_bytes()
+
+
+def choose_order() -> None:
+    """Gives this rank the schedule file that is its own, if there is one."""
+    at = sys.argv.index("--schedule-file") + 1 if "--schedule-file" in sys.argv else 0
+    if at and os.environ["RANK"] == "1":
+        sys.argv[at] = sys.argv[at].replace("order.csv", "other.csv")
+
+
+if __name__ == "__main__":
+    choose_order()
+    Fault(json.loads(os.environ["HANG"])).put()
+    sys.exit(run())

@@ -1,0 +1,194 @@
+"""Keeps a rank's part of the watch for jobs that stand still; ``trace/hang.py`` is the other one.
+
+Owns a thread that writes each second what the rank does, a signal on which ``faulthandler`` writes
+its stacks (which works also where C code holds the interpreter's lock), and on the first rank of a
+machine the process that watches. Between machines the words of those processes go through the job's
+store, carried by the threads in turn, so that a rank that hangs is not needed. Nothing of it is in
+the way of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.adaptive.engine.job import process_groups
+from megatron.adaptive.trace import hang
+from megatron.adaptive.trace.live_state import NowFile
+
+SIGNAL = signal.SIGRTMIN + 9
+PERIOD_S = 1.0
+_BETWEEN_MACHINES = 3  # periods
+
+
+class HangGuard:
+    """Lets the watch of this machine know what this rank does, until :meth:`close`.
+
+    Every rank of the job makes one at the same point. It does nothing where ``after_s`` is 0, or
+    where no private folder can be made.
+
+    Args:
+        places: of each global rank, see ``liveness.here``.
+        rank: global rank of this process.
+        after_s: as ``--hang-after-s`` has it.
+        on_hang: ``report`` or ``end``.
+        page_folder: where pages go, the folder of temporary files where ``None``.
+        store: the job's, for jobs of several machines.
+
+    Attributes:
+        snapshot: returns what the rank does, called from the thread; may be replaced at any time.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Mapping[str, Any]],
+        rank: int,
+        *,
+        after_s: float | None,
+        on_hang: str,
+        page_folder: str | os.PathLike[str] | None,
+        store: Any = None,
+    ) -> None:
+        self.snapshot: Callable[[], Mapping[str, Any]] = dict
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        machines = [str(place["machine"]) for place in places]
+        self._machines = list(dict.fromkeys(machines))
+        self._machine = self._machines.index(machines[rank])
+        local = [peer for peer, one in enumerate(machines) if one == machines[rank]]
+        self._turn, self._store = (local.index(rank), len(local)), store
+        shared = Path("/dev/shm")
+        base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+        # All ranks of a machine find it without a word to each other.
+        mine = f"megatron-adaptive-{os.geteuid()}-"
+        self._folder = base / f"{mine}{places[local[0]]['pid']}"
+        if after_s == 0 or len(places) < 2:
+            return
+        if rank == local[0]:
+            for former in base.glob(f"{mine}*"):  # of jobs that were killed
+                if not Path("/proc", former.name.removeprefix(mine)).exists():
+                    shutil.rmtree(former, ignore_errors=True)
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            if self._folder.is_symlink() or self._folder.stat().st_uid != os.geteuid():
+                return  # somebody else's
+            self._stacks = (self._folder / f"stack_{rank}.txt").open("ab")
+        except OSError:
+            return
+        faulthandler.register(SIGNAL, self._stacks, all_threads=True)
+        self._file = NowFile(self._folder, rank)
+        if rank == local[0]:
+            self._process = self._start(places, local, after_s, on_hang, page_folder)
+        self._thread = threading.Thread(target=self._run, name="hang-guard", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the watch of this rank; idempotent."""
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.join(PERIOD_S)
+        faulthandler.unregister(SIGNAL)
+        self._stacks.close()
+        self._file.end(self._read)
+        if self._process is not None:  # it also ends with the last rank
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.0)
+
+    def _start(
+        self,
+        places: Sequence[Mapping[str, Any]],
+        local: Sequence[int],
+        after_s: float | None,
+        on_hang: str,
+        page_folder: str | os.PathLike[str] | None,
+    ) -> subprocess.Popen[bytes]:
+        names = {
+            rank: f"rank {rank} (stage {at['pp_rank']}, pid {at['pid']} on host {at['host']})"
+            for rank, at in enumerate(places)
+        }
+        near = Path(sys.executable).with_name("py-spy")
+        job = {
+            "pids": {rank: places[rank]["pid"] for rank in local},
+            "names": names,
+            "after_s": after_s,
+            "on_hang": on_hang,
+            "page_folder": os.path.abspath(page_folder or tempfile.gettempdir()),
+            "machine": self._machine,
+            "machines": len(self._machines),
+            "signal": int(SIGNAL),
+            "py_spy": str(near) if near.exists() else shutil.which("py-spy"),
+        }
+        (self._folder / hang.JOB_FILE).write_text(json.dumps(job))
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", hang.__file__, str(self._folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={"PATH": os.environ.get("PATH", "")},
+        )
+
+    def _run(self) -> None:
+        store, periods = None, 0
+        while True:
+            with contextlib.suppress(OSError):
+                self._file.write(self._read())
+            if self._stop.wait(PERIOD_S):
+                return
+            periods += 1
+            if self._store is None or len(self._machines) < 2:
+                continue
+            turn, of = self._turn
+            if periods % _BETWEEN_MACHINES == 0 and periods // _BETWEEN_MACHINES % of == turn:
+                with contextlib.suppress(RuntimeError, OSError):
+                    store = store or self._connect()
+                    self._carry(store)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            fields = dict(self.snapshot())
+        except Exception:  # the run is taken down, say
+            fields = {}
+        return {**fields, "pid": os.getpid(), "collectives": _collectives()}
+
+    def _connect(self) -> Any:
+        # A connection of its own: calls that wait on the job's would hold it up.
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        return dist.PrefixStore("hang", store)
+
+    def _carry(self, store: Any) -> None:
+        """Puts the word of this machine into the store, and takes those of others from it."""
+        own = self._folder / "machine.json"
+        if own.exists():
+            store.set(str(self._machine), own.read_bytes())
+        for machine in range(len(self._machines)):
+            if machine != self._machine and store.check([str(machine)]):
+                path = self._folder / f"machine_{machine}.json"
+                part = path.with_suffix(f".{os.getpid()}")
+                part.write_bytes(store.get(str(machine)))
+                part.replace(path)
+
+
+def _collectives() -> dict[str, tuple[int, list[int]]]:
+    """Returns of each group how many collectives this rank has begun, and its members."""
+    found = {}
+    for group in process_groups():
+        with contextlib.suppress(Exception):  # no backend counts them, or the group is going away
+            members = dist.get_process_group_ranks(group)
+            if len(members) > 1:
+                found[group.group_name] = (group._get_sequence_number_for_group(), members)
+    return found

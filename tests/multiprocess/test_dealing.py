@@ -1,0 +1,58 @@
+"""A replica that slows down gets fewer microbatches, and the numbers stay those of the run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from megatron.adaptive.engine.record import ScheduleRecord
+
+from .launch import torchrun
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.long]
+
+SCRIPT = Path(__file__).with_name("slow_rank.py")
+BATCH, FIRST, END, LAST = 40, 7, 16, 24
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
+    " --max-position-embeddings 16 --micro-batch-size 1 --lr 1e-3 --mock-data --vocab-size 127"
+    " --tokenizer-type NullTokenizer --attention-dropout 0.1 --hidden-dropout 0.1 --eval-iters 0"
+    f" --global-batch-size {BATCH} --train-iters {LAST} --log-interval 1"
+).split()
+
+
+def losses_of(folder: Path, *flags: str) -> list[float]:
+    words = [*FLAGS, *flags, "--progress-dir", str(folder)]
+    folder.mkdir()
+    torchrun(SCRIPT, words, world_size=2, log=folder / "output.txt", limit_s=200)
+    lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_a_slow_replica_gets_less_and_losses_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "record.json"
+    # Sleep counts for more than whatever else the machine does.
+    slow = {"ranks": [0], "sleep_s": 0.008, "factor": 3, "first": FIRST, "end": END}
+    monkeypatch.setenv("SLOWED", json.dumps(slow))
+    balanced = ("--balance-replicas", "speed")
+    dealt = losses_of(tmp_path / "dealt", *balanced, "--record-schedule", str(record))
+    found = ScheduleRecord.load(record)
+    counts = {step: len(found.dealt(step, BATCH)[0]) for step in found.steps}
+    assert len(counts) == len(dealt) == LAST
+
+    # Others work on this machine too: most steps count. Ideal are 10 of 40.
+    slowed, after = range(FIRST + 3, END), range(END + 3, LAST + 1)
+    assert statistics.median(counts[step] for step in slowed) <= 15, counts
+    assert statistics.median(counts[step] for step in after) >= 17, counts
+
+    monkeypatch.setenv("SLOWED", json.dumps({**slow, "sleep_s": 0.0}))
+    # Bit by bit where the same replicas had the same microbatches.
+    again = losses_of(tmp_path / "again", *balanced, "--replay-schedule", str(record))
+    assert again == dealt
+    undealt = losses_of(tmp_path / "undealt", "--balance-replicas", "off")
+    assert dealt == pytest.approx(undealt, rel=1e-6)

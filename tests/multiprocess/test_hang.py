@@ -1,0 +1,34 @@
+"""A job of the trainer that stands still is named, and ends where that is asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.trust.hangs import Case, is_named_right, run
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+PAIR = (2, 2, 1)
+AFTER_S = 5.0
+
+
+def test_contradicting_orders_are_named_and_the_job_goes_on(tmp_path: Path) -> None:
+    case = Case(kind="schedule", shape=PAIR, rank=1, after_s=AFTER_S)
+    found = run(case, tmp_path / "job")
+    assert is_named_right(case, found["said"]), found["text"][-4000:]
+    assert not found["ended"]
+    page = Path(re.search(r"stacks of all ranks: (\S+)", found["said"])[1]).read_text()
+    assert page.count("--- rank") == 2
+    assert page.count("_await_arrival") == 2
+
+
+def test_a_rank_that_holds_the_interpreter_on_another_machine_ends_the_job(tmp_path: Path) -> None:
+    case = Case(kind="interpreter lock", shape=PAIR, rank=1, after_s=AFTER_S, machines=2)
+    found = run(case, tmp_path / "job", on_hang="end")
+    assert found["said"], found["text"][-4000:]
+    assert "rank 1 (stage 1" in found["said"]
+    assert len(found["ended"]) == 2
+    assert all(found["ended"].values())
