@@ -8,8 +8,9 @@ real messages; every competitor gets the same draws. Part (b), ``gpt``: two proc
 small GPT. Part (c), ``costs``: what deciding itself costs. Part (d), ``traces``, of a folder with
 recorded jobs (tables or traces): their microbatches' times under other schedules, and dealt over
 replicas, against 1F1B. Part (e), ``experts``: actions beside others that trade tokens, and
-decisions of groups. Exits with status 1 where a goal is
-missed, or where two schedules of part (b) compute different losses or gradients.
+decisions of groups. Part (f), ``study``, only where asked for: simulated orders over many
+pipelines. Exits with status 1 where a goal is missed, or where two schedules of part (b) compute
+different losses or gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpt_steps, schedule_costs  # noqa: E402
+from benchmarks import gpt_steps, schedule_costs, schedule_study  # noqa: E402
 from benchmarks.emulated import competitors, experts, goals, report  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
 from benchmarks.ranks import fork_ranks  # noqa: E402
@@ -103,7 +104,9 @@ def costs(_: argparse.Namespace) -> Result:
 
 def trading(options: argparse.Namespace) -> Result:
     """Part (e)."""
-    return Result(rows=experts.measure(quick=options.quick, chunk_ms=options.chunk_ms))
+    # Parts between exchanges are short: sleeps must not be late by much of them.
+    chunk_ms = max(20.0, options.chunk_ms)
+    return Result(rows=experts.measure(quick=options.quick, chunk_ms=chunk_ms))
 
 
 def traces(options: argparse.Namespace) -> Result:
@@ -148,6 +151,12 @@ def replayed(path: Path) -> list[Row]:
 TRACE_GOALS = {"AR": 1.85, "ST": 1.57, "SE": 1.60}
 """Least speed-ups over 1F1B as recorded, by the end of a published trace's name."""
 
+
+def study(_: argparse.Namespace) -> Result:
+    """Part (f)."""
+    return Result(rows=schedule_study.measure())
+
+
 PARTS = {
     "costs": costs,
     "emulated": emulated,
@@ -155,13 +164,15 @@ PARTS = {
     "gpt": gpt,
     "traces": traces,
 }
+"""What runs unless a part is named."""
+ALL_PARTS = {**PARTS, "study": study}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = parser_of(__doc__, (), "fewer cases, within ten minutes")
     parser.add_argument("--chart", type=Path, help="draw the speed-ups of part (a) here, as PNG")
-    parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
+    parser.add_argument("--part", choices=(*ALL_PARTS, "all"), default="all")
     parser.add_argument("folder", nargs="?", type=Path, help="part (d): recorded jobs")
     parser.add_argument("--rounds", type=int, help="part (b): turns to take")
     group = parser.add_argument_group("part (a)")
@@ -182,7 +193,7 @@ def main() -> int:
     """Measure and print; returns 1 where a goal is missed."""
     options = parse()
     wanted = PARTS if options.part == "all" else (options.part,)
-    total = run({name: partial(PARTS[name], options) for name in wanted})
+    total = run({name: partial(ALL_PARTS[name], options) for name in wanted})
     return finish(total, options.json)
 
 

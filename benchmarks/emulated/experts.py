@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.emulated.ours import Channels, IdleStages
-from benchmarks.emulated.work import DTYPE, WIDTH, Sleeper, sharpen_timers
+from benchmarks.emulated.work import DTYPE, WIDTH, sharpen_timers
 from benchmarks.ranks import fork_ranks
 from benchmarks.report import Row, measured
 from megatron.adaptive import extension
@@ -118,6 +118,11 @@ def _simulated(
     return seconds, hidden
 
 
+def sleep_until(moment_s: float) -> None:
+    """Sleep; parts of actions are too short, and processes too many, to spin for the rest."""
+    time.sleep(max(0.0, moment_s - time.monotonic()))
+
+
 class SlowExchange:
     """An all-to-all that takes a while once all have begun it; those of a rank follow each other.
 
@@ -127,10 +132,9 @@ class SlowExchange:
         whole_s: how long they took.
     """
 
-    def __init__(self, sleeper: Sleeper) -> None:
+    def __init__(self) -> None:
         self.takes_s = self.waited_s = self.whole_s = 0.0
         self._free_s = 0.0
-        self._sleeper = sleeper
         self._plain = dist.all_to_all_single
 
     def __call__(
@@ -153,7 +157,7 @@ class SlowExchange:
     def end(self, begun_s: float, all_began_s: float, takes_s: float) -> None:
         """Wait until an exchange is over, for which this rank has waited since ``begun_s``."""
         self._free_s = max(self._free_s, all_began_s) + takes_s
-        self._sleeper.until(self._free_s)
+        sleep_until(self._free_s)
         self.waited_s += time.monotonic() - begun_s
         self.whole_s += takes_s
 
@@ -215,7 +219,7 @@ class ExpertStages(IdleStages):
         return torch.zeros(WIDTH, dtype=DTYPE)
 
     def _sleep(self, seconds: float) -> None:
-        self._rank.sleeper.until(time.monotonic() + seconds * self._pace)
+        sleep_until(time.monotonic() + seconds * self._pace)
 
 
 class Rank:
@@ -226,8 +230,7 @@ class Rank:
         self.position, self.replica = divmod(rank, REPLICAS)
         made = [_neighbours(first, REPLICAS) for first in range(0, STAGES * REPLICAS, REPLICAS)]
         self.replicas = made[self.position]
-        self.sleeper = Sleeper()
-        self.exchange = SlowExchange(self.sleeper)
+        self.exchange = SlowExchange()
         self.candidates = {
             name: make_candidate(name, STAGES, 2, MICROBATCHES) for name in SCHEDULES
         }
@@ -266,7 +269,7 @@ class Rank:
         start = torch.tensor(time.monotonic() + _LEAD_S)
         start = start.double()
         dist.all_reduce(start, dist.ReduceOp.MAX)
-        self.sleeper.until(float(start))
+        sleep_until(float(start))
         executor.run(stages, policy, state)
         end = torch.tensor(time.monotonic()).double()
         executor.finish_step()

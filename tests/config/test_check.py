@@ -190,11 +190,15 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --overlap-moe-expert-parallel-comm
     => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | spread
 SPREAD @2 => --moe-token-dispatcher-type allgather, whose layers cannot be left | alltoall
+--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1
+    --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number
 EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
 EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
 EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | selective
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
     --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
+--num-experts 4 --heterogeneous-layers-config-encoded-json {"block_configs":[]}
+    => --num-experts 4 | drop one
 PP2 --num-experts 4 --repartition auto @2 => --repartition auto | dense layers
 PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
     => --stage-data-parallel-sizes 2-1 | experts

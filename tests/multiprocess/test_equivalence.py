@@ -42,6 +42,7 @@ LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-e
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
 # What DeepSeek does otherwise: latent attention, two tokens more to predict, a loss per token.
 TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
+MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
 DEEPSEEK = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 8 "
@@ -76,6 +77,11 @@ MODERN_EXPERTS = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 32"
 )
+# Experts, latent attention and multi-token prediction together.
+DEEP_EXPERTS = (
+    f"{NO_DROPOUT} --disable-bias-linear --position-embedding-type rope --multi-latent-attention "
+    "--mtp-num-layers 1 --num-experts 4 --moe-layer-freq [0]+[1]*7 --moe-aux-loss-coeff 0.01"
+)
 # Tokens that find no room are dropped, as many wherever they are.
 FULL_EXPERTS = (
     f"{EXPERTS} --moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity "
@@ -88,12 +94,14 @@ MODEL_NAMES = {
     LENGTHS: "lengths",
     MODERN_LENGTHS: "modern-lengths",
     TIED_MTP: "tied-mtp",
+    MTP_LENGTHS: "mtp-lengths",
     DEEPSEEK: "deepseek",
     UNLIKE: "unlike",
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
     FULL_EXPERTS: "full-experts",
+    DEEP_EXPERTS: "deep-experts",
 }
 LOOP, V = "--pipeline-placement loop", "--pipeline-placement v"
 SEQUENCE = "--sequence-parallel"
@@ -313,6 +321,7 @@ DIFFERENT_LENGTHS = tuple(
         (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": "--micro-batch-size 2"}),
         (MODERN_LENGTHS, ("1f1b",), {"pp": 2, "dp": 2}),
         (MODERN_LENGTHS, ("adaptive",), {"pp": 4, "extra": PACK}),
+        (MTP_LENGTHS, ("adaptive",), {"pp": 2, "extra": PACK}),
         (LENGTHS, ("adaptive",), {"pp": 2, "dp": 2, "extra": f"{PACK} --balance-replicas off"}),
         (LENGTHS, ("interleaved",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{PACK} {BALANCED}"}),
         (LENGTHS, ("combined-1f1b",), {"pp": 2, "chunks": 2, "extra": PACK}),
@@ -359,6 +368,11 @@ WITH_EXPERTS = tuple(
         (MODERN_EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {EXCHANGE}"}),
         (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "extra": f"{SEQUENCE} {EXCHANGE}"}),
         (FULL_EXPERTS, ("zb-h1",), {"pp": 2, "extra": EXCHANGE}),
+        (
+            DEEP_EXPERTS,
+            ("adaptive",),
+            {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"},
+        ),
         (EXPERTS, ("1f1b",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {GATHER} {STATE}"}),
         (EXPERTS, ("megatron",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
         (EXPERTS, ("zb-v",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {GATHER}"}),

@@ -93,6 +93,26 @@ def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) ->
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "schedule", "reason"),
+    [
+        ({}, "1f1b", "schedule 1f1b, in which no action begins beside another"),
+        ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex, whose layers cannot be left"),
+        ({"recompute_modules": ["moe"]}, "adaptive", "layers of experts recomputed"),
+    ],
+)
+def test_exchanges_that_nothing_can_hide(
+    changes: dict[str, Any], schedule: str, reason: str
+) -> None:
+    asked = {
+        "overlap_moe_expert_parallel_comm": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    check(configuration(**asked))
+    with pytest.raises(ConfigError, match=f"^overlap_moe_expert_parallel_comm .*{reason}"):
+        check(configuration(**{**asked, **changes}), schedule=schedule)
+
+
 def test_delayed_scaling_across_replicas() -> None:
     with pytest.raises(ConfigError, match="^fp8_recipe=delayed .* schedule adaptive and 2 data-p"):
         check(configuration(fp8="hybrid", fp8_recipe="delayed"), replicas=2)

@@ -39,8 +39,24 @@ def test_under_jitter_a_rule_with_split_backwards_wins() -> None:
     choice = pick(sigma=0.4)
     assert choice.best.name in ("adaptive", "hinted")
     assert choice.best.weight_pieces > 0
-    assert "best fixed order zb-v" in choice.reason
+    assert "best fixed order dualpipe-v" in choice.reason
     assert "spread of an action 0.40" in choice.reason
+
+
+def test_lengths_are_part_of_the_choice() -> None:
+    times = StageTimes.equal(8, forward_s=0.01, backward_s=0.01, weight_s=0.01)
+    factors = tuple(4.0 if at % 5 == 0 else 0.5 for at in range(16))
+    choice = choose(
+        StageProfile(times=times, microbatch_factors=(factors,)),
+        present=Placement(num_ranks=4, num_chunks=2, kind="v"),
+        num_microbatches=16,
+        most={"v": 6.0},
+        splittable=True,
+    )
+    assert choice.best.name in ("adaptive", "hinted")
+    assert "the longest microbatch takes 4 times" in choice.reason
+    tried = {(o.candidate.name, o.candidate.shares) for o in choice.outcomes}
+    assert {("adaptive", True), ("adaptive", False), ("zb-v", True)} <= tried
 
 
 def test_little_memory_is_kept() -> None:

@@ -11,6 +11,7 @@ import pytest
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action
+from megatron.adaptive.schedule.memory import chunk_shares
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, RulePolicy
 from megatron.adaptive.schedule.registry import make_schedule
@@ -48,7 +49,8 @@ def random_case(seed: int) -> tuple[Placement, int, Any, dict[str, Any]]:
         link=Link(latency_s=rng.choice([0.0, 0.3]), occupancy_s=rng.choice([0.0, 0.4])),
     )
     options = {
-        "cap": rng.choice([None, 1.0, 2.5]),
+        "cap": rng.choice([None, 4.0, 6.5]),
+        "sizes": rng.choice([None, [rng.uniform(0, 4) for _ in range(microbatches)]]),
         "weight_pieces": rng.choice([0, 1, 4]),
         "beside": bool(seed % 2),
     }
@@ -67,7 +69,11 @@ def same(one: SimResult, other: SimResult) -> bool:
 def test_compiled_and_plain_loops_agree_to_the_picosecond(name: str) -> None:
     for seed in range(40):
         placement, microbatches, workload, options = random_case(seed)
-        policies = [RulePolicy(name, RULES[name])] * placement.num_ranks
+        shares = [
+            chunk_shares(placement, rank, options["cap"] or 1.0) * (seed % 3 > 0)
+            for rank in range(placement.num_ranks)
+        ]
+        policies = [RulePolicy(name, RULES[name], hint) for hint in shares]
         plain = simulate(placement, microbatches, policies, workload, **options)
         fast = simulate(placement, microbatches, policies, workload, compiled=True, **options)
         assert same(plain, fast), seed

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.memory import default_cap, scaled_cap
+from megatron.adaptive.schedule.memory import chunk_shares, default_cap, scaled_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_schedule
 from megatron.adaptive.schedule.validate import peak_units
@@ -37,3 +37,17 @@ def test_default_cap(ranks: int, chunks: int, microbatches: int, cap: float) -> 
 def test_a_cap_below_the_least_names_the_least(cap: float) -> None:
     with pytest.raises(ScheduleError, match=f"cap {cap} is below.*cap is 1 .one .* each of 2 ch"):
         scaled_cap(cap, 2)
+
+
+def test_chunks_share_the_cap_by_the_stages_that_follow() -> None:
+    # Rank 0 of a V holds stages 0 and 7, rank 3 stages 3 and 4: of 8 chunk microbatches.
+    assert chunk_shares(Placement(num_ranks=4, num_chunks=2, kind="v"), 0, 4.0) == (7,)
+    assert chunk_shares(Placement(num_ranks=4, num_chunks=2, kind="v"), 3, 4.0) == (4,)
+    assert chunk_shares(Placement(num_ranks=4, num_chunks=3), 3, 4.0) == (7, 4)
+    assert chunk_shares(Placement(num_ranks=4, num_chunks=3), 0, 1.0) == (1, 1)
+    assert chunk_shares(Placement(num_ranks=4, num_chunks=1), 0, 4.0) == ()
+
+
+def test_a_cap_below_the_largest_microbatch_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"cap 2 is below .* least cap is 2.5"):
+        scaled_cap(2.0, 2, 2.5)

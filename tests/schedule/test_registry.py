@@ -24,6 +24,7 @@ STATIC = (
     "forward-only",
     "gpipe",
     "interleaved",
+    "interleaved-zb",
     "v-half",
     "varuna",
     "zb-h1",

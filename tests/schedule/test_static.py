@@ -55,6 +55,7 @@ def followed(schedule: Schedule, times: StageTimes) -> SimResult:
                 made("1f1b", 4, 6),
                 made("interleaved", 2, 4),
                 made("zb-h1", 4, 6),
+                made("interleaved-zb", 2, 3),
                 made("combined-1f1b", 2, 4),
             ],
         ),
@@ -95,6 +96,7 @@ PEAKS = {
     "forward-only": lambda p, r, v, m: 0,
     "gpipe": lambda p, r, v, m: m,
     "interleaved": lambda p, r, v, m: min((v - 1) * p + 2 * (p - 1 - r) + 1, m * v) / v,
+    "interleaved-zb": lambda p, r, v, m: (min((v - 1) * (m // max(1, m // p)) + p, m * v)) / v,
     "v-half": lambda p, r, v, m: (p + 2) // 2,
     "varuna": lambda p, r, v, m: min(m, max(1, 4 * (p - 1 - r))),
     "zb-h1": lambda p, r, v, m: min(p, m),
@@ -121,7 +123,7 @@ def test_valid_and_within_its_memory(
         placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)  # type: ignore[arg-type]
     if name == "dualpipe-v":
         microbatches += 2 * ranks
-    if name in ("combined-1f1b", "interleaved"):
+    if name in ("combined-1f1b", "interleaved", "interleaved-zb"):
         microbatches = -(-microbatches // ranks) * ranks
     schedule = make_schedule(name, placement, microbatches)
     limits = [PEAKS[name](ranks, rank, placement.num_chunks, microbatches) for rank in range(ranks)]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import run_of_columns, write_run
@@ -102,6 +103,24 @@ def test_the_last_stage_and_lengths_are_distinguished() -> None:
     assert any("--balance-replicas" in repair.flag for repair in lengths.repairs)
 
 
+def test_predicted_repairs_are_what_a_run_without_the_fault_takes(tmp_path: Path) -> None:
+    shape = {"num_ranks": 4, "num_microbatches": 8, "iterations": 4, "schedule": "1f1b"}
+    faults = (Fault(kind="slow-rank", rank=2, factor=1.5),)
+    write_synthetic(tmp_path / "right", SyntheticRun(**shape))  # type: ignore[arg-type]
+    right = what_if(read_run(tmp_path / "right"))
+    assert (right.cause, right.slowdown) == ("none", pytest.approx(1.0, abs=0.03))
+    assert right.launch_slowdown == pytest.approx(1.0, abs=1e-3)
+    for replicas in (1, 2):
+        folder = tmp_path / f"slow-{replicas}"
+        slow = SyntheticRun(**shape, replicas=replicas, faults=faults)  # type: ignore[arg-type]
+        write_synthetic(folder, slow)
+        found = what_if(read_run(folder))
+        assert found.cause == "worker"
+        assert found.where.ranks[found.slowest[0]] == 2
+        mended = next(repair for repair in found.repairs if repair.what.startswith("rank 2"))
+        assert mended.step_s == pytest.approx(right.recorded_s.mean(), rel=0.03)
+
+
 def test_a_late_link_is_named() -> None:
     found = answers(
         transfer=lambda way, r, stage, m: 0.5 if (way, r, stage) == ("forward", 0, 1) else 0.01
@@ -145,15 +164,13 @@ def test_the_first_contradiction_is_named() -> None:
         TraceError, match="rank 1.*backward-compute of microbatch 0.*before its own"
     ):
         what_if(run_of_columns(table, Path("job")))
-    # Each rank waits for the other: the second stage takes microbatches the other way round.
+    # The first rank does a backward before its last forward, the second that forward before.
     table = job(replicas=1, stages=2, microbatches=2, steps=(5,))
-    rows = np.flatnonzero((table["optype"] == "backward-compute") & (table["stage"] == 0))
-    table["start_ts"][rows] = [-3.0, -2.0]
-    forward = np.flatnonzero((table["optype"] == "forward-compute") & (table["stage"] == 0))
-    table["start_ts"][forward] = [-5.0, -2.5]
-    assert len(what_if(run_of_columns(table, Path("job"))).simulated_s) == 1
-    swapped = np.flatnonzero((table["optype"] == "forward-compute") & (table["stage"] == 1))
-    table["start_ts"][swapped[1]] = table["start_ts"][swapped[0]] - 9.0
+    times = {("forward", 0): [0, 3], ("backward", 0): [1, 4]}
+    times |= {("forward", 1): [10, 11], ("backward", 1): [12, 14]}
+    for (way, stage), starts in times.items():
+        rows = (table["optype"] == f"{way}-compute") & (table["stage"] == stage)
+        table["start_ts"][rows] = starts
     with pytest.raises(TraceError, match=r"waits for what waits for it.*contradicts"):
         what_if(run_of_columns(table, Path("job")))
 

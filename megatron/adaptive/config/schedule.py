@@ -32,7 +32,7 @@ V_ONLY = ("dualpipe-v", "v-half", "zb-v")
 V_SCHEDULES = (*RULES, "file", "gpipe", *V_ONLY)
 """Values of ``--pipeline-schedule`` under ``--pipeline-placement v``."""
 
-SPLIT_SCHEDULES = ("dualpipe-v", "v-half", "zb-h1", "zb-v")
+SPLIT_SCHEDULES = ("dualpipe-v", "interleaved-zb", "v-half", "zb-h1", "zb-v")
 """Fixed orders that compute weight gradients by themselves."""
 
 KEEPING_ALL = ("breadth-first", "gpipe", "varuna")
@@ -43,7 +43,7 @@ UNEQUAL_SCHEDULES = ("1f1b", "adaptive", "gpipe")
 
 ONE_CHUNK = ("1f1b", "varuna", "zb-h1")
 TWO_CHUNKS = V_ONLY
-SEVERAL_CHUNKS = ("breadth-first", "combined-1f1b", "interleaved")
+SEVERAL_CHUNKS = ("breadth-first", "combined-1f1b", "interleaved", "interleaved-zb")
 PAIRING = ("combined-1f1b", "dualpipe-v")
 """Fixed orders in which a forward and a backward begin together."""
 

@@ -125,6 +125,10 @@ class TrainerConfig:
             for name, is_set in (
                 ("--stage-data-parallel-sizes", parallel.unequal_sizes is not None),
                 ("--expert-model-parallel-size", parallel.expert_model_parallel_size > 1),
+                (
+                    "--moe-router-load-balancing-type global_aux_loss",
+                    "global_aux_loss" in self.core.moe_router_load_balancing_type,
+                ),
                 ("--ddp-average-in-collective", parallel.ddp_average_in_collective),
                 (f"--pipeline-schedule {schedule}", schedule in ("file", "megatron")),
             )

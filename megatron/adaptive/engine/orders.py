@@ -107,6 +107,7 @@ class Orders:
         self.widths = widths
         self.beside = beside
         self._cap = cap
+        self._shares, self._latency = True, 0.0
         self._group_size = group_size
         self._given = given
         self.replay = replay
@@ -143,6 +144,7 @@ class Orders:
         self.schedule = candidate.name
         self.weight_pieces = candidate.weight_pieces
         self._cap = candidate.cap
+        self._shares, self._latency = candidate.shares, candidate.latency
         self._policies.clear()
 
     def candidate(self, num_microbatches: int) -> Candidate:
@@ -153,6 +155,8 @@ class Orders:
             placement=self.placement,
             weight_pieces=self.weight_pieces,
             cap=self._cap_for(num_microbatches) if is_rule(name) else None,
+            shares=self._shares,
+            latency=self._latency,
         )
 
     def inputs_in_flight(self, num_microbatches: int) -> int:
@@ -212,5 +216,7 @@ class Orders:
             num_microbatches,
             cap=self._cap_for(num_microbatches),
             weight_pieces=self.weight_pieces,
+            shares=self._shares,
+            latency=self._latency,
         )
         return policies[self.pp_rank]

@@ -168,6 +168,17 @@ def _vocabulary(words: Sequence[str]) -> int:
 def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -> TransformerShape:
     """Returns the shape of the model that a run with these settings builds."""
     model = config.model
+    core = config.core
+    for flag, is_given in (
+        ("--num-experts", core.num_moe_experts),
+        ("--mtp-num-layers", model.mtp_num_layers),
+        ("--heterogeneous-layers-config-path", core.heterogeneous_layers_config_encoded_json),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"{name}: {flag} makes layers unlike, which the planner does not count yet: drop "
+                "it, or start the run without a plan"
+            )
     learned = model.position_embedding_type == "learned_absolute"
     precision = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     sizes = Precision.named(precision[config.precision.dtype_name])

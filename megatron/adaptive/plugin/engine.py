@@ -420,6 +420,7 @@ class Engine:
             weight_pieces=pieces,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
             given=given,
+            beside=bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
         )
 
     def _finish_step(self) -> None:

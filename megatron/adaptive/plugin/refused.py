@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_type, unwrap_model
 
-from megatron.adaptive.config.schedule import SEVERAL_CHUNKS
+from megatron.adaptive.config.schedule import PAIRING, RULES, SEVERAL_CHUNKS
 from megatron.adaptive.engine.deferred_layers import delays_by_itself
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.placed import kind_of
@@ -24,7 +24,6 @@ from megatron.adaptive.schedule.registry import placement_for
 
 _GRAPHS = "a CUDA graph replays the order it was captured in"
 _CONFIG = {
-    "overlap_moe_expert_parallel_comm": "it runs forwards and backwards merged into one",
     "delay_wgrad_compute": "weight gradients are the engine's to delay, see split_backward",
     "defer_embedding_wgrad_compute": "megatron-core's own loop computes what it puts off",
     "num_microbatches_with_partial_activation_checkpoints": (
@@ -114,6 +113,7 @@ def check_model(
             f"order of megatron-core's own loop; set it to 1 {_INSTEAD}"
         )
     _check_fp8(config, settings, replicas)
+    _check_overlap(config, settings.schedule)
     built = kind_of(config)
     if built != settings.kind and config.pipeline_model_parallel_size > 1:
         raise ConfigError(
@@ -136,6 +136,27 @@ def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
             "data-parallel replicas: each forward reduces over replicas that choose different "
             "orders; use another recipe, tp_only_amax_red, or a fixed order such as 1f1b"
         )
+
+
+def _check_overlap(config: Any, schedule: str) -> None:
+    """Refuse to run actions beside others where nothing would, or where a layer cannot be left."""
+    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return
+    dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")
+    reasons = {
+        f"schedule {schedule}, in which no action begins beside another": schedule
+        not in {*RULES, *PAIRING, "file"} - {"auto"},
+        f"moe_token_dispatcher_type={dispatcher}, whose layers cannot be left where they exchange "
+        "tokens": dispatcher != "alltoall",
+        "layers of experts recomputed, which would change one that a forward was left in": "moe"
+        in (config.recompute_modules or ()),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"overlap_moe_expert_parallel_comm of the model with {reason}: change one of the "
+                f"two {_INSTEAD}"
+            )
 
 
 def _check_chunk(number: int, chunk: torch.nn.Module) -> None:

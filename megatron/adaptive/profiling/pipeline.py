@@ -14,6 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import truediv
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
+_ALIKE = 0.05  # spread of microbatches that is taken for none
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
@@ -63,7 +65,10 @@ class Sample:
 
 
 def profile_of(
-    samples: Sequence[Sample], placement: Placement, layers: Sequence[int] | None = None
+    samples: Sequence[Sample],
+    placement: Placement,
+    layers: Sequence[int] | None = None,
+    num_microbatches: int = 0,
 ) -> StageProfile:
     """Puts the ranks' samples together; replicas of a stage count alike.
 
@@ -72,6 +77,7 @@ def profile_of(
         placement: where stages live.
         layers: transformer layers of each stage; with them the profile also holds for other
             placements, for the slowness of a rank is separated from that of a stage.
+        num_microbatches: of each step measured; with it unequal microbatches are found.
 
     Returns:
         The profile; links that were not measured are as slow as the slowest that was.
@@ -103,6 +109,7 @@ def profile_of(
         for kind, values in times.items():
             pairs = zip(values, ranks, strict=True)
             times[kind] = tuple(value / factors[rank] for value, rank in pairs)
+    unequal, sigma = _microbatch_factors(samples, placement, num_microbatches)
     return StageProfile(
         times=StageTimes(forward_s=times[F], backward_s=times[B], weight_s=times[W]),
         link=Link(
@@ -111,10 +118,50 @@ def profile_of(
         ),
         links=links,
         rank_factors=factors,
-        action_sigma=spread(
-            values for sample in samples for values in sample.durations_ns.values()
+        action_sigma=sigma,
+        microbatch_factors=tuple(
+            tuple(factors[first : first + num_microbatches])
+            for factors in unequal
+            for first in range(0, len(factors), num_microbatches)
         ),
     )
+
+
+def _microbatch_factors(
+    samples: Sequence[Sample], placement: Placement, num_microbatches: int
+) -> tuple[list[list[float]], float]:
+    """Separates the lengths of microbatches from the spread of actions.
+
+    The n-th samples of all pipeline ranks are those of one replica, which sees the same
+    microbatches everywhere: the median over their lanes is a microbatch's factor. Where factors
+    differ no more than the noise of so many lanes, and where steps had other numbers of
+    microbatches, there are none.
+
+    Returns:
+        Per replica, how many times the median each microbatch of its steps took, or nothing; and
+        the spread of actions beside that.
+    """
+    seen = [0] * placement.num_ranks
+    replicas: dict[int, list[list[int]]] = defaultdict(list)
+    for sample in samples:
+        own_lanes = sample.durations_ns.values()
+        replicas[seen[sample.pp_rank]] += [lane for lane in own_lanes if min(lane) > 0]
+        seen[sample.pp_rank] += 1
+    plain = spread(lane for lanes in replicas.values() for lane in lanes)
+    lengths = {len(lane) for lanes in replicas.values() for lane in lanes}
+    if not num_microbatches or len(lengths) != 1 or lengths.pop() % num_microbatches:
+        return [], plain
+    found, rest = [], []
+    for lanes in replicas.values():
+        middles = [statistics.median(lane) for lane in lanes]
+        own = [
+            statistics.median(map(truediv, values, middles)) for values in zip(*lanes, strict=True)
+        ]
+        found.append(own)
+        rest += [[value / one for value, one in zip(lane, own, strict=True)] for lane in lanes]
+    sigma = spread(rest)
+    noise = sigma / math.sqrt(min(map(len, replicas.values())))
+    return (found, sigma) if spread(found) > max(_ALIKE, 3 * noise) else ([], plain)
 
 
 def rank_factors(

@@ -124,7 +124,7 @@ class Tuner:
         pipeline, cap, most = self._pipeline, self._pipeline.cap, self._limits(samples)
         try:
             choice = choose(
-                profile_of(samples, pipeline.placement, pipeline.layers),
+                profile_of(samples, pipeline.placement, pipeline.layers, num_microbatches),
                 present=pipeline.placement,
                 num_microbatches=num_microbatches,
                 most=most if cap is None else {kind: min(most[kind], cap) for kind in most},

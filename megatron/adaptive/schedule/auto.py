@@ -11,6 +11,7 @@ faster than the best under the present one.
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,8 +28,9 @@ from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.registry import is_rule, make_schedule
 from megatron.adaptive.schedule.workload import StageProfile
 
-STATIC = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
-RULES = ("adaptive", "hinted")
+STATIC = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-v", "v-half", "dualpipe-v")
+RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
+"""Names, each with and without chunk shares where these matter."""
 DRAWS = 6
 GAIN = 0.005
 """Least gain of a rule over the best fixed order; simulated and measured steps differ by more."""
@@ -63,6 +65,7 @@ def candidates(
     most: float,
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
+    latency: float = 0.0,
 ) -> list[Candidate]:
     """List what could run on a pipeline whose stages lie so; layers cannot be cut anew.
 
@@ -72,6 +75,7 @@ def candidates(
         most: most activations that memory allows, in whole-rank microbatches.
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
+        latency: of a message, in forwards of a stage.
     """
     found = []
     for name in STATIC:
@@ -86,11 +90,19 @@ def candidates(
     usual = default_cap(placement, num_microbatches)
     caps = sorted({usual, usual / 1.5, min(most, float(num_microbatches))})
     found += [
-        Candidate(name=name, placement=placement, weight_pieces=cut, cap=cap)
+        Candidate(
+            name=name,
+            placement=placement,
+            weight_pieces=cut,
+            cap=cap,
+            shares=shares,
+            latency=latency if name == "hinted" else 0.0,
+        )
         for cap in caps
         if 1.0 <= cap <= with_rounding(most)
         for cut in (sorted({0, 1, 2, pieces}) if splittable else [0])
-        for name in RULES
+        for name, shares in RULES
+        if shares or placement.num_chunks > 1
     ]
     return found
 
@@ -118,7 +130,16 @@ def choose(
     Raises:
         ScheduleError: memory does not allow any candidate.
     """
-    spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
+    spread = (
+        profile.action_sigma
+        or profile.microbatch_sigma
+        or profile.latency_sigma
+        or profile.microbatch_factors
+    )
+    forward_s = statistics.fmean(profile.times.forward_s)
+    message_s = max(
+        one.latency_s + one.occupancy_s for one in (profile.link, *profile.links.values())
+    )
     seeds = range(DRAWS if spread else 1)
     outcomes: list[CandidateOutcome] = []
     for kind, limit in most.items():
@@ -128,6 +149,7 @@ def choose(
             most=limit,
             splittable=splittable,
             pieces=pieces,
+            latency=round(message_s / forward_s, 2) if forward_s else 0.0,
         )
         found = (evaluate(o, num_microbatches, profile, seeds) for o in offered)
         outcomes += [o for o in found if o.peak_units <= with_rounding(limit)]
@@ -188,4 +210,7 @@ def _reason(
         text += f"; best fixed order {fixed.candidate}: {fixed.mean_s * 1e3:.4g} ms"
     if profile.action_sigma:
         text += f"; measured spread of an action {profile.action_sigma:.2f}"
+    if profile.microbatch_factors:
+        longest = max(max(factors) for factors in profile.microbatch_factors)
+        text += f"; the longest microbatch takes {longest:.3g} times the mean"
     return text

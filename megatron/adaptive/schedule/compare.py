@@ -36,18 +36,24 @@ class Candidate:
         weight_pieces: parts of each weight gradient, 0 for whole backwards.
         cap: of every rank in whole-rank microbatches, ``None`` for a static schedule, whose memory
             is its own.
+        shares: whether chunks have shares of the cap under ``adaptive``.
+        latency: of a message, in forwards of a stage, by which ``hinted`` chooses its hint.
     """
 
     name: str
     placement: Placement
     weight_pieces: int
     cap: float | None
+    shares: bool = True
+    latency: float = 0.0
 
     def __str__(self) -> str:
         chunks = self.placement.num_chunks
         text = f"{self.name} ({self.placement.kind}, {chunks} chunk{'s' * (chunks > 1)}"
         if self.weight_pieces:
             text += f", W in {self.weight_pieces}"
+        if not self.shares:
+            text += ", no shares"
         return text + (f", cap {self.cap:g})" if self.cap is not None else ")")
 
 
@@ -148,6 +154,8 @@ def evaluate(
         num_microbatches,
         cap=candidate.cap,
         weight_pieces=candidate.weight_pieces,
+        shares=candidate.shares,
+        latency=candidate.latency,
     )
     results = []
     for seed in seeds:
@@ -164,6 +172,7 @@ def evaluate(
             link=profile.link,
             links=profile.links,
             rank_factors=profile.rank_factors,
+            microbatch_factors=profile.factors_of(seed, num_microbatches),
         )
         results.append(
             simulate(

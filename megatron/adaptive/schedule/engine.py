@@ -58,6 +58,8 @@ class World(NamedTuple):
             plus ``ranks``: an action may run in one while that in the other communicates.
         last: per rank, the place that computed last.
         was_filler: per rank, 1 if its last action was a weight gradient.
+        waking: per rank, 1 if something happened to it and it has not decided since.
+        wakes, num_woken: these ranks, in the order in which it happened, and their number.
         link: per rank, when communication within its stages is over.
         running: per place, the code that runs, -1 for none.
         works, exchanged, counts, steps, due, at: per place, the action's picoseconds, those of them
@@ -84,6 +86,9 @@ class World(NamedTuple):
     turn: list[int]
     last: list[int]
     was_filler: list[int]
+    waking: list[int]
+    wakes: list[int]
+    num_woken: list[int]
     link: list[int]
     running: list[int]
     works: list[int]
@@ -138,6 +143,14 @@ def heap_pop(world: World) -> int:
     times[at] = time
     codes[at] = code
     return earliest
+
+
+def wake(world: World, rank: int) -> None:
+    """Let a rank decide before time goes on."""
+    if world.waking[rank] == 0:
+        world.waking[rank] = 1
+        world.wakes[world.num_woken[0]] = rank
+        world.num_woken[0] += 1
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
@@ -242,36 +255,45 @@ def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: i
     whole = whole_of(world, rank, stage, microbatch)
     event = (kind * stages + to) * total + whole
     target = world.where[to] + whole % world.widths[to]
-    if rank == target:
-        heap_push(world, now, event)
-        return
-    link = rank * ranks + target
-    sent = max(now, world.free[link]) + world.occupancy[link]
-    world.free[link] = sent
-    heap_push(world, sent + world.delays[(kind * stages + stage) * total + whole], event)
+    at = now
+    if rank != target:
+        link = rank * ranks + target
+        at = max(now, world.free[link]) + world.occupancy[link]
+        world.free[link] = at
+        at += world.delays[(kind * stages + stage) * total + whole]
+    if at == now:
+        receive(world, event)
+    else:
+        heap_push(world, at, event)
 
 
-def happen(world: World, event: int, now: int) -> int:
-    """Take note of an event; returns the rank that it concerns."""
+def receive(world: World, event: int) -> None:
+    """Take note of an arrival."""
+    stages, total = len(world.where), world.total[0]
+    lane = event // total
+    whole = event - lane * total
+    kind = lane // stages
+    stage = lane - kind * stages
+    width = world.widths[stage]
+    rank = world.where[stage] + whole % width
+    arrive(world.states[rank], kind, stage // len(world.states), whole // width)
+    wake(world, rank)
+
+
+def happen(world: World, event: int, now: int) -> None:
+    """Take note of an event."""
     if event >= 0:
-        stages, total = len(world.where), world.total[0]
-        lane = event // total
-        whole = event - lane * total
-        kind = lane // stages
-        stage = lane - kind * stages
-        width = world.widths[stage]
-        rank = world.where[stage] + whole % width
-        chunk = stage // len(world.states)
-        arrive(world.states[rank], kind, chunk, whole // width)
-        return rank
+        receive(world, event)
+        return
     rank = -1 - event
+    wake(world, rank)
     s = world.states[rank]
     place = world.turn[rank]
     world.turn[rank] = -1
     world.last[rank] = place
     if world.steps[place] < world.counts[place]:
         communicate(world, place, now)
-        return rank
+        return
     code = world.running[place]
     world.running[place] = -1
     world.ends[rank][world.at[place]] = now
@@ -283,25 +305,26 @@ def happen(world: World, event: int, now: int) -> int:
     world.was_filler[rank] = int(kind == W)
     if kind != W:
         send(world, rank, kind, world.stages[rank * chunks + chunk], microbatch, now)
-    return rank
 
 
 def run(world: World) -> int:
     """Run a step to its end; returns ``DONE_ALL``, ``DEADLOCK`` or ``NOT_READY`` plus a rank."""
     ranks = len(world.states)
     now = 0
-    touched = [True for _ in range(ranks)]
+    for rank in range(ranks):
+        wake(world, rank)
     while True:
-        for rank in range(ranks):
-            if touched[rank]:
-                touched[rank] = False
-                if world.turn[rank] < 0 and not decide(world, rank, now):
-                    return NOT_READY + rank
+        for at in range(world.num_woken[0]):
+            rank = world.wakes[at]
+            world.waking[rank] = 0
+            if world.turn[rank] < 0 and not decide(world, rank, now):
+                return NOT_READY + rank
+        world.num_woken[0] = 0
         if world.heap_size[0] == 0:
             break
         now = world.heap_times[0]
         while world.heap_size[0] > 0 and world.heap_times[0] == now:
-            touched[happen(world, heap_pop(world), now)] = True
+            happen(world, heap_pop(world), now)
     for rank in range(ranks):
         if world.states[rank][FINISHED] < world.states[rank][TOTAL]:
             return DEADLOCK

@@ -39,7 +39,8 @@ UNIT = 12  # activations of one microbatch of a chunk, 0 in an evaluation
 LAST_CHUNK = 13  # holds the last stage, whose forward enables its own backward; -1 for none
 BESIDE = 14  # 1 where an action may start while another communicates
 BUSY = 15  # and two more: 1 where a forward, a backward, a weight gradient is under way
-HEAD = 18
+SIZED = 18  # 1 where microbatches differ in size; then their sizes follow the flags
+HEAD = 19
 
 # Blocks of one count of actions per chunk; a count is also the next index.
 DONE = 3  # from a kind's block of started actions to that of finished ones
@@ -77,12 +78,29 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
     return s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * microbatches + index] == 1
 
 
+def size_of(s: State, microbatch: int) -> int:
+    """Activations of a microbatch of a chunk."""
+    if s[SIZED] == 0:
+        return s[UNIT]
+    return s[HEAD + (FLAGS + 2 * s[MICROBATCHES]) * s[CHUNKS] + microbatch]
+
+
 def fits(s: State, chunk: int) -> bool:
     """True if the graded memory rule lets the chunk's next forward start (see ``memory``).
 
-    What must be free is its own microbatch and one of every later chunk.
+    What must be free is its own microbatch and one of every later chunk: the largest of those that
+    are not there yet.
     """
-    return s[IN_FLIGHT] + (s[CHUNKS] - chunk) * s[UNIT] <= s[CAP]
+    if s[SIZED] == 0:
+        return s[IN_FLIGHT] + (s[CHUNKS] - chunk) * s[UNIT] <= s[CAP]
+    index = lane_count(s, F, chunk)
+    needed = s[IN_FLIGHT] + size_of(s, index)
+    for later in range(chunk + 1, s[CHUNKS]):
+        largest = 0
+        for microbatch in range(lane_count(s, F, later), index + 1):
+            largest = max(largest, size_of(s, microbatch))
+        needed += largest
+    return needed <= s[CAP]
 
 
 def arrive(s: State, kind: int, chunk: int, microbatch: int) -> None:
@@ -93,13 +111,15 @@ def arrive(s: State, kind: int, chunk: int, microbatch: int) -> None:
 
 def start(s: State, kind: int, chunk: int) -> None:
     """Note that the chunk's next action of that kind starts; a forward takes its memory now."""
-    s[HEAD + kind * s[CHUNKS] + chunk] += 1
+    at = HEAD + kind * s[CHUNKS] + chunk
+    index = s[at]
+    s[at] = index + 1
     s[STARTED] += 1
     s[BUSY + kind] = 1
     if kind != W:
         s[LAST] = kind
     if kind == F:
-        s[IN_FLIGHT] += s[UNIT]
+        s[IN_FLIGHT] += s[UNIT] if s[SIZED] == 0 else size_of(s, index)
         s[PEAK] = max(s[PEAK], s[IN_FLIGHT])
 
 
@@ -119,6 +139,6 @@ def finish(s: State, kind: int, chunk: int) -> None:
             arrive(s, B, chunk, index)
     elif kind == B:
         if s[PIECES] == 0:
-            s[IN_FLIGHT] -= s[UNIT]
+            s[IN_FLIGHT] -= size_of(s, index)
     elif (index + 1) % s[PIECES] == 0:
-        s[IN_FLIGHT] -= s[UNIT]
+        s[IN_FLIGHT] -= size_of(s, index // s[PIECES])

@@ -19,6 +19,22 @@ cap (only the microbatch itself must fit) leaves no such room:
     2 ranks, 2 chunks of 1/2, cap 1     F0-0 and F0-1 fill rank 0; F1-0, which alone could lead
                                         to a backward, never fits
 
+**Unequal microbatches.** With a size for each, in mean microbatches, a cap counts bytes. A forward
+of chunk c and microbatch j then leaves room in every later chunk for the largest microbatch from
+that chunk's next one up to j: the one that is stuck above is among them, for it has passed chunk c.
+The least cap is the largest microbatch.
+
+**Chunk shares.** One chunk may fill the cap while others starve: the first stages run ahead, as
+their backwards are far away. By Little's law, what a stage holds in a steady pipeline is in
+proportion to how long a microbatch stays between its forward and its backward there, and that to
+the stages that follow. So of the cap C of a rank with V chunks, a chunk at stage s of S may hold
+
+    K = max(1, floor(C V (S - s) / sum of (S - s') over the rank's chunks))
+
+microbatches between the start of their forward and the end of their backward; the deepest chunk has
+no such limit. This cannot deadlock either: the forward of stage s+1 above is on a chunk that holds
+nothing, so that its share, at least 1, does not stop it.
+
 This module owns these numbers. Who holds how much at a moment is the business of ``RankState``.
 """
 
@@ -44,19 +60,32 @@ def with_rounding(cap: float) -> float:
     return cap * (1 + _ROUNDING) + _ROUNDING_PER_SUM / MEMORY_SCALE
 
 
-def scaled_cap(cap: float, num_chunks: int) -> int:
+def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
     """A rank's cap as ``machine`` counts it, with its slack.
+
+    Args:
+        cap: in whole-rank microbatches of mean size.
+        num_chunks: of the rank.
+        largest: size of the largest microbatch.
 
     Raises:
         ScheduleError: no order of actions can keep it: it is not a number or below one microbatch
             in every chunk.
     """
-    if math.isnan(cap) or with_rounding(cap) < 1:
+    if math.isnan(cap) or with_rounding(cap) < largest:
         raise ScheduleError(
-            f"activation cap {cap:g} is below what any order needs: the least cap is 1 (one"
-            f" microbatch in each of {num_chunks} chunks)"
+            f"activation cap {cap:g} is below what any order needs: the least cap is {largest:.3g}"
+            f" (one microbatch, the largest, in each of {num_chunks} chunks)"
         )
     return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE)
+
+
+def chunk_shares(placement: Placement, rank: int, cap: float) -> tuple[int, ...]:
+    """Returns the most microbatches that each chunk but the deepest may hold; see the module."""
+    chunks = range(placement.num_chunks)
+    after = [placement.num_stages - placement.stage_of(rank, chunk) for chunk in chunks]
+    held = with_rounding(cap) * placement.num_chunks
+    return tuple(max(1, math.floor(held * stages / sum(after))) for stages in after[:-1])
 
 
 def default_cap(placement: Placement, num_microbatches: int) -> float:

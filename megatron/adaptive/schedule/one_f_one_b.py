@@ -1,4 +1,4 @@
-"""1F1B, interleaved 1F1B and ZB-H1: warm-up forwards, then one forward, one backward.
+"""1F1B, interleaved 1F1B, ZB-H1 and both: warm-up forwards, then one forward, one backward.
 
 **1f1b**: as many warm-up forwards as stages follow. Four ranks, six microbatches; ``F0-3`` is the
 forward of chunk 0, microbatch 3::
@@ -39,6 +39,14 @@ microbatches, at least as many as ranks, on p equal stages takes
 ``m * (F + B + W) + (p - 1) * (F + B - min(F, B, W))``. The paper states ``F + B - W``, the same
 where W is the shortest of the three.
 
+**interleaved-zb**: the two together. Forwards and backwards go through the chunks in groups as in
+interleaved 1F1B, after only ``num_ranks - 1 - r + (num_chunks - 1) * group_size`` warm-up forwards:
+without weight gradients in its way a gradient is back in half the time. Those lag r behind, so that
+no rank holds more than ZB-H1 does. Two ranks, two chunks, three microbatches in one group::
+
+  rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 B1-0 W1-0 F1-2 B1-1 W1-1 B1-2 W1-2 B0-0 W0-0 B0-1 W0-1 B0-2 W0-2
+  rank 1 | F0-0 F0-1 F0-2 F1-0 B1-0 F1-1 B1-1 W1-0 F1-2 B1-2 W1-1 B0-0 W1-2 B0-1 W0-0 B0-2 W0-1 W0-2
+
 **combined-1f1b**: interleaved 1F1B with one more warm-up forward, whose steady phase runs each
 forward together with the backward after it, which is of another microbatch: one computes while the
 other's experts communicate. ``F0-3+`` is such a forward::
@@ -49,13 +57,14 @@ other's experts communicate. ``F0-3+`` is such a forward::
 Source: 1F1B: PipeDream-Flush, arXiv 2006.09503, section 2.2. Interleaved: Megatron-LM, arXiv
 2104.04473, section 2.2; group sizes other than the number of ranks as in megatron-core. Combined:
 megatron-core's ``overlap_moe_expert_parallel_comm``. ZB-H1: Zero
-Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 and table 2; the order is that of
-``torch.distributed.pipelining`` with one stage per rank.
+Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 and table 2; this order, and the one with
+several stages per rank, are those of ``torch.distributed.pipelining``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatron.adaptive.errors import ScheduleError
@@ -79,15 +88,46 @@ def order_after(warmup: int, num_microbatches: int) -> Order:
 
 def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns the orders of ZB-H1 with one chunk per rank."""
-    weights = action_table(ActionKind.W, 1, num_microbatches)[0]
+    return _with_lagging_weights(one_f_one_b(placement, num_microbatches))
+
+
+def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
+    """Returns the orders of interleaved 1F1B with split backwards, two or more chunks in a loop.
+
+    Groups hold as many microbatches as ranks, or a little more where these do not divide.
+
+    Raises:
+        ScheduleError: the microbatches do not divide into equal groups.
+    """
+    ranks, chunks = placement.num_ranks, placement.num_chunks
+    groups = max(1, num_microbatches // ranks)
+    if num_microbatches % groups:
+        raise ScheduleError(
+            f"schedule interleaved-zb got {num_microbatches} microbatches for {ranks} ranks: they"
+            f" must divide into {groups} equal groups, use a multiple of {ranks} or schedule"
+            " adaptive"
+        )
+    size = num_microbatches // groups
+    forwards, backwards = _in_groups(chunks, num_microbatches, size)
+    return _with_lagging_weights(
+        _in_turn(forwards, backwards, after + (chunks - 1) * size)
+        for after in _stages_after(placement)
+    )
+
+
+def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
+    """Adds weight gradients in the order of the backwards, those of rank r so many behind."""
     orders = []
-    for lag, plain in enumerate(one_f_one_b(placement, num_microbatches)):
+    for lag, of_rank in enumerate(plain):
         order: list[Action] = []
-        for action in plain:
+        left: deque[Action] = deque()
+        for action in of_rank:
             order.append(action)
-            if action.kind is ActionKind.B and action.microbatch >= lag:
-                order.append(weights[action.microbatch - lag])
-        orders.append((*order, *weights[max(0, num_microbatches - lag) :]))
+            if action.kind is ActionKind.B:
+                left.append(replace(action, kind=ActionKind.W))
+                if len(left) > lag:
+                    order.append(left.popleft())
+        orders.append((*order, *left))
     return tuple(orders)
 
 
@@ -126,6 +166,15 @@ def interleaved(
             f" the remainder {remainder} is below {ranks} (the ranks), use a multiple of"
             f" {size} or schedule adaptive"
         )
+    forwards, backwards = _in_groups(chunks, num_microbatches, size)
+    return tuple(
+        _in_turn(forwards, backwards, 2 * after + (chunks - 1) * size, pairs=pairs)
+        for after in _stages_after(placement)
+    )
+
+
+def _in_groups(chunks: int, num_microbatches: int, size: int) -> tuple[list[Action], list[Action]]:
+    """Returns forwards and backwards of all chunks, one group of microbatches after the other."""
     forwards, backwards = (
         [
             action
@@ -138,10 +187,7 @@ def interleaved(
             action_table(ActionKind.B, chunks, num_microbatches)[::-1],
         )
     )
-    return tuple(
-        _in_turn(forwards, backwards, 2 * after + (chunks - 1) * size, pairs=pairs)
-        for after in _stages_after(placement)
-    )
+    return forwards, backwards
 
 
 def _stages_after(placement: Placement) -> range:

@@ -6,21 +6,29 @@ list of names is fixed: adding a schedule means a function and a line here.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.dualpipe_v import dualpipe_v
 from megatron.adaptive.schedule.gpipe import forward_only, gpipe, varuna
-from megatron.adaptive.schedule.memory import with_rounding
-from megatron.adaptive.schedule.one_f_one_b import combined, interleaved, one_f_one_b, zb_h1
+from megatron.adaptive.schedule.memory import chunk_shares, with_rounding
+from megatron.adaptive.schedule.one_f_one_b import (
+    combined,
+    interleaved,
+    interleaved_zb,
+    one_f_one_b,
+    zb_h1,
+)
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of
 from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_microbatches
-from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.v_half import v_half
 from megatron.adaptive.schedule.validate import peak_units
 from megatron.adaptive.schedule.workload import StageTimes
@@ -71,6 +79,9 @@ _STATIC: dict[str, _Static] = {
     "forward-only": _Static(forward_only),
     "gpipe": _Static(gpipe),
     "interleaved": _Static(interleaved, least_chunks=2, instead="1f1b for one chunk"),
+    "interleaved-zb": _Static(
+        interleaved_zb, least_chunks=2, splits_backward=True, instead="zb-h1 for one chunk"
+    ),
     "v-half": _Static(v_half, "v", 2, 2, splits_backward=True),
     "varuna": _Static(varuna, most_chunks=1, instead=_SEVERAL),
     "zb-h1": _Static(zb_h1, most_chunks=1, splits_backward=True, instead="zb-v or v-half for two"),
@@ -83,8 +94,9 @@ _RULES = {
     "hinted": rules.hinted,
 }
 _BEST_IN_A_V = ("adaptive", "hinted")
-_HINTS = ("zb-v", "v-half", "zb-h1", "interleaved")
-"""Schedules that may be hints, best first."""
+_HINTS = ("zb-v", "v-half", "zb-h1", "interleaved", "interleaved-zb", "dualpipe-v")
+"""Schedules that may be hints, the usual one of each placement first."""
+_COMPILED_FROM = 20_000
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -173,6 +185,8 @@ def make_policies(
     *,
     cap: float | None = None,
     weight_pieces: int = 0,
+    shares: bool = True,
+    latency: float = 0.0,
 ) -> tuple[Policy, ...]:
     """Make one policy per rank: followers of a static schedule, or the rule of that name.
 
@@ -180,8 +194,10 @@ def make_policies(
         name: of the schedule or rule.
         placement: which rank holds which stage.
         num_microbatches: microbatches per step.
-        cap: of the run, for a rule that chooses a hint by it; None for no limit.
+        cap: of the run, for a rule that shares it or chooses a hint by it; None for no limit.
         weight_pieces: of the run, likewise.
+        shares: whether chunks have shares of the cap under ``adaptive`` (see ``memory``).
+        latency: of a message, in forwards of a stage, for ``hinted``.
 
     Raises:
         ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
@@ -189,39 +205,74 @@ def make_policies(
     if _static(name) is not None:
         schedule = make_schedule(name, placement, num_microbatches)
         return tuple(Follow(order, name) for order in schedule.orders)
+    ranks = range(placement.num_ranks)
+    if name == "adaptive" and shares and cap is not None:
+        return tuple(
+            RulePolicy(name, _RULES[name], chunk_shares(placement, rank, cap)) for rank in ranks
+        )
     if name != "hinted":
         return (RulePolicy(name, _RULES[name]),) * placement.num_ranks
-    hint = hint_for(placement, num_microbatches, cap)
+    hint = hint_for(placement, num_microbatches, cap, latency)
     return tuple(
         RulePolicy(name, rules.hinted, hint_codes(order, placement.num_chunks, weight_pieces))
         for order in hint.orders
     )
 
 
-def hint_for(placement: Placement, num_microbatches: int, cap: float | None) -> Schedule:
-    """The best static schedule for a pipeline whose memory the cap allows.
+@lru_cache(maxsize=64)
+def hint_for(
+    placement: Placement, num_microbatches: int, cap: float | None, latency: float = 0.0
+) -> Schedule:
+    """Returns the best order for a pipeline that the cap allows.
 
-    Where none fits, it is what ``adaptive`` does under that cap on equal stages.
+    It is the usual fixed one where that fits and is known to be best. With few microbatches, in a
+    loop without memory to spare, and where nothing fits, it is the fastest on equal stages of those
+    that fit and of those that ``adaptive`` makes under the cap, with shares and without.
+
+    Args:
+        placement: which rank holds which stage.
+        num_microbatches: microbatches per step.
+        cap: most activations, in whole-rank microbatches.
+        latency: of a message, in forwards of a stage.
 
     Raises:
         ScheduleError: no microbatch, or the cap is below the least cap.
     """
+    found = []
     for name in _HINTS:
-        try:
+        # Another placement, or microbatches that do not suit it.
+        with contextlib.suppress(ScheduleError):
             schedule = make_schedule(name, placement, num_microbatches)
-        except ScheduleError:
-            continue  # another placement, or too few microbatches for it
-        if cap is None or max(peak_units(schedule)) <= with_rounding(cap):
-            return schedule
-    result = simulate(
-        placement,
-        num_microbatches,
-        make_policies("adaptive", placement, num_microbatches),
-        StageTimes.equal(placement.num_stages, forward_s=1.0, backward_s=1.0, weight_s=1.0),
-        cap=cap,
-        weight_pieces=1,
-    )
-    return result.to_schedule("adaptive")
+            if cap is None or max(peak_units(schedule)) <= with_rounding(cap):
+                found.append(schedule)
+    ranks = placement.num_ranks
+    is_tight = placement.kind == "loop" and cap is not None and cap <= with_rounding(ranks)
+    if found and (
+        placement.num_chunks == 1 or (num_microbatches >= 2 * ranks - 1 and not is_tight)
+    ):
+        return found[0]
+
+    def run(policies: Sequence[Policy], pieces: int, cap: float | None = None) -> SimResult:
+        return simulate(
+            placement,
+            num_microbatches,
+            policies,
+            StageTimes.equal(placement.num_stages, forward_s=1.0, backward_s=1.0, weight_s=1.0),
+            latency_s=latency,
+            cap=cap,
+            weight_pieces=pieces,
+            compiled=3 * num_microbatches * placement.num_stages >= _COMPILED_FROM,
+        )
+
+    results = [
+        (run([Follow(o, one.name) for o in one.orders], one.weight_pieces).makespan_s, one)
+        for one in found
+    ]
+    for shares in (True, False):
+        rules_ = make_policies("adaptive", placement, num_microbatches, cap=cap, shares=shares)
+        made = run(rules_, 1, cap)
+        results.append((made.makespan_s, made.to_schedule("adaptive")))
+    return min(results, key=lambda one: one[0])[1]
 
 
 def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ microbatch needs no saying: a stage takes each kind in
 ascending order. Like ``machine``, these run as they are in the executor and compiled in the
 simulator, so they use numbers only.
 
-``hint`` is the rank's own order as codes for the rules that follow one, else empty.
+``hint`` is the rank's own order as codes for the rules that follow one. For ``adaptive`` it holds
+the shares of the rank's chunks (see ``memory``), the deepest left out; empty or -1 for none.
 
 **adaptive** decides from what has arrived. Among the actions whose input is here and which fit the
 cap:
@@ -16,6 +17,7 @@ cap:
 2. backwards: the deepest chunk first;
 3. forwards: in a loop the lowest group of ``num_ranks`` microbatches first, in it the shallowest
    chunk; in a V the deepest chunk first;
+   A chunk that has its share of the cap waits for a backward;
 4. where backwards are split: a weight gradient, or a piece of one, when there is nothing else.
 
 Microbatches ascend within a stage in any case (``RankState``). Nothing possible: wait.
@@ -71,6 +73,8 @@ The hint is the best static schedule that the cap allows: ZB-V or V-Half in a V 
 ZB-H1 or interleaved 1F1B in a loop (``registry.hint_for``).
 
 It cannot deadlock: whatever was overtaken, doing the remaining hint in its order stays possible.
+Where microbatches differ in size the hint says nothing about bytes: then every forward must also
+fit by the graded rule, and where the hint leads to nothing the rule of ``adaptive`` decides.
 
 Source: hints for a ready-first order as in RRFP, arXiv 2605.18750; the condition is ours.
 """
@@ -83,12 +87,14 @@ from megatron.adaptive.schedule.machine import (
     BESIDE,
     CAP,
     CHUNKS,
+    DONE,
     FINISHED,
     GROUP,
     HEAD,
     IN_FLIGHT,
     LAST,
     PIECES,
+    SIZED,
     STARTED,
     UNIT,
     B,
@@ -99,6 +105,7 @@ from megatron.adaptive.schedule.machine import (
     is_ready,
     lane_count,
     lanes,
+    size_of,
 )
 
 LOOKAHEAD = 96
@@ -136,7 +143,17 @@ def deepest_ready(s: State, kind: int) -> int:
     return -1
 
 
-def grouped_forward(s: State) -> int:
+def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
+    """True if the chunk's forwards started minus its backwards finished are below its share.
+
+    An evaluation has no backwards and holds nothing.
+    """
+    if chunk >= len(hint) or hint[chunk] < 0 or s[UNIT] == 0:
+        return True
+    return lane_count(s, F, chunk) - lane_count(s, B + DONE, chunk) < hint[chunk]
+
+
+def grouped_forward(s: State, hint: Sequence[int]) -> int:
     """Code of the forward to take: lowest group of microbatches first, then the shallowest chunk.
 
     A group is as many microbatches as the pipeline has ranks in a loop, and one in a V. -1 if none
@@ -145,7 +162,7 @@ def grouped_forward(s: State) -> int:
     best = -1
     best_group = 0
     for chunk in range(s[CHUNKS]):
-        if is_ready(s, F, chunk) and fits(s, chunk):
+        if is_ready(s, F, chunk) and fits(s, chunk) and within_share(s, hint, chunk):
             group = lane_count(s, F, chunk) // s[GROUP]
             if best < 0 or group < best_group:
                 best = chunk
@@ -155,7 +172,7 @@ def grouped_forward(s: State) -> int:
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
     """The rule of ``adaptive``."""
-    forward = grouped_forward(s)
+    forward = grouped_forward(s, hint)
     backward = deepest_ready(s, B)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
         return forward
@@ -204,7 +221,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     filling = True
     for chunk in range(chunks):
         filling = filling and lane_count(s, B, chunk) == 0
-    unit = s[UNIT]
+    sized = s[SIZED] == 1
+    largest = 0
     held = s[IN_FLIGHT]
     peak = held
     other = -1
@@ -217,7 +235,13 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             continue
         kind = code // chunks
         chunk = code - kind * chunks
-        if index == started and is_ready(s, kind, chunk):
+        unit = size_of(s, index // s[PIECES] if kind == W else index)
+        largest = max(largest, unit)
+        if (
+            index == started
+            and is_ready(s, kind, chunk)
+            and (kind != F or not sized or fits(s, chunk))
+        ):
             # Memory that an action under way will free is not free yet.
             fitting = s[STARTED] == s[FINISHED] or kind == B or held + unit <= s[CAP]
             if kind == W or (at == head and fitting):
@@ -233,6 +257,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             peak = max(peak, held)
         elif s[PIECES] == 0 or (kind == W and (index + 1) % s[PIECES] == 0):
             held -= unit
-    if early >= 0 and peak + unit <= s[CAP]:
+    if early >= 0 and peak + largest <= s[CAP]:
         return early
+    if other < 0 and sized:
+        return ready_first(s, hint[:0])
     return other

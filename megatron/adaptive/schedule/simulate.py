@@ -134,6 +134,7 @@ def simulate(
     latency_s: float = 0.0,
     jitter: Jitter | None = None,
     cap: float | None = None,
+    sizes: Sequence[float] | None = None,
     forward_only: bool = False,
     weight_pieces: int = 0,
     beside: bool = False,
@@ -149,6 +150,7 @@ def simulate(
         latency_s: seconds of every message between two ranks; only with mean durations.
         jitter: random factors; only with mean durations.
         cap: activation cap of every rank, None for no limit.
+        sizes: activations of each microbatch, see :class:`RankState`.
         forward_only: simulate an evaluation step.
         weight_pieces: parts of each weight gradient; 0 for whole backwards.
         beside: an action may start while another, of another kind, communicates.
@@ -177,6 +179,7 @@ def simulate(
             rank=rank,
             num_microbatches=num_microbatches,
             cap=cap,
+            sizes=sizes,
             forward_only=forward_only,
             weight_pieces=weight_pieces,
             beside=beside,
@@ -308,6 +311,9 @@ def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int
         turn=zeros(ranks) - 1,
         last=array(range(ranks)),
         was_filler=zeros(ranks),
+        waking=zeros(ranks),
+        wakes=zeros(ranks),
+        num_woken=zeros(1),
         link=zeros(ranks),
         running=zeros(2 * ranks) - 1,
         **{name: zeros(2 * ranks) for name in _PLACES},

@@ -6,6 +6,8 @@ nothing (a policy does), sends nothing and measures nothing: executor and simula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
 from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, action_table
@@ -26,6 +28,7 @@ class RankState:
         rank: this rank's position in the pipeline.
         num_microbatches: microbatches per step, at least 1.
         cap: most activations that ``fits`` grants, in whole-rank microbatches; None for no limit.
+        sizes: activations of each microbatch, in mean ones; None where all are alike.
         forward_only: evaluation; there are no backwards and no activations are held.
         weight_pieces: parts into which each weight gradient is cut; 0 for whole backwards, which
             compute the weight gradients themselves.
@@ -42,11 +45,17 @@ class RankState:
         rank: int,
         num_microbatches: int,
         cap: float | None = None,
+        sizes: Sequence[float] | None = None,
         forward_only: bool = False,
         weight_pieces: int = 0,
         beside: bool = False,
     ) -> None:
         check_num_microbatches(num_microbatches)
+        if sizes is not None and (len(sizes) != num_microbatches or not min(sizes) >= 0):
+            raise ScheduleError(
+                f"{len(sizes)} sizes for {num_microbatches} microbatches: give each one's, none"
+                " negative"
+            )
         if weight_pieces < 0:
             raise ScheduleError(
                 f"{weight_pieces} pieces of a weight gradient: give 0 for whole backwards, else 1"
@@ -54,7 +63,9 @@ class RankState:
             )
         chunks = placement.num_chunks
         stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
-        most = machine.NO_CAP if cap is None else scaled_cap(cap, chunks)
+        sizes = () if sizes is None or forward_only or len(set(sizes)) == 1 else sizes
+        largest = max(1.0, *sizes) if sizes else 1.0
+        most = machine.NO_CAP if cap is None else scaled_cap(cap, chunks, largest)
         self.placement = placement
         self.rank = rank
         self.num_microbatches = num_microbatches
@@ -88,6 +99,9 @@ class RankState:
         if stages[0] == 0:  # its forwards need no input
             flags = HEAD + machine.FLAGS * chunks
             s[flags : flags + num_microbatches] = [1] * num_microbatches
+        if sizes:
+            s[machine.SIZED] = 1
+            s += [round(MEMORY_SCALE * size / chunks) for size in sizes]
         self._actions = (
             *action_table(ActionKind.F, chunks, num_microbatches),
             *action_table(ActionKind.B, chunks, num_microbatches),

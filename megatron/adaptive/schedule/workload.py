@@ -142,6 +142,8 @@ class StageProfile:
         action_sigma: spread of the actions' own factors, see :class:`Jitter`.
         microbatch_sigma: spread of the microbatches' factors.
         latency_sigma: spread of the latencies.
+        microbatch_factors: how many times the mean each microbatch took, for each measured step;
+            empty where microbatches are alike.
     """
 
     times: StageTimes
@@ -151,6 +153,12 @@ class StageProfile:
     action_sigma: float = 0.0
     microbatch_sigma: float = 0.0
     latency_sigma: float = 0.0
+    microbatch_factors: tuple[tuple[float, ...], ...] = ()
+
+    def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
+        """Returns the factors of one step; ``None`` where none of so many microbatches is known."""
+        known = [one for one in self.microbatch_factors if len(one) == num_microbatches]
+        return known[seed % len(known)] if known else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +190,7 @@ def draw(
     link: Link | None = None,
     links: Mapping[tuple[int, int], Link] | None = None,
     rank_factors: Sequence[float] | None = None,
+    microbatch_factors: Sequence[float] | None = None,
 ) -> Workload:
     """Draws the times of one step.
 
@@ -194,6 +203,7 @@ def draw(
         link: every link between two ranks; None for one that takes no time.
         links: links that differ, by ``(from rank, to rank)``.
         rank_factors: how many times longer each rank takes for everything; None for 1.
+        microbatch_factors: likewise for each microbatch.
 
     Raises:
         ScheduleError: an argument is out of range.
@@ -210,6 +220,8 @@ def draw(
         durations[:2, :, 0], 1 / PS_PER_S
     )
     durations = np.broadcast_to(durations, (3, fine, num_microbatches))
+    if microbatch_factors is not None:
+        durations = durations * _factors(microbatch_factors, num_microbatches, "microbatch")
     latency, occupancy = _links(placement, link or Link(), links or {})
     delays = np.broadcast_to(latency[:, :, None], (2, stages, num_microbatches))
     if jitter is not None:
@@ -224,7 +236,7 @@ def draw(
 
     def summed(values: Any) -> Any:
         values = values.reshape(-1, stages, fine // stages, num_microbatches).sum(axis=2)
-        values = values * _factors(rank_factors, ranks)[where][None, :, None]
+        values = values * _factors(rank_factors, ranks, "rank")[where][None, :, None]
         return np.rint(values * PS_PER_S).astype(np.int64)
 
     return Workload(
@@ -284,14 +296,14 @@ def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -
     return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
 
 
-def _factors(rank_factors: Sequence[float] | None, ranks: int) -> Any:
-    if rank_factors is None:
-        return np.ones(ranks)
-    if len(rank_factors) != ranks:
-        raise ScheduleError(f"{len(rank_factors)} rank factors for {ranks} ranks: give one each")
-    for rank, factor in enumerate(rank_factors):
-        _check_number(f"factor of rank {rank}", factor)
-    return np.array(rank_factors)
+def _factors(factors: Sequence[float] | None, count: int, what: str) -> Any:
+    if factors is None:
+        return np.ones(count)
+    if len(factors) != count:
+        raise ScheduleError(f"{len(factors)} {what} factors for {count} {what}s: give one each")
+    for at, factor in enumerate(factors):
+        _check_number(f"factor of {what} {at}", factor)
+    return np.array(factors)
 
 
 def _check_times(placement: Placement, times: StageTimes) -> None:
@@ -369,6 +381,7 @@ def _parse(data: Any, num_stages: int) -> StageProfile:
         link=Link(**delays),
         links=links,
         rank_factors=factors or None,
+        microbatch_factors=(),
         **numbers,
     )
 

@@ -121,6 +121,16 @@ def test_unknown_kinds_are_counted_and_the_command_says_so(
         main(["import", str(path), "--output", str(tmp_path / "traces")])
 
 
+def test_clocks_that_are_minutes_apart_are_put_right(make_job: Job) -> None:
+    table = make_job()
+    table["start_ts"] = table["start_ts"] + np.where(table["rank"] == 3, 300.0, 0.0)
+    run, right = (run_of_columns(t, Path("job")) for t in (table, make_job()))
+    assert run.notes() == [
+        "clocks of ranks 3 are up to 300 s apart; their first steps are taken to begin together"
+    ]
+    assert abs(run.ranks[3].table().start_ns - right.ranks[3].table().start_ns).max() < 1e9
+
+
 def test_parquet_needs_a_package_and_says_which(tmp_path: Path) -> None:
     path = tmp_path / "job.parquet"
     path.write_bytes(b"PAR1")

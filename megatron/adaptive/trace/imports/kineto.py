@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import run_of_columns
-from megatron.adaptive.trace.read import RunTrace, describe_numbers
+from megatron.adaptive.trace.read import RunTrace
 
 ENDINGS = (".json", ".json.gz")
 CHUNK_BYTES, HEAD_BYTES = 4 << 20, 1 << 12
@@ -75,7 +75,7 @@ _KIND = _kind_pattern()
 
 @dataclass
 class _Event:
-    """A range or kernel of a known kind; times in ns, -1 for what is not known.
+    """Holds a range or kernel of a known kind; times in ns, -1 for what is not known.
 
     ``kind`` is one of a published table, or ``send``, ``recv`` or ``both`` for messages of which
     nothing else is known. ``root`` is the lowest rank of a collective's group.
@@ -99,7 +99,7 @@ class _Event:
 
 @dataclass
 class _RankFile:
-    """What a rank's file says.
+    """Holds what a rank's file says.
 
     Attributes:
         path: the file.
@@ -127,7 +127,7 @@ class _RankFile:
 
 
 def kineto_files(folder: Path) -> list[Path]:
-    """The files in a folder that torch.profiler wrote, by their first bytes."""
+    """Returns the files in a folder that torch.profiler wrote, by their first bytes."""
     found = []
     for path in sorted(folder.iterdir()):
         if path.name.endswith(ENDINGS) and path.is_file():
@@ -154,11 +154,7 @@ def read_kineto(folder: Path, pipeline: int | None = None) -> RunTrace:
     notes = [
         f"{one.path.name} ends in the middle; what it has is used" for one in files if one.is_cut
     ]
-    places = {one.rank: _place(one, pipeline) for one in files}
-    rows, columns_of = [], {one.rank: _columns(one, *places[one.rank]) for one in files}
-    notes += _aligned(columns_of)
-    for one in files:
-        rows += columns_of[one.rank]
+    rows = [row for one in files for row in _columns(one, *_place(one, pipeline))]
     if not any(row["optype"].endswith("-compute") for row in rows):
         raise TraceError(
             f"{folder}: no range is named as a forward or backward; put torch.profiler."
@@ -166,7 +162,7 @@ def read_kineto(folder: Path, pipeline: int | None = None) -> RunTrace:
         )
     first = min(row["start_ns"] for row in rows)
     table: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
-    table["start_ts"] = (np.array(table.pop("start_ns"), dtype=np.int64) - first) / 1e9
+    table["start_ts"] = np.array([start - first for start in table.pop("start_ns")]) / 1e9
     table["duration"] = np.array(table.pop("duration_ns"), dtype=np.int64) / 1e9
     world = max(one.world_size for one in files)
     run = run_of_columns(table, folder, world_size=world)
@@ -178,7 +174,7 @@ def read_kineto(folder: Path, pipeline: int | None = None) -> RunTrace:
 
 
 def _chunks(one: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Parts of a file, unpacked; notes where it is cut off."""
+    """Yields parts of a file, unpacked; notes where it is cut off."""
     unpack = zlib.decompressobj(31) if one.path.suffix == ".gz" else None
     try:
         with one.path.open("rb") as file:
@@ -326,7 +322,7 @@ def _check_one_job(folder: Path, files: list[_RankFile]) -> None:
 
 
 def _place(one: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
-    """Pipeline rank, number of them, and replica of a rank; tensor-parallel ranks are replicas."""
+    """Returns pipeline rank, number of them, and replica of a rank."""
     world = max(one.world_size, one.rank + 1)
     group = one.groups.get("pp", [])
     if pipeline is not None:
@@ -340,7 +336,7 @@ def _place(one: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
 
 
 def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[dict[str, Any]]:
-    """Rows of a published table."""
+    """Returns rows of a published table."""
     events = sorted(one.events, key=lambda event: (event.start, -event.length))
     computes = [event for event in events if event.kind.endswith("-compute")]
     host, device = "user_annotation", "gpu_user_annotation"
@@ -394,7 +390,7 @@ def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Computes that lie within no other of their kind, numbered within their step."""
+    """Returns computes that lie within no other of their kind, numbered within their step."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     found = []
@@ -412,7 +408,7 @@ def _outermost(computes: list[_Event]) -> list[_Event]:
 def _messages(
     end: str, messages: list[_Event], labels: list[_Event], computes: list[_Event]
 ) -> list[_Event]:
-    """Messages with the way and number of the compute that took or made them.
+    """Returns messages with the way and number of the compute that took or made them.
 
     One of which the program says nothing is for the next compute, or from the last one. A compute
     whose input arrives within its range begins then.
@@ -434,28 +430,3 @@ def _messages(
             compute.start = arrived
         found.append(replace(message, kind=f"{compute.way}-{end}", seq=compute.seq))
     return found
-
-
-def _aligned(columns_of: Mapping[int, list[dict[str, Any]]]) -> list[str]:
-    """Moves the times of ranks whose first common step lies elsewhere; says so."""
-    windows = {}
-    for rank, rows in columns_of.items():
-        if rows:
-            step = min(row["step"] for row in rows)
-            mine = [row for row in rows if row["step"] == step]
-            start = min(row["start_ns"] for row in mine)
-            windows[rank] = start, max(row["start_ns"] + row["duration_ns"] for row in mine) - start
-    if not windows:
-        return []
-    first = windows[min(windows)]
-    apart = {r: s - first[0] for r, (s, _) in windows.items() if abs(s - first[0]) > 2 * first[1]}
-    for rank, shift in apart.items():
-        for row in columns_of[rank]:
-            row["start_ns"] -= shift
-    if not apart:
-        return []
-    most = max(map(abs, apart.values())) / 1e9
-    return [
-        f"clocks of ranks {describe_numbers(apart)} are up to {most:.3g} s apart; their first "
-        "steps are taken to begin together"
-    ]

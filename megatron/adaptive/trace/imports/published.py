@@ -123,14 +123,34 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
         )
     times_ns = {name: np.rint(numbers.pop(name) * 1e9) for name in ("start_ts", "duration")}
     table = {name: values.astype(np.int64) for name, values in numbers.items()}
-    start = _one_after_another(table["step"], times_ns["start_ts"], times_ns["duration"])
+    moved, notes = _on_one_clock(table["rank"], table["step"], **times_ns)
+    start = _one_after_another(table["step"], moved, times_ns["duration"])
     return _Table(table, [str(word) for word in words], kind, start, times_ns["duration"]).run(
-        origin, world_size
+        origin, world_size, notes
     )
 
 
+def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
+    """Moves ranks whose first step lies elsewhere than that of others; says so."""
+    rows = np.flatnonzero(step == step.min())
+    ranks, place = np.unique(rank[rows], return_inverse=True)
+    first, last = np.full(len(ranks), np.inf), np.full(len(ranks), -np.inf)
+    np.minimum.at(first, place, start_ts[rows])
+    np.maximum.at(last, place, start_ts[rows] + duration[rows])
+    shift = first - first[0]
+    apart = np.abs(shift) > 2 * np.median(last - first)
+    if not apart.any():
+        return start_ts, []
+    at = np.minimum(np.searchsorted(ranks, rank), len(ranks) - 1)
+    moved = start_ts - np.where((ranks[at] == rank) & apart[at], shift[at], 0.0)
+    return moved, [
+        f"clocks of ranks {describe_numbers(ranks[apart].tolist())} are up to "
+        f"{np.abs(shift).max() / 1e9:.3g} s apart; their first steps are taken to begin together"
+    ]
+
+
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Start times with each step behind the one before: tables may begin every step at 0."""
+    """Moves each step behind the one before: tables may begin every step at 0."""
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
     last = np.full(len(first), -np.inf)
@@ -164,7 +184,7 @@ class _Table:
         self._stage = table["stage"]
         self._group = table.get("group", zeros - 1)
 
-    def run(self, origin: Path, world_size: int) -> RunTrace:
+    def run(self, origin: Path, world_size: int, notes: list[str]) -> RunTrace:
         """Returns the run."""
         computes = self._rows(*_COMPUTES)
         if not len(computes):
@@ -217,13 +237,13 @@ class _Table:
             )
             traces[rank] = RankTrace.of_tables(origin, header, tables, counts)
         run = RunTrace(origin, origin.stem, world_size, num_ranks, num_chunks, traces)
-        listed = ", ".join(f"{word} ({count})" for word, count in unknown.most_common(8))
-        return replace(
-            run, caveats=(f"operations of unknown kinds left out: {listed}",) if unknown else ()
-        )
+        if unknown:
+            listed = ", ".join(f"{word} ({count})" for word, count in unknown.most_common(8))
+            notes.append(f"operations of unknown kinds left out: {listed}")
+        return replace(run, caveats=tuple(notes))
 
     def _rows(self, *words: str) -> Ints:
-        """Rows of these kinds, ordered by step, rank and number."""
+        """Returns rows of these kinds, ordered by step, rank and number."""
         wanted = [place for place, word in enumerate(self._words) if word in words]
         rows = np.flatnonzero(np.isin(self._kind, wanted))
         keys = (self._seq[rows], self._worker[rows], self._step[rows])
@@ -239,7 +259,7 @@ class _Table:
         return found
 
     def _placement(self, origin: Path, rows: Ints, num_ranks: int, num_chunks: int) -> Placement:
-        """The placement under which chunks on ranks are the chunks of the model."""
+        """Finds the placement under which chunks on ranks are the chunks of the model."""
         stage, chunk, model = self._stage[rows], self._chunk[rows], self._model_chunk[rows]
         for kind in ("loop", "v"):
             if kind == "v" and num_chunks != 2:
@@ -268,7 +288,7 @@ class _Table:
         self._microbatch[order] = _nth([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, Ints]:
-        """Rows of the table, and the span of each: some rows have two."""
+        """Returns rows of the table, and the span of each: some rows have two."""
         parts: list[tuple[Ints, Ints]] = []
 
         def add(rows: Ints, kind: str, **columns: Any) -> None:
@@ -321,13 +341,13 @@ class _Table:
         return np.concatenate(at), np.concatenate(spans)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
-        """The n-th message of a rank in a step with its n-th compute; both are ordered."""
+        """Pairs the n-th message of a rank in a step with its n-th compute; both are ordered."""
         keys = [[self._step[rows], self._worker[rows]] for rows in (messages, computes)]
         found = find_rows([*keys[1], _nth(keys[1])], [*keys[0], _nth(keys[0])])
         return messages[found >= 0], computes[found[found >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """The global rank at a place of each worker's pipeline, -1 where it was not recorded."""
+        """Returns the rank at a place of each worker's pipeline, -1 where it was not recorded."""
         tp_rank = np.array(self._tensor_ranks())
         found = find_rows(
             [self._pp_rank, self._dp_rank, tp_rank],
@@ -336,7 +356,7 @@ class _Table:
         return np.where(found >= 0, self._ranks[found], -1)
 
     def _roots(self, word: str, rows: Ints, num_ranks: int) -> Ints:
-        """The lowest rank of each one's group; -1 where only one member was recorded."""
+        """Returns the lowest rank of each one's group; -1 where only one was recorded."""
         worker = self._worker[rows]
         pp_rank, dp_rank = self._pp_rank[worker], self._dp_rank[worker]
         if word in ("params-all-gather", "grads-reduce-scatter"):
@@ -353,7 +373,7 @@ class _Table:
 
 
 def _nth(keys: list[Ints]) -> Ints:
-    """The number of each row among those before it with the same keys; equal ones lie together."""
+    """Numbers each row among those with the same keys; equal ones lie together."""
     new = np.zeros(len(keys[0]), dtype=np.bool_)
     for key in keys:
         new |= np.diff(key, prepend=key[:1] - 1) != 0

@@ -235,7 +235,7 @@ MAX_HEAT = 40_000
 
 
 def _heat(figures: RunFigures) -> dict[str, Any]:
-    """Work over the usual one, by rank and step, and by replica and stage; nothing for one rank."""
+    """Returns work over the usual one, by rank and step, by replica and stage; not for one rank."""
     work, known = figures.work_ns, figures.num_actions > 0
     if work.shape[1] < 2 or not known.any():
         return {}
@@ -540,7 +540,7 @@ def message_columns(
 def ideal_columns(
     ideal: IdealStep | None, row_of: Mapping[int, int], num_rows: int, num_chunks: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Columns of a step in which nobody is slower than others, from its start; empty for none.
+    """Returns columns of a step in which nobody is slower than others; empty for none.
 
     Args:
         ideal: its computes.

@@ -233,7 +233,7 @@ def _slices(
 
 
 def _ideal(rank: int, ideal: IdealStep, origin_ns: int) -> Iterator[Event]:
-    """Computes of a rank in steps in which nobody is slower than others, on a thread of its own."""
+    """Yields computes of a rank in steps in which nobody is slower, on a thread of their own."""
     rows = np.flatnonzero(ideal.rank == rank)
     rows = rows[np.argsort(ideal.start_ns[rows], kind="stable")]
     tid = _tid(rank, len(THREADS) * LANES - 1)

@@ -55,8 +55,8 @@ SLOW = 1.05
 CAUSE_SHARE = 0.3
 WORTH = 0.002
 """Share of a step that a repair must gain to be named."""
-RECORDED_SPAN_S = 2e-6
-"""Processor time of a recorded span, as ``benchmarks/trace.py`` measures it."""
+RECORDED_SPAN_S = 1e-6
+"""Processor time of recording and writing a span, measured with the recorder."""
 
 CAUSES = ("worker", "last stage", "sequence lengths")
 
@@ -121,12 +121,12 @@ class WhatIf:
 
     @property
     def slowdown(self) -> float:
-        """S: the mean simulated step over the mean ideal one."""
+        """Returns S: the mean simulated step over the mean ideal one."""
         return float(self.simulated_s.mean() / self.ideal_s.mean())
 
     @property
     def launch_slowdown(self) -> float:
-        """The mean recorded step over the mean simulated one: how far the simulation is off."""
+        """Returns the mean recorded step over the mean simulated one: how far the latter is off."""
         return float(self.recorded_s.mean() / self.simulated_s.mean())
 
     def to_json(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Iterations, as many at a time as have few enough spans."""
+    """Yields iterations, as many at a time as have few enough spans."""
     counts = [run.ranks[rank].num_spans for rank in where.ranks.tolist()]
     some: list[int] = []
     spans = 0
@@ -286,6 +286,16 @@ def _part(run: RunTrace, where: Pipelines, iterations: Sequence[int]) -> _Part:
 
 
 Durations = Callable[[_Part], Floats]
+
+
+def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
+    """Puts lengths in (power 1) or takes them out (-1); computes of a step keep their sum."""
+    times = durations_s * part.length**power
+    rows = slice(0, part.ops.num_computes)
+    _, step = np.unique(part.ops.iteration[rows], return_inverse=True)
+    before, after = (np.bincount(step, values[rows]) for values in (durations_s, times))
+    times[rows] *= (before / np.maximum(after, 1e-12))[step]
+    return times
 
 
 class _Answers:
@@ -317,7 +327,7 @@ class _Answers:
             sets["link", f"{where.ranks[source]} to {where.ranks[target]}"] = self._only(
                 self._those("link", source * len(where.ranks) + target)
             )
-        sets["length", "unequal lengths"] = lambda part: part.ideal_s * part.length
+        sets["length", "unequal lengths"] = lambda part: _by_length(part, part.ideal_s, 1)
         steps = self._simulate(sets)
         simulated, ideal = steps["", "simulated"], steps["", "ideal"]
         base = float(ideal.mean())
@@ -334,7 +344,7 @@ class _Answers:
         shares: dict[tuple[str, str], Durations] = {
             ("share", "worker"): self._without(lambda o: np.isin(o.worker, slowest)),
             ("share", "last stage"): self._without(lambda o: o.stage == where.num_stages - 1),
-            ("share", "length"): lambda part: part.ops.duration_s / part.length,
+            ("share", "length"): lambda part: _by_length(part, part.ops.duration_s, -1),
         }
         for worker in workers[:SHOWN]:
             shares["rank", where.name(worker)] = self._only(self._those("rank", worker))
@@ -370,7 +380,7 @@ class _Answers:
             last_stage_share=share["last stage"],
             length_share=share["length"],
             slowest=tuple(slowest),
-            cause=_cause(whole / base, list(share.values())),
+            cause=self._cause(whole, base, list(share.values()), slowest[0], ordered),
             repairs=tuple(
                 Repair(r.what, r.flag, r.step_s, 1 - r.step_s / whole)
                 for r in ordered
@@ -409,11 +419,11 @@ class _Answers:
         return chosen
 
     def _only(self, chosen: Callable[[Operations], Mask]) -> Durations:
-        """The ideal with the chosen operations as recorded."""
+        """Takes the ideal, the chosen operations as recorded."""
         return lambda part: np.where(chosen(part.ops), part.ops.duration_s, part.ideal_s)
 
     def _without(self, chosen: Callable[[Operations], Mask]) -> Durations:
-        """As recorded, the chosen operations ideal."""
+        """Takes recorded times, the chosen operations ideal."""
         return lambda part: np.where(chosen(part.ops), part.ideal_s, part.ops.duration_s)
 
     def _measure_cells(self) -> None:
@@ -436,7 +446,7 @@ class _Answers:
         self._own_cells: Floats = self._cells / of_replica[self._where.replica][:, None, None]
 
     def _stage_takes(self) -> Floats:
-        """``[pipeline ranks]``: seconds of one of each action, median of replicas; NaN for none."""
+        """Returns by pipeline rank: seconds of one of each action, median of replicas."""
         takes, pp_rank = self._cells.sum(axis=(1, 2)), self._where.pp_rank
         number = np.bincount(pp_rank, minlength=len(self._where.stages))
         return medians(pp_rank, takes, number)
@@ -446,7 +456,7 @@ class _Answers:
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """``[operations]``: how many times as long its microbatch is as usual, 1 for no compute."""
+        """Returns how many times as long as usual each compute's microbatch is, 1 for others."""
         rows = slice(0, ops.num_computes)
         usual = self._own_cells[self._cell(ops)]
         times = ops.duration_s[rows] / np.where(usual > 0, usual, 1.0)
@@ -462,7 +472,7 @@ class _Answers:
         return length
 
     def _worst_links(self) -> list[tuple[int, int]]:
-        """Sender and receiver of the links whose messages were late most, the worst first."""
+        """Returns sender and receiver of the links whose messages were late most."""
         workers = len(self._where.ranks)
         late: dict[int, float] = {}
         for part in self._parts:
@@ -476,7 +486,7 @@ class _Answers:
         return [divmod(key, workers) for key in worst[:SHOWN]]
 
     def _by_score(self, slow: Mapping[str, Mapping[str, float]]) -> list[int]:
-        """Workers, the slowest first, by the smaller slowdown of their replica and stage."""
+        """Sorts workers, the slowest first, by the smaller slowdown of their replica and stage."""
         where = self._where
         scores = [
             min(
@@ -488,7 +498,7 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """By what it is: the flag that does it, and the durations then."""
+        """Returns repairs by name: the flag that does it, and the durations then."""
         where, found = self._where, dict[str, tuple[str, Durations]]()
         takes = self._cells.sum(axis=(1, 2))
         usual = self._stage_takes()
@@ -514,18 +524,18 @@ class _Answers:
         )
         found["microbatches of one length"] = (
             "--pack-to TOKENS, or sort documents by length",
-            lambda part: part.ops.duration_s / part.length,
+            lambda part: _by_length(part, part.ops.duration_s, -1),
         )
         return found
 
     def _scaled(self, factors: Floats) -> Durations:
-        """As recorded, the computes of each worker multiplied."""
+        """Takes recorded times, the computes of each worker multiplied."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """What makes stages equal, and what the work of each pipeline rank is multiplied by."""
+        """Returns the flag that makes stages equal, and the factor of each pipeline rank's work."""
         header = next(iter(self._run.ranks.values())).header
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
@@ -544,7 +554,7 @@ class _Answers:
         return f"--partition {format_partition(better)}", after / usual
 
     def _replays(self, simulated: Floats) -> list[Repair]:
-        """Another schedule, microbatches dealt over replicas, and both, in the median step."""
+        """Replays the median step: another schedule, microbatches dealt over replicas, and both."""
         times = recorded_times([part.ops for part in self._parts])
         if times is None or self._where.num_stages == 1:
             return []
@@ -569,7 +579,7 @@ class _Answers:
         return found
 
     def _recording(self, whole_s: float) -> list[Repair]:
-        """Tracing off, where this project's recorder traced."""
+        """Estimates tracing off, where this project's recorder traced."""
         if next(iter(self._run.ranks.values())).header.schedule == "imported":
             return []
         spans = max(max(trace.num_spans.values()) for trace in self._run.ranks.values())
@@ -588,7 +598,7 @@ class _Answers:
         return np.concatenate(steps)
 
     def _heat(self) -> tuple[Floats, Floats]:
-        """Times of computes over the ideal ones, by worker and step, and by replica and stage."""
+        """Returns times of computes over ideal ones, by worker and step, by replica and stage."""
         where = self._where
         ranks: list[Floats] = []
         stages: list[Floats] = []
@@ -614,10 +624,21 @@ class _Answers:
         at_stage, usual_there = np.sum(stages, axis=0)
         return takes / np.maximum(usual, 1e-12), at_stage / np.maximum(usual_there, 1e-12)
 
-
-def _cause(slowdown: float, shares: Sequence[float]) -> str:
-    """Names what most of the slowdown goes away with."""
-    if slowdown < SLOW:
-        return "none"
-    place = int(np.argmax(shares))
-    return CAUSES[place] if shares[place] >= CAUSE_SHARE else "mixed"
+    def _cause(
+        self,
+        whole: float,
+        base: float,
+        shares: Sequence[float],
+        slowest: int,
+        repairs: Sequence[Repair],
+    ) -> str:
+        """Names what most of the slowdown goes away with."""
+        place = int(np.argmax(shares))
+        if whole >= SLOW * base:
+            return CAUSES[place] if shares[place] >= CAUSE_SHARE else "mixed"
+        # A rank alone in its stage raises the mean that it is compared with.
+        name = self._where.name(slowest)
+        gains = [1 - r.step_s / whole for r in repairs if r.what.startswith(f"{name} as fast")]
+        if max(gains, default=0.0) < 1 - 1 / SLOW:
+            return "none"
+        return CAUSES[self._where.pp_rank[slowest] == len(self._where.stages) - 1]

@@ -1,4 +1,4 @@
-"""What each operation of a step waits for, and the simulation of that with any times.
+"""Finds what each operation of a step waits for, and simulates that with any times.
 
 An operation starts when all that it depends on have ended: the rank's compute before it, the
 message that brings its input (or the compute itself, on one rank), the collective or optimizer step
@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.table import Ints
+from megatron.adaptive.trace.table import Ints, Mask
 from megatron.adaptive.trace.whatif.operations import (
     NAMES,
     NS_PER_S,
@@ -178,7 +178,7 @@ def ideal_steps(run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]) 
 
 
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
-    """From and to of every dependency, and the number of nodes; collectives have one more each."""
+    """Returns from and to of every dependency, and the number of nodes, one more per collective."""
     computes = np.arange(ops.num_computes)
     messages = np.flatnonzero(ops.source >= 0)
     others = np.arange(ops.num_computes, len(ops) - len(messages))
@@ -189,7 +189,12 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    follow(computes, rank)
+    # Where a rank did two things at a time, each waits for what had ended before it began.
+    span = ops.end_ns[computes] - ops.start_ns[computes]
+    ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
+    beside = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
+    beside = np.isin(rank[computes], rank[computes][1:][beside])
+    follow(computes[~beside], rank)
     follow(others, rank)
     pairs.append((ops.input[messages], messages))
     by_message = computes[ops.message >= 0]
@@ -199,7 +204,7 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
     if ops.is_posted:
         way = rank * 2 + ops.kind % 2
         follow(messages[np.lexsort((ops.end_ns[messages], way[messages]))], way)
-    pairs += _around(ops, rank, computes, others)
+    pairs += _around(ops, rank, ended, computes[beside], others)
     sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
     # What a member of a collective waits for, all members wait for.
     group = ops.group[targets]
@@ -210,27 +215,34 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
     return np.append(sources, groups), np.append(targets, members), count
 
 
-def _around(ops: Operations, rank: Ints, computes: Ints, others: Ints) -> list[tuple[Ints, Ints]]:
-    """Dependencies between computes and what else their rank does."""
-    if not len(others):
-        return []
+def _around(
+    ops: Operations, rank: Ints, ended_ns: Ints, beside: Ints, others: Ints
+) -> list[tuple[Ints, Ints]]:
+    """Returns what computes beside others wait for, and dependencies between these and the rest."""
+    computes = np.arange(ops.num_computes)
     start = int(ops.start_ns.min())
     width = int(ops.end_ns.max()) - start + 1
-    span = ops.end_ns[computes] - ops.start_ns[computes]
     _, number = np.unique(rank, return_inverse=True)
-    ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64) - start
-    key = number[computes] * width + np.clip(ended, 0, width - 1)
+    key = number[computes] * width + np.clip(ended_ns - start, 0, width - 1)
     order = np.argsort(key, kind="stable")
-    begun = number[others] * width + ops.start_ns[others] - start
-    place = np.searchsorted(key[order], begun, "right") - 1
-    latest = computes[order[np.maximum(place, 0)]]
-    after = (place >= 0) & (number[latest] == number[others])
+
+    def latest_ended(rows: Ints) -> tuple[Ints, Mask]:
+        begun = number[rows] * width + ops.start_ns[rows] - start
+        place = np.searchsorted(key[order], begun, "right") - 1
+        latest = computes[order[np.maximum(place, 0)]]
+        return latest, (place >= 0) & (number[latest] == number[rows]) & (latest != rows)
+
+    before, has_before = latest_ended(beside)
+    pairs = [(before[has_before], beside[has_before])]
+    if not len(others):
+        return pairs
+    latest, after = latest_ended(others)
     heads = np.flatnonzero(np.diff(number[computes], prepend=-1))
     first = np.full(int(number.max()) + 1, -1)
     first[number[computes[heads]]] = computes[heads]
     early = others[~after & (ops.kind[others] != _GATHER)]
     early = early[ops.start_ns[early] < ops.start_ns[np.maximum(first[number[early]], 0)]]
-    pairs = [(latest[after], others[after]), (early, first[number[early]])]
+    pairs += [(latest[after], others[after]), (early, first[number[early]])]
     # The first forward of a chunk needs the parameters gathered for it.
     gathers = others[ops.kind[others] == _GATHER]
     chunks = ops.where.stages.shape[1]
@@ -245,7 +257,7 @@ def _around(ops: Operations, rank: Ints, computes: Ints, others: Ints) -> list[t
 
 
 def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
-    """``[2, nodes]``: predecessors, 0 for none; helpers join those of nodes with more than two."""
+    """Returns ``[2, nodes]``: predecessors, 0 for none; helpers join more than two."""
     while True:
         order = np.argsort(targets, kind="stable")
         sources, targets = sources[order], targets[order]
@@ -264,7 +276,7 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """The level of every node, and whether it has one: those in a circle have none."""
+    """Returns the level of every node, and whether it has one: those in a circle have none."""
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])

@@ -1,4 +1,4 @@
-"""What every rank did in some iterations, as columns: the operations whose times a what-if changes.
+"""Reads the operations of some iterations as columns: those whose times a what-if changes.
 
 Owns their names, the stages they belong to, and which part of a communication is its transfer: it
 begins when the last member does, what comes before is waiting for others. Reads any trace, ours or
@@ -35,6 +35,7 @@ FIRST_COMM = FORWARD_COMM
 _COLLECTIVE = len(NAMES) - len(COLLECTIVES)
 
 NS_PER_S = 1e9
+_FAR = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +156,7 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
 
 
 def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
-    """``[kinds of work]``: mean seconds of what computes, median of what communicates."""
+    """Returns by kind of work: mean seconds of computes, median of transfers."""
     kind, duration = np.concatenate(kinds), np.concatenate(durations_s)
     usual = np.zeros(len(NAMES))
     for place in np.unique(kind).tolist():
@@ -236,7 +237,7 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
 
 
 def _kinds(table: TraceTable) -> Ints:
-    """``[spans]``: places in :data:`NAMES` of actions, collectives, reductions and optimizers."""
+    """Returns ``[spans]``: places in :data:`NAMES`."""
     by_kind = np.zeros(len(KIND) + 1, dtype=np.int64)
     for word, place in (("F", FORWARD), ("B", BACKWARD), ("W", WEIGHT), ("reduce", REDUCE)):
         by_kind[KIND[word]] = place
@@ -249,7 +250,7 @@ def _kinds(table: TraceTable) -> Ints:
 
 
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
-    """Finds the compute that made each one's input, and how many have none where one must be."""
+    """Finds the compute that made each one's input, and counts those that lack theirs."""
     is_f, is_b = actions.kind == KIND["F"], actions.kind == KIND["B"]
     last = where.num_stages - 1
     wanted_stage = np.where(is_f, stage - 1, np.where(is_b & (stage < last), stage + 1, stage))
@@ -272,7 +273,7 @@ def _transfers(
     came: Ints,
     where: Pipelines,
 ) -> tuple[Floats, Ints, bool]:
-    """Transfer seconds and arrival of the message before each compute in ``came``.
+    """Returns transfer seconds and arrival of the message before each compute in ``came``.
 
     Of those whose arrival was not seen the transfer is the median of the others of their kind.
     """
@@ -314,11 +315,20 @@ def _transfers(
 
 
 def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> Ints:
-    """``[others]``: number of the collective that each is a member of, -1 for none.
+    """Returns ``[others]``: number of the collective that each is a member of, -1 for none.
 
     Members have iteration, name and lowest rank alike, and are each rank's n-th of these.
     """
-    root = np.where(table.kind == KIND["reduce"], where.pp_rank[worker], table.peer)
+    is_reduce = table.kind == KIND["reduce"]
+    root = np.where(is_reduce, where.pp_rank[worker], table.peer)
+    if is_reduce.any():
+        # One that ends everywhere at once is one of all ranks, else each stage has its own.
+        _, step = np.unique(table.iteration, return_inverse=True)
+        last, first, least = (np.full(int(step.max()) + 1, bound) for bound in (0, _FAR, _FAR))
+        np.maximum.at(last, step[is_reduce], table.end_ns[is_reduce])
+        np.minimum.at(first, step[is_reduce], table.end_ns[is_reduce])
+        np.minimum.at(least, step[is_reduce], table.duration_ns[is_reduce])
+        root[is_reduce & (last - first <= least)[step]] = 0
     is_member = (root >= 0) & (kind >= FIRST_COMM)
     rows = np.flatnonzero(is_member)
     keys = np.stack([table.iteration, kind, root, worker], axis=1)[rows]
@@ -336,11 +346,11 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Seconds that each member of a collective waited for the last one, 0 for what is none."""
+    """Returns seconds that each member of a collective waited for the last one, 0 for others."""
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
-        last = np.full(int(group.max()) + 1, np.iinfo(np.int64).min)
+        last = np.full(int(group.max()) + 1, -_FAR)
         np.maximum.at(last, group[rows], table.start_ns[rows])
         late = last[group[rows]] - table.start_ns[rows]
         waited[rows] = np.minimum(late, table.duration_ns[rows]) / NS_PER_S

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron.adaptive.schedule.compare import make_candidate
+from megatron.adaptive.schedule.dealing import deal
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
@@ -91,24 +92,13 @@ class RecordedTimes:
         )
 
     def _dealt(self, own: Floats) -> list[Floats]:
-        """The longest first, each to the replica that is then done first; one each at least."""
+        """Deals the longest first, each to the replica that is then done first."""
         # Its slowest rank is what a replica is as fast as.
         slowest = [int(np.argmax(own.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor]
-        costs = np.array(
-            [own[:, q].sum(axis=0) * self.rank_factor[r, q] for r, q in enumerate(slowest)]
-        )
-        order = np.argsort(-costs.mean(axis=0), kind="stable").tolist()
-        busy, found = np.zeros(len(costs)), [list[int]() for _ in costs]
-        for left, microbatch in zip(range(len(order), 0, -1), order, strict=True):
-            wanting = [r for r, given in enumerate(found) if not given]
-            some = wanting if left <= len(wanting) else range(len(costs))
-            replica = min(some, key=lambda r: busy[r] + costs[r, microbatch])
-            busy[replica] += costs[replica, microbatch]
-            found[replica].append(microbatch)
+        costs = [own[:, q].sum(axis=0) * self.rank_factor[r, q] for r, q in enumerate(slowest)]
         work, stages = own.sum(axis=(0, 1)), own.shape[1]
         dealt = []
-        for mine in found:
-            mine.sort()
+        for mine in map(list, deal([cost.tolist() for cost in costs])):
             # Draws of chance are no lengths: only clearly unequal ones are put in another order.
             if np.std(work[mine]) > 0.05 * np.mean(work[mine]):
                 mine = [mine[place] for place in order_by_cost(work[mine].tolist(), stages)]
@@ -134,7 +124,9 @@ class RecordedTimes:
         result = simulate(
             place,
             count,
-            make_policies(schedule, place, count, cap=candidate.cap),
+            make_policies(
+                schedule, place, count, cap=candidate.cap, weight_pieces=candidate.weight_pieces
+            ),
             Workload(
                 durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
                 delays_ps=delays,

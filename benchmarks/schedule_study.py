@@ -1,0 +1,199 @@
+"""Simulated study of orders over many pipelines: step time over a lower bound.
+
+Part (f) of ``benchmarks/schedules.py``. A cell is a pipeline of p ranks with two chunks each, m
+microbatches, a kind of work and a latency. Every order of a cell gets the same draws.
+
+The lower bound: the first action of a rank waits for the first forward of all stages before; then
+the rank has all its work to do, and what follows its last backward comes after the others of these
+and its forwards. And a step takes as long as each microbatch alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import Row
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.auto import STATIC, choose
+from megatron.adaptive.schedule.compare import Candidate, evaluate, make_candidate
+from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.workload import (
+    PS_PER_S,
+    Jitter,
+    Link,
+    StageProfile,
+    StageTimes,
+    Workload,
+    draw,
+)
+
+RANKS, PER_RANK = (4, 8, 16, 32), (1, 2, 4, 8)
+WORK: dict[str, dict[str, float]] = {
+    "quiet": {},
+    "jitter 0.1": {"action_sigma": 0.1},
+    "jitter 0.3": {"action_sigma": 0.3},
+    "jitter 0.5": {"action_sigma": 0.5},
+    "lengths": {"microbatch_sigma": 0.4},
+    "long backwards": {"backward_s": 1.5},
+}
+LATENCIES = (0.0, 0.2, 0.5, 1.0)
+"""Of a message, in forwards of a stage."""
+SEEDS, FRESH = (0, 1), range(100, 104)
+_SETTINGS: tuple[tuple[PlacementKind, float], ...] = (
+    ("v", 1),
+    ("v", 1.5),
+    ("loop", 1),
+    ("loop", 1.5),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One pipeline of the study."""
+
+    ranks: int
+    microbatches: int
+    work: str
+    latency: float
+
+    @property
+    def profile(self) -> StageProfile:
+        """Its times."""
+        given = dict(WORK[self.work])
+        backward_s = given.pop("backward_s", 1.0)
+        times = StageTimes.equal(2 * self.ranks, forward_s=1.0, backward_s=backward_s, weight_s=1.0)
+        return StageProfile(times=times, link=Link(latency_s=self.latency), **given)
+
+    def bound_s(self, placement: Placement, seeds: Sequence[int]) -> float:
+        """Mean of the lower bound over draws."""
+        profile = self.profile
+        return statistics.fmean(
+            lower_bound_s(
+                placement,
+                draw(
+                    placement,
+                    self.microbatches,
+                    profile.times,
+                    jitter=Jitter(
+                        seed=seed,
+                        action_sigma=profile.action_sigma,
+                        microbatch_sigma=profile.microbatch_sigma,
+                    ),
+                    link=profile.link,
+                ),
+            )
+            for seed in seeds
+        )
+
+
+def cells(latency: float) -> Iterator[Cell]:
+    """All cells of a latency."""
+    for ranks, per_rank, work in product(RANKS, PER_RANK, WORK):
+        yield Cell(ranks=ranks, microbatches=per_rank * ranks, work=work, latency=latency)
+
+
+def lower_bound_s(placement: Placement, work: Workload) -> float:
+    """The bound of the module's docstring."""
+    times: Any = work.durations_ps
+    hops = work.delays_ps[:, :, 0].copy()
+    hops[0, -1] = hops[1, 0] = 0
+    chain = (times[:2].sum(axis=(0, 1)) + hops.sum()).max()
+    head = np.concatenate(([0], np.cumsum(times[0, :, 0] + hops[0])))
+    tail = np.concatenate(([0], np.cumsum(times[1, :, -1] + np.roll(hops[1], -1))))
+    best = int(chain)
+    for rank in range(placement.num_ranks):
+        stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
+        first = min(stages)
+        own = times[:, stages].sum(axis=(1, 2))
+        best = max(best, int(head[first] + max(own.sum(), own[:2].sum() + tail[first])))
+    return best / PS_PER_S
+
+
+def _rule(name: str, kind: PlacementKind, cell: Cell, per_rank: float, shares: bool) -> Candidate:
+    return Candidate(
+        name=name,
+        placement=Placement(num_ranks=cell.ranks, num_chunks=2, kind=kind),
+        weight_pieces=4,
+        cap=min(per_rank * cell.ranks, float(cell.microbatches)),
+        shares=shares,
+        latency=cell.latency if name == "hinted" else 0.0,
+    )
+
+
+def _step_s(candidate: Candidate, cell: Cell, seeds: Sequence[int]) -> float:
+    return evaluate(candidate, cell.microbatches, cell.profile, seeds).mean_s
+
+
+def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
+    """The fastest fixed order in no more memory, in a V."""
+    found = []
+    for name in STATIC:
+        candidate = make_candidate(name, cell.ranks, 2, cell.microbatches)
+        if candidate.placement.kind != "v" or candidate.placement.num_chunks != 2:
+            continue
+        try:
+            outcome = evaluate(candidate, cell.microbatches, cell.profile, seeds)
+        except ScheduleError:
+            continue
+        if outcome.peak_units <= cap + 1e-3:
+            found.append(outcome.mean_s)
+    return min(found)
+
+
+def shares() -> list[Row]:
+    """Mean step over the bound, without and with chunk shares, and of ``hinted``."""
+    rows = []
+    for (kind, per_rank), latency in product(_SETTINGS, LATENCIES):
+        ratios: dict[str, list[float]] = {"no shares": [], "shares": [], "hinted": []}
+        for cell in cells(latency):
+            bound_s = cell.bound_s(Placement(num_ranks=cell.ranks, num_chunks=2, kind=kind), SEEDS)
+            for what, of_cell in ratios.items():
+                name = "hinted" if what == "hinted" else "adaptive"
+                rule = _rule(name, kind, cell, per_rank, what != "no shares")
+                of_cell.append(_step_s(rule, cell, SEEDS) / bound_s)
+        for what, of_cell in ratios.items():
+            where = f"{kind}, cap {per_rank:g}p, latency {latency:g}, {what}: mean over bound"
+            rows.append(Row(what=where, value=statistics.fmean(of_cell)))
+    return rows
+
+
+def worst_cells() -> list[Row]:
+    """The choice of ``auto`` and ``hinted`` against the best fixed order, worst cell."""
+    rows = []
+    for latency, goal in ((0.0, 1.01), (0.2, 1.01), (1.0, 1.05)):
+        chosen, hinted = [], []
+        for cell in cells(latency):
+            cap = 1.5 * cell.ranks
+            choice = choose(
+                cell.profile,
+                present=Placement(num_ranks=cell.ranks, num_chunks=2, kind="v"),
+                num_microbatches=cell.microbatches,
+                most={"v": cap},
+                splittable=True,
+            )
+            fixed_s = best_fixed_s(cell, cap, FRESH)
+            chosen.append((_step_s(choice.best, cell, FRESH) / fixed_s, cell))
+            if cell.microbatches == cell.ranks:
+                fixed_s = best_fixed_s(cell, cell.ranks, FRESH)
+                rule = _rule("hinted", "v", cell, 1, True)
+                hinted.append((_step_s(rule, cell, FRESH) / fixed_s, cell))
+        for what, of_cell, most in (
+            ("auto, V, cap 1.5p", chosen, goal),
+            ("hinted, V, cap p, m = p", hinted, 1.02),
+        ):
+            worst, cell = max(of_cell, key=lambda one: one[0])
+            where = f"p {cell.ranks}, m {cell.microbatches}, {cell.work}"
+            label = f"{what}, latency {latency:g}: over the best fixed order, worst cell ({where})"
+            rows.append(Row(what=label, value=worst, goal=most))
+    return rows
+
+
+def measure() -> list[Row]:
+    """Simulate everything."""
+    return [*shares(), *worst_cells()]
