@@ -7,6 +7,7 @@ answer, for which a pipe that nobody writes to stands.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -105,7 +106,8 @@ def run(
 
     Returns:
         ``said``, the line; ``waited_s``, from the last iteration's end to it; ``text``, all output;
-        ``ended``, the statuses of the ranks where they are to end.
+        ``ended``, the statuses of the ranks where they are to end; ``shares``, of a processor,
+        that the processes beside the ranks took, each.
     """
     folder.mkdir(parents=True)
     log, server = folder / "log.txt", forkserver()
@@ -141,13 +143,14 @@ def run(
             variables = environment(**common, RANK=str(rank), LOCAL_RANK=str(rank))
             keys.append(server.start(words, output=log, error=log, variables=variables))
         said, waited_s = _until_said(log, server, keys)
+        shares = _shares(server, keys)
         if on_hang == "end":
             for key in keys:
                 ended |= server.wait([key], 30.0)
     finally:
         _end(server, keys)
     text = log.read_text(errors="replace")
-    return {"said": said, "waited_s": waited_s, "text": text, "ended": ended}
+    return {"said": said, "waited_s": waited_s, "text": text, "ended": ended, "shares": shares}
 
 
 def _until_said(log: Path, server: Forkserver, keys: list[str]) -> tuple[str, float]:
@@ -158,10 +161,22 @@ def _until_said(log: Path, server: Forkserver, keys: list[str]) -> tuple[str, fl
         found = re.search("^hang: nothing.*", text, re.MULTILINE)
         if found or is_over or time.monotonic() > end_s:
             return found[0] if found else "", time.monotonic() - still_since_s
-        if (done := text.count(" iteration ")) != seen:
-            seen, still_since_s = done, time.monotonic()
+        if len(text) != seen:
+            seen, still_since_s = len(text), time.monotonic()
         ended = server.wait(keys, 0.2)
         is_over = len(ended) == len(keys) or any(ended.values())
+
+
+def _shares(server: Forkserver, keys: list[str]) -> list[float]:
+    """Returns what share of a processor each process that watches has taken."""
+    found = []
+    for key in keys:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(server._pids[key]).children():
+                if any(word.endswith("trace/hang.py") for word in child.cmdline()):
+                    used = child.cpu_times()
+                    found.append((used.user + used.system) / (time.time() - child.create_time()))
+    return found
 
 
 def _end(server: Forkserver, keys: list[str]) -> None:
@@ -205,8 +220,10 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int) -> Result:
         seed: of where they are.
     """
     right, late, wrong, waits = 0, 0, [], []
+    shares: list[float] = []
     for number, case in enumerate(cases(count, seed)):
         found = run(case, folder / str(number))
+        shares += found["shares"]
         if not is_named_right(case, found["said"]):
             wrong.append(f"{case}: {found['said'] or found['text'][-300:]}")
             continue
@@ -224,6 +241,11 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int) -> Result:
         ),
         Row(what="of them later than the limit + 15 s", value=late, goal=0),
         Row(what="longest after the limit", value=max(waits, default=None), unit="s"),
+        Row(
+            what="of a processor for the watch of a machine, reports and stacks included",
+            value=max(shares, default=None),
+            goal=0.01,
+        ),
         Row(what=f"false alarms in {quiet_min:g} quiet minutes", value=false, goal=0),
     ]
     return Result(rows=rows, facts={"hangs": {"wrong": wrong, "after_limit_s": waits}})

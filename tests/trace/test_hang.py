@@ -161,7 +161,8 @@ def test_stacks_of_both_tools() -> None:
     spy = (
         "Process 7: python train.py\n"
         'Thread 8 (idle): "reader"\n    wait (threading.py:324)\n'
-        'Thread 7 (active): "MainThread"\n    poll (libc.so.6)\n    forward (/x/user.py:7)\n'
+        "Thread 7 (active)\n    poll (libc.so.6)\n    forward (/x/user.py:7)\n"
+        "Thread 9 (idle)\n    more (/x/user.py:8)\n"
     )
     assert main_frames(spy) == [("/x/user.py", 7, "forward")]
     assert main_frames("") == []

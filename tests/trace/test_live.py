@@ -325,6 +325,15 @@ class TestNow:
             assert (now.doing, now.since_s) == (doing, since_s)
         file.end(None)
 
+    def test_a_short_report_replaces_a_long_one(self, tmp_path: Path) -> None:
+        file = NowFile(tmp_path, 0)
+        for doing in ("F", "F" * 1000, "B"):
+            file.write({"doing": doing})
+            now = read_now(tmp_path, 0)
+            assert now is not None
+            assert now.doing == doing
+        file.end(None)
+
     def test_a_look_that_fails_ends_the_looking_alone(self, tmp_path: Path) -> None:
         def look() -> dict[str, Any]:
             raise RuntimeError("a bug")

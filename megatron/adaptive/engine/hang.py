@@ -106,9 +106,10 @@ class HangGuard:
         faulthandler.unregister(SIGNAL)
         self._stacks.close()
         self._file.end(self._read)
-        if self._process is not None:  # it also ends with the last rank
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.0)
+        if self._process is not None:  # the first rank ends it for all of its machine
+            self._process.kill()
+            self._process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(
         self,

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,7 +167,7 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
                 advice=advice.format(pid=first.pid),
             )
     edges = _waits_for(ranks)
-    free = [one for one in ranks if not one.waits]
+    free = [one for one in ranks if not one.waits and (one.now or one.frames)]
     if free:
         return _of_free(max(free, key=lambda one: _waiters(one.rank, edges)), ranks)
     by_rank = {one.rank: one for one in ranks}
@@ -219,7 +220,7 @@ _CERTAIN: tuple[_Certain, ...] = (
     ),
     (
         "interpreter lock",
-        lambda one: one.state in ("R", "S") and one.age_s > _STALE_S,
+        lambda one: one.state in ("R", "S") and bool(one.now) and one.age_s > _STALE_S,
         "lets no other Python thread of its process run (C code holds the interpreter's lock)",
         "look at that call; code in C must release the lock (GIL) while it waits",
     ),
@@ -479,10 +480,12 @@ def main_frames(stack: str) -> list[tuple[str, int, str]]:
     """
     threads: list[list[tuple[str, int, str]]] = []
     marked: list[tuple[str, int, str]] | None = None
+    process = re.match(r"Process (\d+):", stack)
+    main = f"Thread {process[1]} " if process else "MainThread"  # its id is the process's
     for line in stack.splitlines():
         if "hread" in line and not line.startswith(" "):
             threads.append([])
-            if "MainThread" in line:
+            if main in line or "MainThread" in line:
                 marked = threads[-1]
         elif not threads:
             continue
@@ -500,7 +503,7 @@ def _spy(program: str | None, pid: int, state: str) -> str:
     how = ["--nonblocking"] if state in "Tt" else ["--native"]
     try:
         done = subprocess.run(
-            [program, "dump", *how, "--pid", str(pid)],
+            [program, "dump", "--full-filenames", *how, "--pid", str(pid)],
             capture_output=True,
             text=True,
             timeout=10.0,
@@ -582,8 +585,8 @@ class _Watch:
             now_s, elapsed_s = time.monotonic(), time.monotonic() - last_s
             last_s = now_s
             nows = _read_nows(self._folder, self._pids)
-            if all(now.get("doing") == _ENDED for now in nows.values()):
-                return
+            if any(now.get("doing") == _ENDED for now in nows.values()):
+                return  # a rank ends after all have come to the end, or with an error of its own
             work = {rank: _work(pid) for rank, pid in self._pids.items()}
             moved = [
                 any(after[n] - self._work[r][n] > _BUSY[n] * elapsed_s for r, after in work.items())
@@ -701,9 +704,7 @@ def main() -> int:
     try:
         _Watch(folder).run()
     finally:
-        for path in folder.iterdir():
-            path.unlink(missing_ok=True)
-        folder.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 A rank's spans come into its trace at the end of an iteration. Who looks at a running job wants to
 know more about a long one, or about one that hangs, so the recorder's thread also keeps
-``now_rank_00000.json``: one line of JSON of a fixed length, which one write replaces::
+``now_rank_00000.json``: one line of JSON, as a rule of a fixed length, which one write replaces::
 
     {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
      "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
@@ -129,8 +129,8 @@ class NowFile:
             self._seen, self._since_s = dict(fields), now_s
         said = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
         line = json.dumps(said, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
-        if os.pwrite(self._file, line.encode("ascii"), 0) > _LINE_BYTES:
-            os.ftruncate(self._file, len(line))
+        os.pwrite(self._file, line.encode("ascii"), 0)
+        os.ftruncate(self._file, len(line))  # a longer one may have been there
 
     def end(self, read_state: ReadState | None) -> None:
         """Say for the last time what the rank did, where anybody looked on; the file stays."""
