@@ -10,10 +10,12 @@ and its forwards. And a step takes as long as each microbatch alone.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -194,6 +196,32 @@ def worst_cells() -> list[Row]:
     return rows
 
 
+def optimal_gaps() -> list[Row]:
+    """The choice of ``auto`` against proven optima (``benchmarks/optimal.py``)."""
+    gaps = []
+    known = json.loads(Path(__file__).with_name("optimal.json").read_text(encoding="utf-8"))
+    for case in known["cases"]:
+        times = StageTimes(
+            **{f"{kind}_s": tuple(case[kind]) for kind in ("forward", "backward", "weight")}
+        )
+        profile = StageProfile(times=times, link=Link(latency_s=case["latency"]))
+        choice = choose(
+            profile,
+            present=Placement(num_ranks=case["ranks"], num_chunks=2, kind="v"),
+            num_microbatches=case["microbatches"],
+            most={"v": float(case["cap"] or case["microbatches"])},
+            splittable=True,
+        )
+        best = evaluate(choice.best, case["microbatches"], profile, (0,))
+        gaps.append((best.mean_s / case["optimum"] - 1, case["id"]))
+    worst, name = max(gaps)
+    mean = statistics.fmean(gap for gap, _ in gaps)
+    return [
+        Row(what="auto over proven optima, mean", value=100 * mean, unit="%", goal=0.5),
+        Row(what=f"auto over proven optima, worst ({name})", value=100 * worst, unit="%", goal=5.0),
+    ]
+
+
 def measure() -> list[Row]:
     """Simulate everything."""
-    return [*shares(), *worst_cells()]
+    return [*optimal_gaps(), *shares(), *worst_cells()]

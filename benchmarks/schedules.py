@@ -8,9 +8,10 @@ real messages; every competitor gets the same draws. Part (b), ``gpt``: two proc
 small GPT. Part (c), ``costs``: what deciding itself costs. Part (d), ``traces``, of a folder with
 recorded jobs (tables or traces): their microbatches' times under other schedules, and dealt over
 replicas, against 1F1B. Part (e), ``experts``: actions beside others that trade tokens, and
-decisions of groups. Part (f), ``study``, only where asked for: simulated orders over many
-pipelines. Exits with status 1 where a goal is missed, or where two schedules of part (b) compute
-different losses or gradients.
+decisions of groups. Part (g), ``lengths``: the trainer with documents of different lengths and with
+a slow replica, microbatches dealt or in turns. Part (f), ``study``, only where asked for: simulated
+orders over many pipelines. Exits with status 1 where a goal is missed, or where two schedules of
+part (b) compute different losses or gradients.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_steps, schedule_costs, schedule_study  # noqa: E402
+from benchmarks.dealing import dealing  # noqa: E402
 from benchmarks.emulated import competitors, experts, goals, report  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
 from benchmarks.ranks import fork_ranks  # noqa: E402
@@ -162,6 +164,7 @@ PARTS = {
     "emulated": emulated,
     "experts": trading,
     "gpt": gpt,
+    "lengths": lambda options: dealing(quick=options.quick),
     "traces": traces,
 }
 """What runs unless a part is named."""

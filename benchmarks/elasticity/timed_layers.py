@@ -5,6 +5,8 @@ What a layer computes, and so the losses, is as ever. The environment says:
 
 ``LAYER_MS``       milliseconds of each layer's forward, its backward takes twice as long; a number,
                    or a JSON object of them by the node's name in the job; nothing sleeps without it
+``LAYER_PAIRS``    ``0.5/128``: half of that time is for pairs of tokens of a document and half for
+                   tokens, both as of one document of 128; without it lengths do not matter
 ``SLOW_RANKS``     global ranks, joined by commas, on which everything takes longer
 ``SLOW_FACTOR``    how many times longer
 ``MOVES``          ``6:3-1,9:2-2``: under ``--repartition auto``, the layers per stage from after
@@ -45,13 +47,23 @@ def time_layers(seconds: float) -> None:
         setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds))
 
 
+def share_of(stages: Any, chunk: int, microbatch: int) -> float:
+    """Returns the time of a microbatch over that of one document of full length."""
+    pairs, given = os.environ.get("LAYER_PAIRS"), stages._data_iterators[chunk]._microbatches
+    if pairs is None or given is None or "lengths" not in given[microbatch]:
+        return 1.0
+    of_pairs, longest = map(float, pairs.split("/"))
+    parts = given[microbatch]["lengths"] / longest
+    return float(((1 - of_pairs) * parts + of_pairs * parts**2).sum())
+
+
 def _timed(work: Callable[..., Any], layer_s: float) -> Callable[..., Any]:
     @functools.wraps(work)
-    def timed(stages: Any, chunk: int, *others: Any) -> Any:
-        end_s = time.perf_counter()
+    def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
+        end_s, share = time.perf_counter(), share_of(stages, chunk, microbatch)
         for one in stages._chunks[chunk].modules():
-            end_s += layer_s * isinstance(one, TransformerLayer)
-        found = work(stages, chunk, *others)
+            end_s += share * layer_s * isinstance(one, TransformerLayer)
+        found = work(stages, chunk, microbatch, *others)
         time.sleep(max(0.0, end_s - time.perf_counter()))
         return found
 

@@ -197,6 +197,8 @@ EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
 EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | selective
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
     --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
+--num-experts 4 --heterogeneous-layers-config-encoded-json {"block_configs":[]}
+    => --num-experts 4 | drop one
 PP2 --num-experts 4 --repartition auto @2 => --repartition auto | dense layers
 PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
     => --stage-data-parallel-sizes 2-1 | experts

@@ -60,6 +60,8 @@ def counted_flops(cfg: TrainerConfig) -> float:
         "--kv-channels 24 --group-query-attention --num-query-groups 1 --swiglu",
         "--seq-length 8",
         "--mtp-num-layers 2 --position-embedding-type rope",
+        "--num-experts 4 --moe-layer-freq [0,1,1] --moe-ffn-hidden-size 48 --disable-bias-linear "
+        "--moe-shared-expert-intermediate-size 32",
         '--swiglu --num-layers 2 --heterogeneous-layers-config-encoded-json {"block_configs":['
         '{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":48}},'
         '{"attention":{"num_query_groups":1},"ffn":{"ffn_mult":null,"no_op":true}}]}',

@@ -77,6 +77,11 @@ MODERN_EXPERTS = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 32"
 )
+# Experts, latent attention and multi-token prediction together.
+DEEP_EXPERTS = (
+    f"{NO_DROPOUT} --disable-bias-linear --position-embedding-type rope --multi-latent-attention "
+    "--mtp-num-layers 1 --num-experts 4 --moe-layer-freq [0]+[1]*7 --moe-aux-loss-coeff 0.01"
+)
 # Tokens that find no room are dropped, as many wherever they are.
 FULL_EXPERTS = (
     f"{EXPERTS} --moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity "
@@ -96,6 +101,7 @@ MODEL_NAMES = {
     EXPERTS: "experts",
     MODERN_EXPERTS: "modern-experts",
     FULL_EXPERTS: "full-experts",
+    DEEP_EXPERTS: "deep-experts",
 }
 LOOP, V = "--pipeline-placement loop", "--pipeline-placement v"
 SEQUENCE = "--sequence-parallel"
@@ -362,6 +368,11 @@ WITH_EXPERTS = tuple(
         (MODERN_EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {EXCHANGE}"}),
         (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "extra": f"{SEQUENCE} {EXCHANGE}"}),
         (FULL_EXPERTS, ("zb-h1",), {"pp": 2, "extra": EXCHANGE}),
+        (
+            DEEP_EXPERTS,
+            ("adaptive",),
+            {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"},
+        ),
         (EXPERTS, ("1f1b",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {GATHER} {STATE}"}),
         (EXPERTS, ("megatron",), {"pp": 2, "dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
         (EXPERTS, ("zb-v",), {"pp": 2, "chunks": 2, "dp": 2, "extra": f"{SPREAD} {GATHER}"}),

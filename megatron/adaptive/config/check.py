@@ -290,6 +290,11 @@ def _experts(config: TrainerConfig, given: _Given, installed: Installed) -> Rule
         "do without experts; use the same number of ranks for each stage",
     )
     yield (
+        config.core.heterogeneous_layers_config_encoded_json,
+        f"{given.num_moe_experts} with layers of --heterogeneous-layers-config-path, which have no "
+        "experts: drop one of them",
+    )
+    yield (
         config.schedule.repartition != "off",
         f"{given.num_moe_experts} with {given.repartition}, which moves dense layers alone; give "
         "--partition",

@@ -26,6 +26,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,6 +34,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 if not transformer_engine.HAVE_TE:
     # It takes its own import of the extension for the package, and asks for classes of it.
     multi_latent_attention.HAVE_TE = False
+    # The router asks for this name, which it imports only with the package.
+    moe_utils.te_general_gemm = None
 
 
 class LocalAttention(DotProductAttention):  # type: ignore[misc]

@@ -637,9 +637,11 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
         model:   layers x layer + hV
 
     with latent attention the products of its ranks in place of the first three lines, for each
-    layer of multi-token prediction another layer, 2hh and hV, all times 2 for multiply and add,
-    times 3 for forward, backward by inputs and by weights. Matrix products only; what is computed
-    again for lack of memory is not counted, nor are the optimizer and the lookup of embeddings.
+    layer of multi-token prediction another layer, 2hh and hV; with experts f is the width of those
+    that a token goes to and of the shared ones, and the router adds h for each; all times 2 for
+    multiply and add, times 3 for forward, backward by inputs and by weights. Matrix products only;
+    what is computed again for lack of memory is not counted, nor are the optimizer and the lookup
+    of embeddings.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
@@ -685,7 +687,21 @@ def _layers(cfg: TrainerConfig) -> list[float]:
         )
         work = _layer(dataclasses.replace(cfg, model=own), attends=groups > 0)
         found.append(work + linear * own.hidden_size**2)
-    return found if unlike else [_layer(cfg)] * cfg.model.num_layers
+    if unlike:
+        return found
+    plain, core, model = _layer(cfg), cfg.core, cfg.model
+    if (experts := core.num_moe_experts) is None:
+        return [plain] * model.num_layers
+    width = core.moe_router_topk * (core.moe_ffn_hidden_size or model.ffn_hidden_size)
+    width += core.moe_shared_expert_intermediate_size or 0
+    routed_cfg = dataclasses.replace(cfg, model=dataclasses.replace(model, ffn_hidden_size=width))
+    work, pattern = (
+        _layer(routed_cfg) + experts * model.hidden_size,
+        parse_pattern(core.moe_layer_freq),
+    )
+    if isinstance(pattern, int):
+        pattern = [layer % pattern == 0 for layer in range(model.num_layers)]
+    return [work if routed else plain for routed in pattern]
 
 
 def _layer(cfg: TrainerConfig, *, attends: bool = True) -> float:

@@ -340,6 +340,30 @@ class Tables:
             )
         return self._layers[key]
 
+    def work_s(
+        self, node: NodeType, one: StageClass, choice: ShapeChoice, backward: bool = True
+    ) -> tuple[float, float]:
+        """Returns the seconds of all layers for one microbatch, and of the shortest but the first.
+
+        Args:
+            node: type of it.
+            one: class of stages.
+            choice: what its stages share.
+            backward: whether the shortest is of forward and backward, else of the forward alone.
+        """
+        table = self.layers(node, one, choice)
+        key = (id(table), "work", backward)
+        if key not in self._ranges:
+            whole = table.forward_s + table.backward_s + table.weight_s
+            each = (whole if backward else table.forward_s)[1:]
+            self._ranges[key] = float(whole.sum()), float(each.min(initial=np.inf))
+        work, least = self._ranges[key]
+        return work, least if math.isfinite(least) else 0.0
+
+    def pipeline_s(self, one: StageClass, choice: ShapeChoice) -> float:
+        """Returns the seconds of all layers for one microbatch on the slowest node of a class."""
+        return max(self.work_s(node, one, choice)[0] for node in self.types(one))
+
     def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
         """Returns the arrays of ``kernel.ShapeArrays`` that belong to classes, by name."""
         rows = [self._class(one, choice) for one in classes]
@@ -374,6 +398,7 @@ class Tables:
         return {
             "forward": forward,
             "backward": backward,
+            "weight": whole[2],
             "launch": np.array([forward - work[0], whole[1] + ranges - work[1]]),
             "after": self._after(one, choice, rows[0][4], backward),
             "base": [row[5] for row in rows],

@@ -233,28 +233,28 @@ def _slices(
 
 
 def _ideal(rank: int, ideal: IdealStep, origin_ns: int) -> Iterator[Event]:
-    """Yields computes of a rank in steps in which nobody is slower, on a thread of their own."""
+    """Yields computes of a rank in steps in which nobody is slower, on threads of their own."""
     rows = np.flatnonzero(ideal.rank == rank)
-    rows = rows[np.argsort(ideal.start_ns[rows], kind="stable")]
-    tid = _tid(rank, len(THREADS) * LANES - 1)
-    yield _metadata("thread_name", rank, tid, name="ideal: nobody slower than others")
-    yield _metadata("thread_sort_index", rank, tid, sort_index=tid)
+    rows = rows[np.lexsort((-ideal.end_ns[rows], ideal.start_ns[rows]))]
+    lanes = _lanes(ideal.start_ns[rows], ideal.end_ns[rows], may_nest=False)
+    first = _tid(rank, len(THREADS) * LANES - LANES // 2)
+    for lane in range(max(lanes, default=0) + 1):
+        name = "ideal: nobody slower than others" + (f" {lane + 1}" if lane else "")
+        yield _metadata("thread_name", rank, first + lane, name=name)
+        yield _metadata("thread_sort_index", rank, first + lane, sort_index=first + lane)
     columns = (ideal.kind, ideal.chunk, ideal.microbatch, ideal.iteration)
     starts = _microseconds(ideal.start_ns[rows] - origin_ns)
-    # A step that would take longer than it did is cut where the next one begins.
-    behind = np.append(ideal.start_ns[rows][1:], np.iinfo(np.int64).max)
-    ends = np.minimum(ideal.end_ns[rows], behind)
-    lengths = _microseconds(np.maximum(ends - ideal.start_ns[rows], 1))
+    lengths = _microseconds(np.maximum(ideal.end_ns[rows] - ideal.start_ns[rows], 1))
     numbers = zip(*(column[rows].tolist() for column in columns), strict=True)
-    for start, length, (kind, chunk, microbatch, iteration) in zip(
-        starts, lengths, numbers, strict=True
+    for lane, start, length, (kind, chunk, microbatch, iteration) in zip(
+        lanes, starts, lengths, numbers, strict=True
     ):
         yield {
             "name": _name(DRAWN_ACTIONS[kind], chunk, microbatch, iteration, "", ""),
             "cat": "ideal",
             "ph": "X",
             "pid": rank + 1,
-            "tid": tid,
+            "tid": first + lane,
             "ts": start,
             "dur": length,
             "args": {"iteration": iteration, "chunk": chunk, "microbatch": microbatch},

@@ -641,4 +641,4 @@ class _Answers:
         gains = [1 - r.step_s / whole for r in repairs if r.what.startswith(f"{name} as fast")]
         if max(gains, default=0.0) < 1 - 1 / SLOW:
             return "none"
-        return CAUSES[self._where.pp_rank[slowest] == len(self._where.stages) - 1]
+        return CAUSES[int(self._where.pp_rank[slowest] == len(self._where.stages) - 1)]
