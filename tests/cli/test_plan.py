@@ -175,6 +175,7 @@ def test_the_front_is_written_and_drawn(
         ("--model gpt2 --global-batch-size 8 --tp 0", "--tp 0: write different whole numbers"),
         ("--model gpt2 --global-batch-size 8 --precision bf16", "t4 does not compute in bf16"),
         ("--model gpt2 --global-batch-size 8 --schedules 2f2b", "--schedules 2f2b: choose of"),
+        ("--model gpt2 --global-batch-size 8 --schedules forward-only", "forward-only: choose of"),
         ("--model gpt2 --global-batch-size 8 --profile nowhere.json", "No such file"),
         ("--model gpt2 --global-batch-size 8 --objectiv cost --foo", "plan: .*--foo"),
     ],
@@ -247,9 +248,12 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
         run(cluster, f"{MEDIUM} --pp 4 --json {flags}")
         return {one["schedule"] for one in json.loads(capsys.readouterr().out)}
 
-    assert schedules("--attention unfused") == {"zb-h1"}
-    assert schedules("--attention fused") == {"1f1b"}
-    assert schedules("--schedules 1f1b") == {"1f1b"}
+    assert schedules("--attention unfused") == {"zb-v"}
+    assert schedules("--attention fused") <= {"1f1b", "interleaved"}
+    for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
+        assert schedules(f"--schedules {name}") == {name}
+    with pytest.raises(ConfigError, match="--schedules interleaved: no plan that fits can be run"):
+        schedules("--schedules interleaved --partition 6-6-6-6")
 
 
 def test_a_gpu_that_nobody_knows_is_refused(cluster: Path) -> None:

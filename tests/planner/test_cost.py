@@ -11,7 +11,8 @@ from megatron.adaptive.config.plan import plan_flags, world_size_of
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.cost import as_run, dealt_widths, held_of, predict
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace, conf_text, plan_document
-from megatron.adaptive.planner.propose import Request, propose, scheduled
+from megatron.adaptive.planner.propose import Request, propose
+from megatron.adaptive.planner.search import scheduled
 from megatron.adaptive.schedule.widths import Widths
 
 

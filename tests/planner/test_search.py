@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import make_estimator
 from megatron.adaptive.planner.model_file import preset
 from megatron.adaptive.planner.profile import PlanInputs, Profile
-from megatron.adaptive.planner.propose import pareto
+from megatron.adaptive.planner.propose import SCHEDULES, pareto
 from megatron.adaptive.planner.search import Objective, Searcher, SearchOptions
 
 
@@ -78,6 +79,35 @@ def test_limits_are_kept() -> None:
     goal = Objective(most_price_per_hour=free.price_per_hour * 0.99)
     found = searcher_of(problem).search(goal).found
     assert all(one.price_per_hour < free.price_per_hour for one in found)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_limits_and_front_are_those_of_each_part_searched_alone(seed: int) -> None:
+    problem = random_problem(seed)
+    options = replace(problem.options, schedules=SCHEDULES)
+    problem = replace(problem, options=options)
+    alone = []
+    groups = problem.cluster.groups
+    for counts in itertools.product(*(range(group.count + 1) for group in groups)):
+        kept = [replace(one, count=n) for one, n in zip(groups, counts, strict=True) if n]
+        if kept:
+            part = replace(problem.cluster, groups=tuple(kept))
+            every = replace(options, all_nodes=True)
+            alone += solve(replace(problem, cluster=part, options=every)).found
+    costs = [(one.seconds, one.seconds * one.price_per_hour / 3600) for one in alone]
+    for limit_s in sorted(one.seconds for one in alone):
+        goal = Objective(least="cost", most_seconds_per_step=limit_s * (1 + 1e-9))
+        least = min(cost for s, cost in costs if s <= goal.most_seconds_per_step)
+        found = searcher_of(problem).search(goal).found[0]
+        assert found.value == pytest.approx(least)
+        assert found.seconds == pytest.approx(predict(found.plan, problem).seconds)
+    front = [(one.seconds, one.value) for one in pareto(searcher_of(problem)).found]
+    best = [
+        one
+        for one in sorted(set(costs))
+        if not any(o[0] <= one[0] and o[1] < one[1] for o in costs)
+    ]
+    assert front == [pytest.approx(one) for one in best]
 
 
 def test_a_given_partition_is_kept() -> None:

@@ -39,8 +39,10 @@ from megatron.adaptive.planner.propose import (
     propose,
     write_front,
 )
-from megatron.adaptive.planner.search import Objective, SearchOptions
-from megatron.adaptive.schedule.registry import policy_names
+from megatron.adaptive.planner.search import SEARCHED, Objective, SearchOptions
+
+_WHOLE = ("1f1b", "interleaved")
+"""Orders whose backwards are not split."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,7 +133,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch-sizes", metavar="1,2", help="samples of a microbatch")
     add("--partition", metavar="8-8-8", help="layers of each stage")
     add("--recompute", metavar="none,full", help=f"of {', '.join(RECOMPUTE)}")
-    add("--schedules", metavar="A,B", help=f"{','.join(SCHEDULES)}; 1f1b with fused attention")
+    add(
+        "--schedules",
+        metavar="A,B",
+        help=f"{','.join(SCHEDULES)}; 1f1b,interleaved with fused attention",
+    )
     choices = ("both", "on", "off")
     add("--distributed-optimizer", choices=choices, default="both", help="%(default)s")
     add("--overlap-grad-reduce", action="store_true", help="the run overlaps it")
@@ -150,12 +156,12 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
     if whole or model.name in PRESETS:
         # Transformer Engine's layers compute weight gradients within the backward; BERT and T5 are
         # for Megatron-LM's own programs, which know no other schedule.
-        schedules = SCHEDULES[:1]
+        schedules = _WHOLE
     if options.schedules:
         schedules = tuple(options.schedules.split(","))
     for name in schedules:
-        if name not in policy_names():
-            raise ConfigError(f"--schedules {name}: choose of {', '.join(policy_names())}")
+        if name not in SEARCHED:
+            raise ConfigError(f"--schedules {name}: choose of {', '.join(SEARCHED)}")
     partition: tuple[int, ...] = ()
     if options.partition:
         try:

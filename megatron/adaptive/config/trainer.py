@@ -108,7 +108,7 @@ class TrainerConfig:
 
     @property
     def balance(self) -> str:
-        """How microbatches are dealt to replicas, one of ``schedule.BALANCED``."""
+        """Returns the way of dealing microbatches to replicas, one of ``schedule.BALANCED``."""
         given = self.schedule.balance_replicas
         if given is None:
             has_lengths = self.data.variable_seq_lengths and not self.fixes_replicas

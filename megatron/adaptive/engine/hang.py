@@ -31,7 +31,7 @@ from megatron.adaptive.trace.live_state import NowFile
 
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
-_BETWEEN_MACHINES = 3  # periods
+_STILL_S = 2.5  # from here on a machine asks for the words of others
 
 
 class HangGuard:
@@ -132,6 +132,9 @@ class HangGuard:
             "page_folder": os.path.abspath(page_folder or tempfile.gettempdir()),
             "machine": self._machine,
             "machines": len(self._machines),
+            "machine_of": {
+                rank: self._machines.index(str(at["machine"])) for rank, at in enumerate(places)
+            },
             "signal": int(SIGNAL),
             "py_spy": str(near) if near.exists() else shutil.which("py-spy"),
         }
@@ -154,7 +157,7 @@ class HangGuard:
             if self._store is None or len(self._machines) < 2:
                 continue
             turn, of = self._turn
-            if periods % _BETWEEN_MACHINES == 0 and periods // _BETWEEN_MACHINES % of == turn:
+            if periods % of == turn:
                 with contextlib.suppress(RuntimeError, OSError):
                     store = store or self._connect()
                     self._carry(store)
@@ -173,9 +176,10 @@ class HangGuard:
 
     def _carry(self, store: Any) -> None:
         """Puts the word of this machine into the store, and takes those of others from it."""
-        own = self._folder / "machine.json"
-        if own.exists():
-            store.set(str(self._machine), own.read_bytes())
+        own = (self._folder / "machine.json").read_bytes()
+        store.set(str(self._machine), own)
+        if json.loads(own)["still_s"] < _STILL_S:
+            return
         for machine in range(len(self._machines)):
             if machine != self._machine and store.check([str(machine)]):
                 path = self._folder / f"machine_{machine}.json"

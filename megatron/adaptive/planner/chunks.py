@@ -1,95 +1,60 @@
-"""Tries interleaved pipelines beside what the search proves for 1F1B.
+"""Divides layers among the chunks of pipelines that hold several stages on each rank.
 
 There is no proof here: the partition starts in proportion to the speed of the ranks, layers are
-handed over while that helps, and every hand-over is timed in the true order of the schedule.
+handed over while that helps, and every hand-over is timed in the true order of the schedule, that
+of a rule in the order of a static schedule on the same placement.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.layers import in_flight
 from megatron.adaptive.planner.shapes import ShapeChoice, StageClass, Tables
-from megatron.adaptive.planner.timing import run_steps, steps_of
-
-_MOST_CHUNKS = 8
-
-
-def candidates(
-    classes: tuple[StageClass, ...], choice: ShapeChoice, tables: Tables
-) -> Iterator[InterleavedPipeline]:
-    """Yields interleaved pipelines on all nodes, equal ones side by side, in all type orders."""
-    if tables.model.splits:
-        return
-    speeds = []
-    for one in classes:
-        work = []
-        for node in tables.types(one):
-            table = tables.layers(node, one, choice)
-            work.append(float((table.forward_s + table.backward_s + table.weight_s).sum()))
-        speeds.append(1 / max(*work, 1e-30))
-    for ranks in _orders(classes, tables.cluster):
-        pp = len(ranks)
-        if pp < 2 or choice.microbatches % pp:
-            continue
-        share = 1 / sum(speeds[c] for c in ranks)
-        for chunks in range(2, min(_MOST_CHUNKS, tables.model.num_layers // pp) + 1):
-            guess = (choice.microbatches + (pp - 1) / chunks) * share
-            yield InterleavedPipeline(classes, choice, tables, ranks, chunks, guess)
-
-
-def _orders(classes: Sequence[StageClass], cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Yields the classes of the ranks of pipelines on all nodes."""
-    runs = []
-    for index, group in enumerate(cluster.groups):
-        own = [c for c, one in enumerate(classes) if 0 < one.nodes[index] == sum(one.nodes)]
-        if not own or group.count % classes[own[0]].nodes[index]:
-            return
-        one = classes[own[0]]
-        runs.append([own[0]] * (group.count // one.nodes[index] * one.block))
-    for order in itertools.permutations(runs) if len(runs) <= 4 else [runs]:
-        yield tuple(itertools.chain(*order))
+from megatron.adaptive.planner.timing import Steps, compiled_steps, steps_of
+from megatron.adaptive.schedule import registry
 
 
 @dataclass(frozen=True)
-class InterleavedPipeline:
-    """An interleaved pipeline without its partition; stage ``s`` lies on rank ``s % ranks``.
+class ChunkedPipeline:
+    """A pipeline with several chunks for each rank, without its partition.
 
     Attributes:
         classes: the classes of its shape.
         choice: what all stages share.
         tables: for the arrays.
         ranks: class of each pipeline rank, by number.
+        schedule: a static schedule.
         chunks: of each rank.
-        guess_s: seconds if work were divided evenly.
     """
 
     classes: tuple[StageClass, ...]
     choice: ShapeChoice
     tables: Tables
     ranks: tuple[int, ...]
+    schedule: str
     chunks: int
-    guess_s: float
 
-    def best(self, most: int) -> tuple[float, tuple[int, ...], int]:
+    def best(self, most: int, hopeless_s: float) -> tuple[int, ...]:
         """Finds a partition: hands layers over between any two stages while it gets faster.
 
         Args:
             most: pipelines to time at most.
+            hopeless_s: seconds from which on the first partition is not worth more.
 
         Returns:
-            Seconds of a step, infinite where nothing fits; where the stages begin; pipelines timed.
+            Where the stages begin, and the number of layers; empty where nothing fits.
         """
         cuts = self._first_cuts()
         stages = len(cuts) - 1
         best = self._seconds(cuts)
+        if best >= hopeless_s:
+            return ()
         timed, since = 1, 0
         pairs = itertools.cycle(itertools.product(range(stages), repeat=2))
         while since < stages * stages and timed < most:
@@ -105,9 +70,17 @@ class InterleavedPipeline:
                 timed += 1
                 if value < best:
                     cuts, best, since = trial, value, 0
-        inside = 1 if self._kinds[:-1].all() else 0
-        tied_s = float(self._arrays["tied"][inside, self.ranks[0], self.ranks[-1]])
-        return best + tied_s, tuple(cuts.tolist()), timed
+        return tuple(cuts.tolist()) if np.isfinite(best) else ()
+
+    @cached_property
+    def _steps(self) -> Steps:
+        return steps_of(self.schedule, len(self.ranks), self.chunks, self.choice.microbatches)
+
+    @cached_property
+    def _rank_of(self) -> Any:
+        """Pipeline rank of each stage."""
+        placement = registry.placement_for(self.schedule, len(self.ranks), self.chunks)
+        return np.array([placement.locate(stage)[0] for stage in range(placement.num_stages)])
 
     @cached_property
     def _arrays(self) -> dict[str, Any]:
@@ -115,32 +88,32 @@ class InterleavedPipeline:
 
     @cached_property
     def _stage_classes(self) -> Any:
-        return np.tile(self.ranks, self.chunks)
+        return np.array(self.ranks)[self._rank_of]
 
     @cached_property
-    def _kinds(self) -> Any:
-        """Whether a rank and the next, or the last and the first, share a node."""
-        kinds, left = [], 0
+    def _blocks(self) -> Any:
+        """Number of the node, or of the group of nodes, of each pipeline rank."""
+        blocks, left, number = [], 0, -1
         for rank in self.ranks:
-            left = (left or self.classes[rank].block) - 1
-            kinds.append(1 if left else 0)
-        if len(kinds) == self.classes[self.ranks[0]].block:
-            kinds[-1] = 1
-        return np.array(kinds)
+            if not left:
+                number, left = number + 1, self.classes[rank].block
+            left -= 1
+            blocks.append(number)
+        return np.array(blocks)
 
     @cached_property
     def _held(self) -> Any:
         """Microbatches in flight, ``[stages]``."""
-        held = in_flight("interleaved", len(self.ranks), self.chunks, self.choice.microbatches)
-        return np.tile(held, self.chunks)
+        order = (self.schedule, len(self.ranks), self.chunks, self.choice.microbatches)
+        return np.array(in_flight(*order))[self._rank_of]
 
     def _first_cuts(self) -> Any:
         """Returns the first layer of each stage, work by the ranks' speed, ``[stages + 1]``."""
-        arrays, stages = self._arrays, len(self.ranks) * self.chunks
+        arrays, stages = self._arrays, len(self._rank_of)
         n = arrays["forward"].shape[1] - 1
         work = arrays["forward"][:, 0, :] + arrays["backward"][:, 0, :]
         speed = 1 / np.maximum(work[list(self.ranks), n], 1e-30)
-        share = np.cumsum(np.tile(speed / speed.sum() / self.chunks, self.chunks))
+        share = np.cumsum((speed / speed.sum() / self.chunks)[self._rank_of])
         done = work[0] / max(float(work[0, n]), 1e-30)
         cuts = np.concatenate([[0], np.searchsorted(done, share - 1e-9)]).astype(np.int64)
         cuts[-1] = n
@@ -150,15 +123,15 @@ class InterleavedPipeline:
         return np.minimum(cuts, n - stages + at)
 
     def _by_rank(self, values: Any) -> Any:
-        """Adds up the chunks of each rank; ``values``: ``[..., stages]``."""
-        return values.reshape(*values.shape[:-1], self.chunks, len(self.ranks)).sum(axis=-2)
+        """Adds up the chunks of each rank; ``values``: ``[tables, stages]``."""
+        return values @ (self._rank_of[:, None] == np.arange(len(self.ranks)))
 
     def _fits(self, cuts: Any) -> bool:
         """Returns whether every rank has the memory for its chunks."""
         classes, low, high = self._stage_classes, cuts[:-1], cuts[1:]
         base, kept = (self._arrays[name].swapaxes(0, 1) for name in ("base", "kept"))
         fixed = base[:, self.ranks, 0, 0]
-        own = base[:, classes, low, high] - np.tile(fixed, self.chunks)
+        own = base[:, classes, low, high] - fixed[:, self._rank_of]
         own += self._held * kept[:, classes, low, high]
         return bool((fixed + self._by_rank(own) <= 0).all())
 
@@ -170,26 +143,27 @@ class InterleavedPipeline:
         stages, microbatches = len(classes), self.choice.microbatches
         messages = np.zeros((2, 2, stages))
         one, other = classes[:-1], classes[1:]
-        kinds = np.tile(self._kinds, self.chunks)[:-1]
+        block, sent = self._blocks[self._rank_of], np.diff(self._rank_of) != 0
+        kinds = (block[:-1] == block[1:]).astype(np.int64)
         for row, name in enumerate(("latency", "occupancy")):
-            messages[row, 0, :-1] = arrays[name][0, kinds, one, other, high[:-1]]
-            messages[row, 1, 1:] = arrays[name][1, kinds, other, one, high[:-1]]
+            messages[row, 0, :-1] = sent * arrays[name][0, kinds, one, other, high[:-1]]
+            messages[row, 1, 1:] = sent * arrays[name][1, kinds, other, one, high[:-1]]
+        forward, backward, weight = (
+            arrays[name][classes, low, high] for name in ("forward", "backward", "weight")
+        )
+        durations = self._steps.table(np.stack([forward, backward - weight, weight]))
+        launch = np.zeros_like(durations)
+        launch[:2] = arrays["launch"][:, classes, low, high]
         end, busy = np.zeros((2, len(self.ranks)))
-        _compiled_steps()(
-            steps_of("interleaved", len(self.ranks), self.chunks, microbatches).rows,
-            np.stack([arrays[name][classes, low, high] for name in ("forward", "backward")]),
-            arrays["launch"][:, classes, low, high],
+        compiled_steps()(
+            self._steps.rows,
+            durations,
+            launch,
             *messages,
             np.zeros((2, stages, microbatches)),
             np.zeros((2, stages)),
             end,
             busy,
         )
-        return float((end + self._by_rank(arrays["after"][classes, low, high])).max())
-
-
-@lru_cache
-def _compiled_steps() -> Any:
-    from numba import njit  # half a second to import
-
-    return njit(run_steps, cache=True)
+        after = self._by_rank(arrays["after"][None, classes, low, high])[0]
+        return float((end + after).max())

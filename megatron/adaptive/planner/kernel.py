@@ -47,6 +47,7 @@ class ShapeArrays(NamedTuple):
     Attributes:
         forward: ``[c, n + 1, n + 1]`` seconds.
         backward: the same, weight gradients included.
+        weight: the same, weight gradients alone.
         launch: ``[2, c, n + 1, n + 1]``, parts of both that need no input.
         after: the same, reduction and optimizer.
         base: ``[c, tables, n + 1, n + 1]`` bytes that do not depend on microbatches, less the
@@ -67,6 +68,7 @@ class ShapeArrays(NamedTuple):
 
     forward: Any
     backward: Any
+    weight: Any
     launch: Any
     after: Any
     base: Any

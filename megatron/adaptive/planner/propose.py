@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.schedule import format_partition
-from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, find_gpu, known_gpu
-from megatron.adaptive.planner.cost import as_run, predict
+from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import estimate_optimizer_s, make_estimator
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import (
@@ -39,9 +39,8 @@ from megatron.adaptive.planner.search import (
     SearchResult,
 )
 
-SCHEDULES = ("1f1b", "zb-h1", "adaptive")
-"""Orders that are weighed for the best pipelines; those that a run can take with one chunk."""
-
+SCHEDULES = ("1f1b", "zb-h1", "adaptive", "interleaved", "zb-v", "v-half")
+"""Orders that are weighed where none are given."""
 
 _SIZES = (1, 2, 4, 8, 16, 32)
 _COLOUR = "#1f77b4"
@@ -127,50 +126,32 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
     searcher, goal = _searcher(inputs, request), request.objective
     result = searcher.search(goal)
     if not result.found:
+        free = replace(request, schedules=("1f1b",))
+        if "1f1b" not in request.schedules and _searcher(inputs, free).search(goal).found:
+            raise ConfigError(
+                f"--schedules {','.join(request.schedules)}: no plan that fits can be run so, with"
+                " these numbers of stages, layers and microbatches; add 1f1b"
+            )
         if goal == Objective(least=goal.least) or not searcher.search(Objective()).found:
             raise ConfigError(_explain_memory(inputs, request.global_batch, searcher.options))
         raise ConfigError(_explain_limits(searcher, goal))
-    rows = [scheduled(found.plan, inputs, request.schedules) for found in result.found]
+    return Proposal(rows=_rows(result.found, inputs), result=result)
 
-    def value(row: PlanRow) -> float:
-        return goal.value(row.prediction.seconds, row.prediction.price_per_hour)
 
-    return Proposal(rows=tuple(sorted(rows, key=value)), result=result)
+def _rows(found: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
+    return tuple(PlanRow(plan=one.plan, prediction=predict(one.plan, inputs)) for one in found)
 
 
 def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
     """Returns what searches for plans of a request, once that is checked."""
     options = request.options
-    options = replace(options, partition=_whole_partition(options.partition, inputs.model))
+    options = replace(
+        options,
+        partition=_whole_partition(options.partition, inputs.model),
+        schedules=request.schedules,
+    )
     _check_request(request, options, inputs)
     return Searcher(inputs, global_batch=request.global_batch, options=options)
-
-
-def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow:
-    """Gives a pipeline the order of work that is fastest for it and fits.
-
-    Args:
-        plan: as the search found it.
-        inputs: what is trained where, and how long it takes.
-        schedules: orders to choose from; that of the search stays where none of them is possible.
-    """
-    row = PlanRow(plan=plan, prediction=predict(plan, inputs))
-    if (run := as_run(plan)) != plan:
-        row = PlanRow(plan=run, prediction=predict(run, inputs))
-        plan = run
-    if plan.pp == 1 or plan.chunks > 1:
-        return row
-    rows = [row] if plan.schedule in schedules else []
-    for name in schedules:
-        candidate = replace(plan, schedule=name)
-        try:
-            seen = predict(candidate, inputs)
-        except ScheduleError:
-            continue  # not with these stages or so few microbatches
-        if seen.fits:
-            rows.append(PlanRow(plan=candidate, prediction=seen))
-    # The first of equal ones: what was asked for first.
-    return min(rows or [row], key=lambda row: row.prediction.seconds)
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
@@ -225,13 +206,7 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
     found = pareto(_searcher(inputs, request), request.objective).found
     if not found:
         raise ConfigError("--pareto: no plan fits and keeps the limits; plan without it to see why")
-    rows = [scheduled(one.plan, inputs, request.schedules) for one in found]
-    # Once every plan has its schedule, another may beat it.
-    kept: list[PlanRow] = []
-    for row in sorted(rows, key=lambda one: one.prediction.seconds):
-        if not kept or row.prediction.price_per_step < kept[-1].prediction.price_per_step:
-            kept.append(row)
-    return tuple(kept)
+    return _rows(found, inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +239,7 @@ def pareto(searcher: Searcher, objective: Objective | None = None) -> Front:
     front = _Points(objective or Objective())
     shapes = searcher.shapes()
     for shape in shapes:
-        searcher.visit(shape, front, 1)
+        searcher.visit(shape, front, 1, finish=False)
     missed = [searcher.visit(shape, front, searcher.options.most_leaves) for shape in shapes]
     return Front(
         found=tuple(front.points),
@@ -462,6 +437,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
             recompute=("full",) if "full" in options.recompute else options.recompute[-1:],
             micro_batch=options.micro_batch or (1,),
             top=1,
+            schedules=("1f1b",),
             most_leaves=1,
             most_levels=_FEW_LEVELS,
             most_cpu_s=_MOST_CPU_S,

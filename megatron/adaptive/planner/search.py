@@ -6,7 +6,11 @@ then searched by bound, best first, until no bound is below what is known. Where
 pipelines timed is limited before that, the gap to the least bound left is reported. Where there are
 too many orders of nodes to go through, weaker bounds hold for all of them at once.
 
-The search stands on 1F1B, whose order is fixed: no plan gets slower when a duration shrinks.
+The search stands on 1F1B, whose order is fixed: no plan gets slower when a duration shrinks. Where
+other schedules may be chosen, the fastest pipeline of each set of nodes, length and shape is found
+under 1F1B, then timed under every other schedule, with chunks divided anew. What counts, also for
+limits and fronts, is the least of these. Its bound is the work alone, divided evenly over the
+nodes, which no schedule beats.
 """
 
 from __future__ import annotations
@@ -15,29 +19,50 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.chunks import candidates
-from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.planner.chunks import ChunkedPipeline
+from megatron.adaptive.planner.cost import as_run, predict
 from megatron.adaptive.planner.layers import in_flight
 from megatron.adaptive.planner.model import RECOMPUTE
-from megatron.adaptive.planner.plan import Plan, StagePlace, place_stage
+from megatron.adaptive.planner.plan import Plan, PlanRow, StagePlace, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.shapes import (
     DpStates,
     ShapeChoice,
     StageClass,
     Tables,
+    capacity_bound,
     make_dp_states,
     stage_classes,
 )
 
 _FEW_LEVELS = 2000
+_SMALL_LEVELS = 200
+ONE_CHUNK = ("1f1b", "zb-h1", "adaptive", "hinted", "gpipe", "bfc", "dfc")
+"""Schedules that the trainer runs with one chunk for each rank."""
+_CHUNKED = {
+    "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
+    "v-half": ((2,), ("v-half",)),
+    "dualpipe-v": ((2,), ("dualpipe-v",)),
+    "interleaved": ((2, 3, 4, 6, 8), ("interleaved", "combined-1f1b")),
+    "breadth-first": ((2, 3, 4, 6, 8), ("breadth-first",)),
+}
+"""Orders that chunks are divided by: numbers of chunks, and schedules on the same placement."""
+SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
+"""All schedules that can be asked for."""
+_WHOLE_BACKWARD = ("1f1b", "gpipe", "interleaved", "breadth-first")
+_ROW_STEPS = 500_000
+"""Actions that are timed for one set of nodes, shape and length of pipeline."""
+_FORWARD_BACK = 2.5
+"""1F1B takes no more than a microbatch's way and the work of the busiest rank, which no schedule
+beats: what takes this many times as long as a known plan is not worth another schedule."""
+_NO_HOPE = 1.08
+_HAND_OVERS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +80,14 @@ class SearchOptions:
         overlap_reduce: whether the run overlaps the gradient reduction.
         sequence_parallel: whether the run uses it.
         partition: layers of each stage, embedding and head included, if they are given.
-        schedules: ``1f1b``, and ``interleaved`` to try that as well.
+        schedules: of ``SEARCHED``.
         all_nodes: whether every node has to be used.
         unequal: whether stages may have different widths; the trainer runs those of width 1.
         top: how many plans to return.
         most_leaves: pipelines to time for one shape and set of nodes.
         most_levels: see ``shapes.make_dp_states``.
-        most_interleaved: interleaved pipelines to try.
-        most_cpu_s: CPU seconds after which what was not looked at only counts in the gap.
+        most_cpu_s: CPU seconds for each type of node after which what was not looked at only counts
+            in the gap.
     """
 
     tp: tuple[int, ...] = ()
@@ -80,8 +105,7 @@ class SearchOptions:
     top: int = 1
     most_leaves: int = 3000
     most_levels: int = 20_000
-    most_interleaved: int = 12
-    most_cpu_s: float = 45.0
+    most_cpu_s: float = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +177,7 @@ class SearchResult:
 
     Attributes:
         found: the best plans, best first; empty where nothing fits.
-        bound: no 1F1B plan of the search space has a value below it.
+        bound: no plan of the search space has a value below it.
         whole: whether the search space had every mixture and order of nodes; where not, the bound
             holds only for those that it had.
         timed: pipelines timed exactly.
@@ -261,14 +285,15 @@ class _Bounded(NamedTuple):
         levels: ways in which stages can stand on the nodes.
         arrays: ``kernel.ShapeArrays``.
         bounds: of every level, as ``kernel.bound_levels`` fills them.
-        goals: complete pipelines that may matter: value, seconds, level and price, best first.
+        goals: complete pipelines that may matter: value and seconds at least, level and price,
+            seconds at least under 1F1B; best first.
     """
 
     shape: SearchShape
     levels: DpStates
     arrays: Any
     bounds: tuple[Any, Any, Any]
-    goals: list[tuple[float, float, int, float]]
+    goals: list[tuple[float, float, int, float, float]]
 
 
 class Searcher:
@@ -295,6 +320,9 @@ class Searcher:
         self._levels: dict[Any, DpStates] = {}
         self._counts = tuple(group.count for group in inputs.cluster.groups)
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
+        self._exact = self.options.schedules == ("1f1b",)
+        self._slack = 1.0 if self._exact else _FORWARD_BACK
+        self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
         self._whole = True
         self._until = math.inf
         self.timed = 0
@@ -311,7 +339,7 @@ class Searcher:
         best = Best(self.options.top, goal)
         shapes = self.shapes()
         looked = []
-        self._until = time.process_time() + self.options.most_cpu_s
+        self._until = time.process_time() + self.options.most_cpu_s * len(self._counts)
         left_out = math.inf
         for shape in shapes:
             if time.process_time() > self._until:
@@ -324,8 +352,6 @@ class Searcher:
                 left_out = min(left_out, shape.least_value)
             else:
                 left_out = min(left_out, self._exhaust(shape, best))
-        if "interleaved" in self.options.schedules:
-            self._interleave(shapes, best)
         found = tuple(best.sorted())
         bound = min(left_out, found[0].value) if found else left_out
         return SearchResult(
@@ -337,7 +363,7 @@ class Searcher:
         )
 
     def shapes(self) -> list[SearchShape]:
-        """Returns every choice, by a bound that costs nothing."""
+        """Returns every choice, those that promise most first."""
         options, found = self.options, []
         for classes, microbatches in self._class_sets():
             known = tuple(one for one in classes if self._known(one))
@@ -352,9 +378,14 @@ class Searcher:
                     overlap_reduce=options.overlap_reduce,
                     sequence_parallel=options.sequence_parallel,
                 )
-                bound = self._quick_bound(known, choice)
+                bound = self._work_s(known, choice, self._counts, self._most_stages(known))
                 found.append(SearchShape(classes=known, choice=choice, bound_s=bound))
-        return sorted(found, key=lambda one: one.bound_s)
+        return sorted(found, key=self._guess_s)
+
+    def _guess_s(self, shape: SearchShape) -> float:
+        """Returns the seconds of 1F1B on all GPUs, were stages alike."""
+        stages = min(self._most_stages((one,)) for one in shape.classes)
+        return shape.bound_s * (1 + (stages - 1) / shape.choice.microbatches)
 
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int]]:
         """Yields classes whose stages may meet in one pipeline, and its microbatches."""
@@ -395,17 +426,38 @@ class Searcher:
             for kind in set(self.model.layers)
         )
 
-    def _quick_bound(self, classes: Sequence[StageClass], choice: ShapeChoice) -> float:
-        """Returns the seconds of work divided evenly over all GPUs: no pipeline is faster."""
-        rates = []
+    def _work_s(
+        self,
+        classes: Sequence[StageClass],
+        choice: ShapeChoice,
+        nodes: Sequence[int],
+        most_stages: int,
+        *,
+        exactly: bool = False,
+    ) -> float:
+        """Returns the seconds of work divided evenly over nodes: no pipeline is faster.
+
+        Rank r starts after the forwards of r stages, of a layer at least each; where no backward
+        is split, it ends before as many backwards. ``exactly``: there are ``most_stages`` ranks.
+        """
+        rates, layers = [], []
         for index, group in enumerate(self.cluster.groups):
-            for one in classes:
+            for one in classes if nodes[index] else ():
                 if one.nodes[index]:
-                    table = self._tables.layers(group.type, one, choice)
-                    work = float((table.forward_s + table.backward_s + table.weight_s).sum())
-                    stages = group.count * group.type.gpus / (one.tp * one.dp)
+                    work, layer = self._tables.work_s(group.type, one, choice, self._whole_backward)
+                    stages = nodes[index] * group.type.gpus / (one.tp * one.dp)
                     rates.append((index, 1 / max(work, 1e-30), stages))
-        return choice.microbatches / _most_rate(rates, self._most_stages(classes))
+                    layers.append(layer)
+        whole_s = choice.microbatches / _most_rate(rates, most_stages)
+        if not rates:
+            return whole_s
+        slowest, fastest = min(one[1] for one in rates), max(one[1] for one in rates)
+        ranks = np.arange(most_stages if exactly else 1, most_stages + 1)
+        lost = min(layers) * slowest * (ranks - 1) * (ranks - 2) / 2
+        each_s = (choice.microbatches + lost) / (ranks * fastest)
+        if exactly:
+            whole_s *= 1 + float(lost[0]) / choice.microbatches
+        return max(whole_s, float(each_s.min()))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
         if self.options.pp:
@@ -436,7 +488,8 @@ class Searcher:
         )
         size = (made.level_class.shape[0], made.forward.shape[1])
         ends, done, trips = (np.full(size, np.inf) for _ in range(3))
-        kernel.bound_levels(made, best.most_seconds(self._least_price), ends, done, trips)
+        most_s = best.most_seconds(self._least_price)
+        kernel.bound_levels(made, self._slack * most_s, ends, done, trips)
         goals = []
         complete = np.array(levels.complete, dtype=np.int64)
         self.configurations += len(complete)
@@ -454,12 +507,15 @@ class Searcher:
                 count * group.type.price_per_hour
                 for count, group in zip(used, self.cluster.groups, strict=True)
             )
+            ordered = seconds
+            if not self._exact:
+                seconds = self._work_s(shape.classes, shape.choice, used, stages, exactly=True)
             if seconds < best.most_seconds(price):
-                goals.append((best.value(seconds, price), seconds, level, price))
+                goals.append((best.value(seconds, price), seconds, level, price, ordered))
         return _Bounded(shape, levels, made, (ends, done, trips), sorted(goals))
 
     def visit(
-        self, shape: SearchShape, best: Collector, most_leaves: int
+        self, shape: SearchShape, best: Collector, most_leaves: int, *, finish: bool = True
     ) -> list[tuple[float, float]]:
         """Searches all pipelines of a shape that may matter.
 
@@ -467,6 +523,7 @@ class Searcher:
             shape: of ``shapes``.
             best: collects plans, and says which may matter.
             most_leaves: pipelines to time for each set of nodes and length of the pipeline.
+            finish: whether to try other schedules than 1F1B.
 
         Returns:
             Bound and price per hour of those that were not searched to the end.
@@ -478,16 +535,16 @@ class Searcher:
         shape.partial = not bounded.levels.whole
         shape.least_s = min((goal[1] for goal in bounded.goals), default=math.inf)
         missed = []
-        for _, seconds, level, price in bounded.goals:
+        for _, seconds, level, price, _ in bounded.goals:
             if seconds >= best.most_seconds(price):
                 continue
             if time.process_time() > self._until:
                 missed.append((seconds, price))
                 continue
-            bound = self._try(bounded, level, price, best, most_leaves)
-            if bound < best.most_seconds(price):
-                missed.append((bound, price))
-        return missed
+            bound = self._try(bounded, level, price, best, most_leaves, finish)
+            # Only 1F1B is searched to its end.
+            missed.append((bound if self._exact else seconds, price))
+        return [one for one in missed if one[0] < best.most_seconds(one[1])]
 
     def _look(self, shape: SearchShape, best: Best) -> None:
         """Bounds a shape, and tries a few pipelines of its best set of nodes.
@@ -497,11 +554,13 @@ class Searcher:
         bounded = self._bounded(shape, best, min(_FEW_LEVELS, self.options.most_levels))
         shape.least_value = bounded.goals[0][0] if bounded.goals else math.inf
         if not bounded.levels.whole:
-            room = _capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
+            room = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
             shape.bound_s = max(shape.bound_s, room)
             shape.least_value = best.value(shape.bound_s, self._least_price)
-        for _, _, level, price in bounded.goals[:1]:
-            self._try(bounded, level, price, best, 10)
+        few = len(bounded.levels.used) <= _SMALL_LEVELS
+        for *_, level, price, _ in sorted(bounded.goals, key=lambda goal: goal[-1])[:1]:
+            # The same as later, so that it does not matter what was looked at first.
+            self._try(bounded, level, price, best, self.options.most_leaves if few else 10, True)
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
         """Searches a shape to its end; returns the least value that was left out."""
@@ -514,7 +573,13 @@ class Searcher:
         return left_out
 
     def _try(
-        self, bounded: _Bounded, level: int, price: float, best: Collector, most_leaves: int
+        self,
+        bounded: _Bounded,
+        level: int,
+        price: float,
+        best: Collector,
+        most_leaves: int,
+        finish: bool,
     ) -> float:
         """Searches the pipelines of one level; returns a bound on what was left out."""
         from megatron.adaptive.planner import kernel
@@ -522,7 +587,10 @@ class Searcher:
         shape, levels, made = bounded.shape, bounded.levels, bounded.arrays
         stages = int(made.level_follow[level]) + 1
         cuts, path = np.zeros(stages + 1, dtype=np.int64), np.zeros(stages, dtype=np.int64)
-        cap = best.most_seconds(price)
+        if not self._exact:
+            rows = 2 * stages * shape.choice.microbatches
+            most_leaves = min(most_leaves, max(10, _ROW_STEPS // rows))
+        cap = self._slack * best.most_seconds(price)
         walk = kernel.make_walk(made, stages)
         seconds, left_out, timed = kernel.search_level(
             made, walk, level, *bounded.bounds, cap, most_leaves, cuts, path
@@ -534,37 +602,73 @@ class Searcher:
         if seconds < cap:
             classes = [shape.classes[made.level_class[step]] for step in path.tolist()]
             plan = self._plan(classes, shape.choice, cuts.tolist())
-            best.add(shape.key(levels.used[level], stages), plan, float(seconds), price)
+            key = shape.key(levels.used[level], stages)
+            allowed = "1f1b" in self.options.schedules and plan.uniform
+            if allowed and seconds < best.most_seconds(price):
+                best.add(key, plan, float(seconds), price)
+            if finish and not (self._exact and plan.uniform):
+                least_s = float(seconds) if allowed else math.inf
+                for one, one_s in self._finished(plan, classes, bounded, best, price, least_s):
+                    if one_s < best.most_seconds(price):
+                        best.add(key, one, one_s, price)
         return float(left_out)
 
-    def _interleave(self, shapes: Sequence[SearchShape], best: Best) -> None:
-        """Tries the most promising interleaved pipelines; their last word is a prediction."""
-        if self.options.partition or self.options.unequal:
+    def _finished(
+        self,
+        plan: Plan,
+        classes: Sequence[StageClass],
+        bounded: _Bounded,
+        best: Collector,
+        price: float,
+        least_s: float,
+    ) -> Iterator[tuple[Plan, float]]:
+        """Yields a pipeline under the schedules that may be chosen and fit, and its seconds.
+
+        ``least_s`` is what it takes under 1F1B if that is known.
+        """
+        names = [one for one in self.options.schedules if one != "1f1b" or least_s == math.inf]
+        row = scheduled(plan, self.inputs, names)
+        if row is not None and row.prediction.fits:
+            least_s = min(least_s, row.prediction.seconds)
+            yield row.plan, row.prediction.seconds
+        if self.options.partition or not plan.uniform or plan.pp == 1 or self.model.splits:
             return
-        price = self.cluster.price_per_hour
-        tries = [
-            one
-            for shape in shapes
-            for one in candidates(shape.classes, shape.choice, self._tables)
-            if not self.options.pp or len(one.ranks) in self.options.pp
-        ]
-        tries.sort(key=lambda one: one.guess_s)
-        for one in tries[: self.options.most_interleaved]:
-            if one.guess_s >= best.most_seconds(price) or time.process_time() > self._until:
-                continue
-            seconds, cuts, timed = one.best(self.options.most_leaves // 10)
-            self.timed += timed
-            if seconds >= best.most_seconds(price):
-                continue
-            classes = [one.classes[c] for c in one.ranks]
-            plan = self._plan(classes, one.choice, list(cuts), one.chunks)
-            seen = predict(plan, self.inputs)
-            if seen.fits and seen.seconds < best.most_seconds(price):
-                key = (plan.tp, plan.dp, plan.pp, plan.micro_batch, one.chunks, one.ranks)
-                best.add(key, plan, seen.seconds, price)
+        shape, used = bounded.shape, bounded.levels.used
+        numbers = tuple(shape.classes.index(one) for one in classes)
+        microbatches = shape.choice.microbatches
+        work_s = 1 / sum(1 / self._tables.pipeline_s(one, shape.choice) for one in classes)
+        for order, (counts, those) in _CHUNKED.items():
+            chosen = [name for name in names if name in those]
+            for chunks in counts if chosen else ():
+                if chunks * plan.pp > self.model.num_layers:
+                    continue
+                # What equal chunks take; nothing but rounding beats it.
+                waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
+                even_s = work_s * (microbatches + waits)
+                known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf
+                if even_s >= min(least_s, known_s):
+                    continue
+                made = ChunkedPipeline(
+                    shape.classes, shape.choice, self._tables, numbers, order, chunks
+                )
+                try:
+                    cuts = made.best(_HAND_OVERS, _NO_HOPE * least_s)
+                except ScheduleError:
+                    continue  # not with so few microbatches
+                self.timed += 1
+                for name in chosen if cuts else ():
+                    one = self._plan(classes, shape.choice, list(cuts), chunks, name)
+                    found = scheduled(one, self.inputs, (name,))
+                    if found is not None and found.prediction.fits:
+                        yield found.plan, found.prediction.seconds
 
     def _plan(
-        self, classes: Sequence[StageClass], choice: ShapeChoice, cuts: list[int], chunks: int = 1
+        self,
+        classes: Sequence[StageClass],
+        choice: ShapeChoice,
+        cuts: list[int],
+        chunks: int = 1,
+        schedule: str = "1f1b",
     ) -> Plan:
         """Returns a plan by the classes of its ranks, on the first nodes of each type."""
         starts = [0]
@@ -590,9 +694,40 @@ class Searcher:
             partition=tuple(b - a for a, b in itertools.pairwise(cuts)),
             places=tuple(places),
             chunks=chunks,
-            schedule="1f1b" if chunks == 1 else "interleaved",
+            schedule=schedule,
             **choice.of_plan,
         )
+
+
+def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow | None:
+    """Gives a pipeline the order of work that is fastest for it and fits.
+
+    Args:
+        plan: as the search found it; stages of unequal widths get microbatches of one size.
+        inputs: what is trained where, and how long it takes.
+        schedules: orders to choose from; with one chunk for each rank, those that need several do
+            not count.
+
+    Returns:
+        The plan and its prediction; None where no order is possible, and one that does not fit
+        where none does.
+    """
+    run, rows = as_run(plan), []
+    if plan.pp == 1 or (run == plan and not plan.uniform):
+        schedules = schedules[:1] and ("1f1b",)
+    for name in schedules:
+        if run.chunks == 1 and name not in ONE_CHUNK:
+            continue
+        candidate = replace(run, schedule=name)
+        try:
+            seen = predict(candidate, inputs)
+        except ScheduleError:
+            continue  # not with these stages or so few microbatches
+        rows.append(PlanRow(plan=candidate, prediction=seen))
+    # The first of equal ones: what was asked for first.
+    return min(
+        rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
+    )
 
 
 def _only(after: Any, partition: Sequence[int]) -> Any:
@@ -623,63 +758,3 @@ def _most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> f
         whole += fastest * stages
         left -= stages
     return max(whole, 1e-30)
-
-
-def _capacity_bound(
-    tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
-) -> float:
-    """Returns the seconds below which the stages of all nodes together cannot hold all layers.
-
-    A stage holds at most so many layers as fit beside one microbatch, and as its GPUs get through
-    in time. Mixed stages are no better than their parts.
-
-    Args:
-        tables: for durations and bytes.
-        cluster: the nodes.
-        classes: of the shape.
-        choice: what its stages share.
-
-    Returns:
-        Seconds; infinite if they do not fit at all.
-    """
-    n = tables.model.num_layers
-    least: dict[int, list[tuple[float, Any]]] = {}
-    for index, group in enumerate(cluster.groups):
-        for tp, dp, micro_batch in {one.widths for one in classes}:
-            if group.type.gpus % tp == 0:
-                stages = group.count * group.type.gpus / (tp * dp)
-                one = StageClass((), tp, dp, micro_batch, 1)
-                row = _least_s(tables.ranges(group.type, one, choice), choice.microbatches)
-                least.setdefault(index, []).append((stages, row))
-    rows = [row for found in least.values() for row in found]
-    times = np.unique(np.concatenate([row[1] for row in rows]))
-    times = times[np.isfinite(times)]
-
-    def held(seconds: float) -> float:
-        total = 0.0
-        for found in least.values():
-            # Of several widths on the same nodes, the one that holds most.
-            total += max(
-                stages * float(np.searchsorted(row, seconds, side="right")) for stages, row in found
-            )
-        return total
-
-    if not len(times) or held(float(times[-1])) < n:
-        return math.inf
-    low, high = 0, len(times) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if held(float(times[middle])) >= n:
-            high = middle
-        else:
-            low = middle + 1
-    return float(times[low])
-
-
-def _least_s(ranges: Sequence[Any], microbatches: int) -> Any:
-    """Returns ``[n]``, ascending: least seconds for a stage of the class with 1, 2, ... layers."""
-    forward, backward, weight, _, _, base, kept = ranges
-    whole = microbatches * (forward + backward + weight)
-    whole = np.where(base + kept <= 0, whole, np.inf)
-    each = np.array([np.diagonal(whole, size).min() for size in range(1, whole.shape[0])])
-    return np.maximum.accumulate(each)

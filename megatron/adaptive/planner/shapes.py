@@ -340,6 +340,30 @@ class Tables:
             )
         return self._layers[key]
 
+    def work_s(
+        self, node: NodeType, one: StageClass, choice: ShapeChoice, backward: bool = True
+    ) -> tuple[float, float]:
+        """Returns the seconds of all layers for one microbatch, and of the shortest but the first.
+
+        Args:
+            node: type of it.
+            one: class of stages.
+            choice: what its stages share.
+            backward: whether the shortest is of forward and backward, else of the forward alone.
+        """
+        table = self.layers(node, one, choice)
+        key = (id(table), "work", backward)
+        if key not in self._ranges:
+            whole = table.forward_s + table.backward_s + table.weight_s
+            each = (whole if backward else table.forward_s)[1:]
+            self._ranges[key] = float(whole.sum()), float(each.min(initial=np.inf))
+        work, least = self._ranges[key]
+        return work, least if math.isfinite(least) else 0.0
+
+    def pipeline_s(self, one: StageClass, choice: ShapeChoice) -> float:
+        """Returns the seconds of all layers for one microbatch on the slowest node of a class."""
+        return max(self.work_s(node, one, choice)[0] for node in self.types(one))
+
     def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
         """Returns the arrays of ``kernel.ShapeArrays`` that belong to classes, by name."""
         rows = [self._class(one, choice) for one in classes]
@@ -374,6 +398,7 @@ class Tables:
         return {
             "forward": forward,
             "backward": backward,
+            "weight": whole[2],
             "launch": np.array([forward - work[0], whole[1] + ranges - work[1]]),
             "after": self._after(one, choice, rows[0][4], backward),
             "base": [row[5] for row in rows],
@@ -483,3 +508,63 @@ class Tables:
                         self._reduce[key] = embedding_s(pair, self.inputs, one.tp)
                     tied[kind, a, b] = self._reduce[key]
         return tied
+
+
+def capacity_bound(
+    tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
+) -> float:
+    """Returns the seconds below which the stages of all nodes together cannot hold all layers.
+
+    A stage holds at most so many layers as fit beside one microbatch, and as its GPUs get through
+    in time. Mixed stages are no better than their parts.
+
+    Args:
+        tables: for durations and bytes.
+        cluster: the nodes.
+        classes: of the shape.
+        choice: what its stages share.
+
+    Returns:
+        Seconds; infinite if they do not fit at all.
+    """
+    n = tables.model.num_layers
+    least: dict[int, list[tuple[float, Any]]] = {}
+    for index, group in enumerate(cluster.groups):
+        for tp, dp, micro_batch in {one.widths for one in classes}:
+            if group.type.gpus % tp == 0:
+                stages = group.count * group.type.gpus / (tp * dp)
+                one = StageClass((), tp, dp, micro_batch, 1)
+                row = _least_s(tables.ranges(group.type, one, choice), choice.microbatches)
+                least.setdefault(index, []).append((stages, row))
+    rows = [row for found in least.values() for row in found]
+    times = np.unique(np.concatenate([row[1] for row in rows]))
+    times = times[np.isfinite(times)]
+
+    def held(seconds: float) -> float:
+        total = 0.0
+        for found in least.values():
+            # Of several widths on the same nodes, the one that holds most.
+            total += max(
+                stages * float(np.searchsorted(row, seconds, side="right")) for stages, row in found
+            )
+        return total
+
+    if not len(times) or held(float(times[-1])) < n:
+        return math.inf
+    low, high = 0, len(times) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if held(float(times[middle])) >= n:
+            high = middle
+        else:
+            low = middle + 1
+    return float(times[low])
+
+
+def _least_s(ranges: Sequence[Any], microbatches: int) -> Any:
+    """Returns ``[n]``, ascending: least seconds for a stage of the class with 1, 2, ... layers."""
+    forward, backward, weight, _, _, base, kept = ranges
+    whole = microbatches * (forward + backward + weight)
+    whole = np.where(base + kept <= 0, whole, np.inf)
+    each = np.array([np.diagonal(whole, size).min() for size in range(1, whole.shape[0])])
+    return np.maximum.accumulate(each)

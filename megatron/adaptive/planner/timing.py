@@ -137,7 +137,8 @@ def step_times(
     ranks = steps.placement.num_ranks
     end = np.zeros(ranks)
     busy = np.zeros(ranks)
-    run_steps(
+    run = compiled_steps() if len(steps.rows) > _MANY_ROWS else run_steps
+    run(
         steps.rows,
         durations,
         launch,
@@ -178,6 +179,18 @@ def run_steps(
             leave = max(finish, free[kind, stage]) + occupancy[kind, stage]
             free[kind, stage] = leave
             arrival[kind, target, microbatch] = leave + latency[kind, stage]
+
+
+_MANY_ROWS = 500
+"""From here on the machine code is worth its import of half a second, once for a process."""
+
+
+@lru_cache
+def compiled_steps() -> Any:
+    """Returns ``run_steps`` as machine code."""
+    from numba import njit
+
+    return njit(run_steps, cache=True)
 
 
 DRAWS = 32

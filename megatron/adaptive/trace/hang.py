@@ -41,6 +41,7 @@ _BUSY = (
     float(1 << 17),
 )  # processor time and bytes per second, above the threads' that look on
 _STALE_S = 6.0  # a rank's thread writes each second
+_OTHERS_S = 11.0  # they may find out some seconds later
 _WORDLESS_S = 20.0  # silence of another machine's watcher
 JOB_FILE, _ENDED = "job.json", "ended"
 
@@ -668,7 +669,7 @@ class _Watch:
 
     def _wait_for_others(self, still_s: float, own: Sequence[RankEvidence]) -> list[RankEvidence]:
         """Returns what other machines know of their ranks; takes some seconds."""
-        until_s = time.monotonic() + 8.0
+        until_s = time.monotonic() + _OTHERS_S
         found: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:
             self._publish(still_s, own)
@@ -682,11 +683,13 @@ class _Watch:
             for other in found.values()
             for one in other.get("ranks", ())
         }
-        return [
-            heard.get(int(rank), RankEvidence(rank=int(rank), name=name, state=""))
-            for rank, name in self._job["names"].items()
-            if int(rank) not in self._pids
-        ]
+        missing = []
+        for key, name in self._job["names"].items():
+            rank = int(key)
+            if rank not in heard and rank not in self._pids:
+                word = found.get(self._job["machine_of"][key])
+                missing.append(RankEvidence(rank=rank, name=name, state="S" if word else ""))
+        return [*heard.values(), *missing]
 
 
 def _say(line: str) -> None:

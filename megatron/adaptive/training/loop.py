@@ -267,7 +267,7 @@ class TrainingRun:
         del self.run, self.step, self.checkpoints, self.snapshots, self.dealing
 
     def finish_dealing(self) -> None:
-        """Waits for what all ranks tell of the last step."""
+        """Waits for what all ranks report of the last step."""
         if self.dealing is not None:
             self.dealing.finish()
 

@@ -131,7 +131,19 @@ def test_clocks_that_are_minutes_apart_are_put_right(make_job: Job) -> None:
     assert abs(run.ranks[3].table().start_ns - right.ranks[3].table().start_ns).max() < 1e9
 
 
-def test_parquet_needs_a_package_and_says_which(tmp_path: Path) -> None:
+def test_parquet_holds_the_same_table(make_job: Job, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = make_job()
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pyarrow.table(table), tmp_path / "job.parquet"
+    )
+    ours = read_table(tmp_path / "job.parquet").ranks[0].table()
+    assert (
+        ours.spans() == read_table(write_csv(table, tmp_path / "job.csv")).ranks[0].table().spans()
+    )
+
+
+def test_what_is_no_parquet_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.parquet"
     path.write_bytes(b"PAR1")
     with pytest.raises((SetupError, TraceError), match=r"parquet\]|no Parquet file"):
