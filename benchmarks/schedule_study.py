@@ -133,12 +133,10 @@ def _step_s(candidate: Candidate, cell: Cell, seeds: Sequence[int]) -> float:
 
 
 def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
-    """The fastest fixed order in no more memory, in a V."""
+    """The fastest fixed order in no more memory, whatever its placement."""
     found = []
     for name in STATIC:
         candidate = make_candidate(name, cell.ranks, 2, cell.microbatches)
-        if candidate.placement.kind != "v" or candidate.placement.num_chunks != 2:
-            continue
         try:
             outcome = evaluate(candidate, cell.microbatches, cell.profile, seeds)
         except ScheduleError:
