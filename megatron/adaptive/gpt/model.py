@@ -41,6 +41,7 @@ from megatron.core.transformer.module import (
     fp32_to_float16,
 )
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -389,6 +390,8 @@ def build_chunks(
     Returns:
         The chunks in order.
     """
+    # Of the process, with a row for each layer of the first model that has experts.
+    get_moe_layer_wise_logging_tracker().clear()
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     for chunk in range(placement.num_chunks):

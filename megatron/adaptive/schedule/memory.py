@@ -81,10 +81,14 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
 
 
 def chunk_shares(placement: Placement, rank: int, cap: float) -> tuple[int, ...]:
-    """Returns the most microbatches that each chunk but the deepest may hold; see the module."""
+    """Returns the most microbatches that each chunk but the deepest may hold; see the module.
+
+    Raises:
+        ScheduleError: no order of actions can keep the cap.
+    """
     chunks = range(placement.num_chunks)
     after = [placement.num_stages - placement.stage_of(rank, chunk) for chunk in chunks]
-    held = with_rounding(cap) * placement.num_chunks
+    held = scaled_cap(cap, placement.num_chunks) / MEMORY_SCALE * placement.num_chunks
     return tuple(max(1, math.floor(held * stages / sum(after))) for stages in after[:-1])
 
 
