@@ -167,7 +167,7 @@ PARTS = {
     "lengths": lambda options: dealing(quick=options.quick),
     "traces": traces,
 }
-"""What runs unless a part is named."""
+"""Parts that run unless one is named."""
 ALL_PARTS = {**PARTS, "study": study}
 
 

@@ -171,7 +171,7 @@ class _Pending(NamedTuple):
     takes_s: float
 
     def wait(self) -> None:
-        """See ``torch.distributed.Work``."""
+        """Blocks until the slowed exchange is over."""
         begun_s = time.monotonic()
         self.work.wait()
         self.of.end(begun_s, float(self.output.max()), self.takes_s)

@@ -139,7 +139,7 @@ class Member:
 
 
 Steps = Generator[float | None, None, Any]
-"""What a member does; it yields the time it takes, or ``None`` to wait until something comes."""
+"""Program of a member: yields the time it takes, or ``None`` to wait until something comes."""
 
 
 class World:

@@ -37,7 +37,7 @@ def slowed(work: Callable[..., Any], sleep_s: Callable[[Any], float]) -> Callabl
 
 
 def pause_of(rank: int, given: dict[str, Any] | None) -> Callable[[Any], float]:
-    """Returns what tells the pause of an action of a step."""
+    """Returns a function from an action of a step to its pause."""
     if given is None:
         return lambda stages: SLEEP_S if rank == 0 else 0.0
 
