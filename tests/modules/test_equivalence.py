@@ -23,6 +23,7 @@ SCHEDULES = [
     ("gpipe", None),
     ("hinted", 2),
     ("interleaved", 2),
+    ("interleaved-zb", 2),
     ("v-half", None),
     ("varuna", None),
     ("zb-h1", None),
