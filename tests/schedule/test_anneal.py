@@ -94,6 +94,6 @@ def test_it_finds_a_proven_optimum() -> None:
 
 def test_a_long_step_is_left_as_it_is() -> None:
     placement = Placement(num_ranks=4, num_chunks=1)
-    work = draw(placement, 900, StageTimes.equal(4, forward_s=1.0, backward_s=1.0, weight_s=1.0))
-    before = made(placement, work, 900, 4.0, 1, "adaptive").to_schedule("adaptive")
+    work = draw(placement, 1100, StageTimes.equal(4, forward_s=1.0, backward_s=1.0, weight_s=1.0))
+    before = made(placement, work, 1100, 4.0, 1, "adaptive").to_schedule("adaptive")
     assert improve(before, work, 4.0) is None

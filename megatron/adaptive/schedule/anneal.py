@@ -10,7 +10,7 @@ another; what lies on one rank between two jumps is a block. Here on ranks 1, 0 
 Only an action that moves within its block can shorten the step. A random one moves to a random end
 of its block or changes places with its neighbour. An order that is not longer is taken, a longer
 one with a chance that falls with its excess and with time (simulated annealing); the best is kept.
-Some thousands of orders for small pipelines, few for large ones, whose rules leave less to gain.
+Thousands of orders are tried; large pipelines, whose rules leave less to gain, stay as they are.
 Microbatches ascend as everywhere, and memory stays within the cap. All numbers are whole and the
 random ones are always the same, so the result depends on nothing else.
 
@@ -35,11 +35,11 @@ from megatron.adaptive.schedule.policy import actions_of
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
-VISITS = 2_000_000
-"""Actions that are timed in all: some 20 ms."""
-LEAST_ORDERS = 200
-HEAT = 16
-"""At first orders are taken that are longer by less than this part of the step."""
+VISITS = 60_000_000
+"""Actions that are timed in all, at most: some 0.15 s."""
+LEAST_ORDERS, MOST_ORDERS = 5_000, 30_000
+HEAT = 2
+"""At first orders are taken that are longer by less than so many actions of mean duration."""
 
 
 class OrderGraph(NamedTuple):
@@ -172,7 +172,11 @@ def holds(o: OrderGraph, rank: int) -> bool:
 
 def anneal(o: OrderGraph, orders: int) -> int:
     """Tries so many orders; returns the step of the best one, which is in ``best``."""
-    step = first = best = finish(o)
+    step = best = finish(o)
+    hottest = 0
+    for action in range(len(o.needs)):
+        hottest += o.durations[action]
+    hottest = HEAT * (hottest // len(o.needs))
     count = trace(o, step)
     drawn = 1
     for number in range(orders):
@@ -197,7 +201,7 @@ def anneal(o: OrderGraph, orders: int) -> int:
         shift(o, rank, place, to)
         other = finish(o) if holds(o, rank) else -1
         drawn = (drawn * 1103515245 + 12345) % 2147483648
-        most = first // HEAT // orders * (orders - number)
+        most = hottest // orders * (orders - number)
         if other < 0 or (other > step and (other - step) * 256 >= most * (drawn >> 23)):
             shift(o, rank, to, place)
             continue
@@ -228,7 +232,7 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
         The best found, never slower; ``None`` where the step has too many actions to try enough.
     """
     placement, pieces = schedule.placement, schedule.weight_pieces
-    orders = VISITS // sum(map(len, schedule.orders))
+    orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:
         return None
     chunks, stages, count = placement.num_chunks, placement.num_stages, schedule.num_microbatches

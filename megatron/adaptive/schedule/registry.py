@@ -227,29 +227,31 @@ def make_policies(
     if name != "hinted":
         return (RulePolicy(name, _RULES[name]),) * placement.num_ranks
     if hint is None or not is_given:
-        hint = hint_for(placement, num_microbatches, cap, pace)
-    return tuple(
-        RulePolicy(name, rules.hinted, hint_codes(order, placement.num_chunks, weight_pieces))
-        for order in hint.orders
-    )
+        hint = hint_for(placement, num_microbatches, cap, pace, weight_pieces)
+    return _hinted(hint, weight_pieces)
 
 
 @lru_cache(maxsize=64)
 def hint_for(
-    placement: Placement, num_microbatches: int, cap: float | None, pace: Pace = EQUAL
+    placement: Placement,
+    num_microbatches: int,
+    cap: float | None,
+    pace: Pace = EQUAL,
+    weight_pieces: int = 1,
 ) -> Schedule:
     """Returns the best order for a pipeline that the cap allows.
 
     It is the usual fixed one where that fits and is known to be best. With few microbatches, in a
-    loop without memory to spare, and where nothing fits, it is the fastest on equal stages of that
-    pace of those that fit and of those that ``adaptive`` makes under the cap, with shares and
-    without.
+    loop without memory to spare, and where nothing fits, it is the one with which ``hinted`` is
+    fastest on equal stages of that pace, of those that fit and of those that ``adaptive`` makes
+    under the cap, with shares and without.
 
     Args:
         placement: which rank holds which stage.
         num_microbatches: microbatches per step.
         cap: most activations, in whole-rank microbatches.
         pace: of the stages.
+        weight_pieces: parts of each weight gradient, 0 for whole backwards.
 
     Raises:
         ScheduleError: no microbatch, or the cap is below the least cap.
@@ -268,9 +270,8 @@ def hint_for(
     ):
         return found[0]
 
-    latency, backward, weight = pace
-
-    def run(policies: Sequence[Policy], pieces: int, cap: float | None = None) -> SimResult:
+    def run(policies: Sequence[Policy], pieces: int, pace: Pace = pace) -> SimResult:
+        latency, backward, weight = pace
         return simulate(
             placement,
             num_microbatches,
@@ -284,15 +285,24 @@ def hint_for(
             compiled=3 * num_microbatches * placement.num_stages >= _COMPILED_FROM,
         )
 
-    results = [
-        (run([Follow(o, one.name) for o in one.orders], one.weight_pieces).makespan_s, one)
-        for one in found
-    ]
     for shares in (True, False):
         rules_ = make_policies("adaptive", placement, num_microbatches, cap=cap, shares=shares)
-        made = run(rules_, 1, cap)
-        results.append((made.makespan_s, made.to_schedule("adaptive")))
-    return min(results, key=lambda one: one[0])[1]
+        # An order made for equal kinds of work may also be the best one for others.
+        for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
+            found.append(run(rules_, 1, times).to_schedule("adaptive"))
+
+    def hinted_s(hint: Schedule) -> float:
+        return run(_hinted(hint, weight_pieces), weight_pieces).makespan_s
+
+    return min(found, key=hinted_s)
+
+
+def _hinted(hint: Schedule, weight_pieces: int) -> tuple[Policy, ...]:
+    chunks = hint.placement.num_chunks
+    return tuple(
+        RulePolicy("hinted", rules.hinted, hint_codes(order, chunks, weight_pieces))
+        for order in hint.orders
+    )
 
 
 def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> tuple[int, ...]:
