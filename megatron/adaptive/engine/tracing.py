@@ -18,14 +18,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from megatron.core.utils import get_model_config
 from torch.autograd import Variable
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
+from megatron.adaptive.engine.expert_load import ExpertLoad
 from megatron.adaptive.trace.event import KINDS, Row
 from megatron.adaptive.trace.recorder import Recorder
 
@@ -47,6 +49,9 @@ class Tracing:
         recorder: where spans go, ``None`` for no trace.
         clock: of the device.
         sync: compares this rank's clock with others, closed with this.
+
+    Attributes:
+        experts: measures the rank's experts, ``None`` where nobody asks or there are none.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Tracing:
         self.recorder = recorder
         self._clock: Any = clock or CpuClock()
         self._sync = sync
+        self.experts: ExpertLoad | None = None
         self._present: tuple[int, int] | None = None  # iteration and microbatches, if traced
         self._place = (0, 0)  # the same of any iteration
         self._doing = ""
@@ -88,6 +94,9 @@ class Tracing:
         self._present = None
         self._in_step = True
         self._place = (iteration, num_microbatches)
+        is_traced = is_traced and self.recorder is not None
+        if self.experts is not None:
+            self.experts.begin(is_traced=is_traced)
         if self.recorder is None or not is_traced:
             return
         self._begun_ns = time.monotonic_ns()
@@ -103,7 +112,14 @@ class Tracing:
         if self.recorder.is_recording:
             self.recorder.extend([_row(_STEP, self._begun_ns, time.monotonic_ns())])
             self._resolve()
+            if self.experts is not None and (tokens := self.experts.tokens()):
+                self.recorder.add_experts(self.experts.exchange_ns(), tokens)
         self.recorder.end_iteration()
+
+    def measure_experts(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Measure the experts of this rank's chunks, if they have some."""
+        if getattr(get_model_config(chunks[0]), "num_moe_experts", None):
+            self.experts = ExpertLoad(chunks, self._clock)
 
     def span(self, kind: str) -> AbstractContextManager[None]:
         """Trace what the block does on the device, as a span of ``kind``."""

@@ -178,6 +178,8 @@ def build_run(job: TrainingJob) -> Run:
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     connect_chunks(config, core, chunks, optimizer)
     tracing = open_run_trace(job, placement, rows)
+    if config.schedule.trace_dir is not None or config.logging.tensorboard_dir is not None:
+        tracing.measure_experts(chunks)
     widths = widths_of(config)
     core.finalize_model_grads_func = tracing.around(
         "reduce", partial(finalize_gradients, widths=widths)

@@ -106,9 +106,12 @@ class Step:
             raise
         losses = self._mean_losses([reduced], dealt) | self._further_losses(len(reduced), dealt)
         curves: dict[str, float] = {}
+        if self._run.tracing.experts is not None:
+            curves |= self._imbalance(iteration)
         if self._balancing:
-            balancing, curves = self._mean_balancing_losses(len(reduced), dealt)
+            balancing, by_layer = self._mean_balancing_losses(len(reduced), dealt)
             losses |= balancing
+            curves |= by_layer
         return StepResult(
             losses=losses,
             curves=curves,
@@ -260,8 +263,8 @@ class Step:
         """Average the losses that balance experts, under Megatron-LM's names. Collective.
 
         Over microbatches and layers that have experts. As in megatron-core, those of the load are
-        added up over tensor- and context-parallel ranks and averaged over replicas, and the z-loss
-        is that of one replica.
+        added up over tensor- and context-parallel ranks, where each has its part of them, and
+        averaged over replicas; the z-loss is averaged over all, of which megatron-core takes one.
 
         Returns:
             Names and values, and by TensorBoard's tags those of each layer if they are asked for;
@@ -270,24 +273,20 @@ class Step:
         run, names = self._run, self._balancing
         core = run.core
         num_layers = core.num_layers + (core.mtp_num_layers or 0)
-        sums = torch.zeros(len(names), num_layers, device=run.job.accelerator.device)
+        sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
         tracker = get_moe_layer_wise_logging_tracker()
         for row, name in enumerate(names):
             if name in tracker:  # not on stages without experts
                 sums[row] = tracker[name]["values"]
         clear_aux_losses_tracker()
-        dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
-        of_load = sums[: len(names) - names.count(_Z_LOSS)]
-        if len(of_load):
-            replicas = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-            dist.all_reduce(of_load, group=replicas)
+        dist.all_reduce(sums, group=run.job.control_group)
         if not num_microbatches:
             return {}, {}
-        data_parallel = parallel_state.get_data_parallel_world_size()
-        for row, name in enumerate(names):
-            if name not in (_GLOBAL_LOSS, _Z_LOSS):  # of replicas, each by itself
-                sums[row] /= data_parallel
-        sums *= 1 / num_microbatches if dealt is None else data_parallel / dealt.total
+        replicas = parallel_state.get_data_parallel_world_size()
+        stage = replicas * parallel_state.get_tensor_and_context_parallel_world_size()
+        shares = {_GLOBAL_LOSS: 1, _Z_LOSS: stage}
+        sums /= torch.tensor([[shares.get(name, replicas)] for name in names])
+        sums *= 1 / num_microbatches if dealt is None else replicas / dealt.total
         pattern = core.moe_layer_freq
         if isinstance(pattern, int):
             pattern = [number % pattern == 0 for number in range(core.num_layers)]
@@ -300,6 +299,28 @@ class Step:
         }
         return dict(zip(names, means, strict=True)), curves
 
+    def _imbalance(self, iteration: int) -> dict[str, float]:
+        """Return the largest over the mean number of tokens of each layer's experts, by its curve.
+
+        Only where TensorBoard shows it; then a message between all ranks.
+        """
+        run, settings, core = self._run, self._config.logging, self._run.core
+        load = run.tracing.experts
+        is_shown = settings.tensorboard_dir is not None
+        if load is None or not is_shown or iteration % settings.tensorboard_log_interval:
+            return {}
+        num_layers = core.num_layers + (core.mtp_num_layers or 0)
+        tokens = torch.zeros(num_layers, core.num_moe_experts, dtype=torch.float64)
+        for layer, first, *counts in load.tokens():
+            tokens[layer, first : first + len(counts)] += torch.tensor(counts)
+        dist.all_reduce(tokens, group=run.job.control_group)
+        largest, means = tokens.max(dim=1).values.tolist(), tokens.mean(dim=1).tolist()
+        return {
+            f"moe/largest_over_mean_tokens_layer_{layer}": most / mean
+            for layer, (most, mean) in enumerate(zip(largest, means, strict=True))
+            if mean
+        }
+
 
 _GLOBAL_LOSS, _Z_LOSS = "global_load_balancing_loss", "z_loss"
 _LOSS_OF_KIND = {
@@ -310,7 +331,7 @@ _LOSS_OF_KIND = {
 
 
 def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
-    """Returns megatron-core's names of the losses that balance experts, the z-loss last."""
+    """Returns megatron-core's names of the losses that balance experts."""
     if core.num_moe_experts is None:
         return ()
     kinds = zip(core.moe_router_load_balancing_type, core.moe_aux_loss_coeff, strict=True)

@@ -274,6 +274,7 @@ class Engine:
             work=sizes[1],
             pp_rank=orders.pp_rank,
         )
+        tracing.measure_experts(self._chunks)
         done = getattr(megatron_arguments(), "curr_iteration", None) or 0
         return StepTrace(tracing, self._settings, self._accelerator, done, self._finish_step)
 

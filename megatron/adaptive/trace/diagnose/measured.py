@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.finding import Finding, Period
 from megatron.adaptive.trace.diagnose.robust import Floats, middle
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, TraceHeader
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, IterationStart, TraceHeader
 from megatron.adaptive.trace.figures import compute_ns
 from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RunTrace
@@ -55,6 +55,7 @@ class Measured:
         waits: of the same: rank, rank the input came from, length in ns, ``[waits, 3]``.
         message_iterations: how many these are.
         clock_error_ns: how far two ranks' clocks may be apart beyond what is known.
+        experts: of each rank, markers of the iterations in which it says what its experts did.
     """
 
     places: tuple[TraceHeader, ...]
@@ -72,6 +73,7 @@ class Measured:
     waits: Ints
     message_iterations: int
     clock_error_ns: float
+    experts: tuple[Mapping[int, IterationStart], ...]
 
     @cached_property
     def median_ns(self) -> Floats:
@@ -150,15 +152,15 @@ class Measured:
             **evidence,
         )
 
-    def cost_ns(self, column: int, excess_ns: float) -> float:
-        """Estimate what a rank's step loses because each microbatch takes it so much longer.
+    def cost_ns(self, columns: int | list[int], excess_ns: float) -> float:
+        """Estimate what a step loses because each microbatch takes some ranks so much longer.
 
-        The steady state goes at the pace of the slowest rank; to what the rank is behind the
+        The steady state goes at the pace of the slowest rank; to what they are behind the
         others there comes one microbatch's way through the pipeline.
         """
         paces = self.microbatch_ns
         without = paces.copy()
-        without[column] -= excess_ns
+        without[columns] -= excess_ns
         behind = float(np.nanmax(paces) - np.nanmax(without))
         return behind * max(0, self.num_microbatches - 1) + excess_ns
 
@@ -222,6 +224,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         waits=_waits(tables),
         message_iterations=len(shown),
         clock_error_ns=_clock_error(run),
+        experts=tuple(run.ranks[rank].experts for rank in ranks),
     )
 
 
