@@ -20,14 +20,16 @@ Say = Callable[..., Diagnosis]
 @pytest.mark.parametrize(("replicas", "factor"), [(1, 1.3), (2, 1.3), (2, 2.0)])
 def test_a_slow_rank_is_named(say: Say, replicas: int, factor: float) -> None:
     rank = 2 * replicas  # of the third stage
-    (finding,) = say(Fault(kind="slow-rank", rank=rank, factor=factor), replicas=replicas).findings
+    said = say(Fault(kind="slow-rank", rank=rank, factor=factor), replicas=replicas)
+    (finding,) = said.findings
     assert (finding.cause, finding.ranks, finding.stages) == ("slow rank", (rank,), (2,))
     assert finding.factor == pytest.approx(factor, rel=0.07)
     assert finding.against == ("plan" if replicas == 1 else "peers")
     assert str(finding.period) == "in all iterations"
     assert finding.confidence > 0.95
-    # It works on 8 microbatches of 30 ms.
-    assert finding.cost_ms == pytest.approx((factor - 1) * 30 * 8, rel=0.35)
+    # What it costs is what the same run takes less without it.
+    saved_ms = said.step_ms - say(replicas=replicas).step_ms
+    assert finding.cost_ms == pytest.approx(saved_ms, rel=0.1)
     assert finding.counts == {"iterations": 15, "actions": 15 * 8 * 2}
 
 
@@ -84,7 +86,7 @@ def test_overloaded_experts_are_named_where_others_wait_for_them(tmp_path: Path)
     (finding,) = say_experts(tmp_path, 400, (40, 10))
     assert (finding.ranks, finding.stages) == ((7,), (3,))
     assert finding.factor == pytest.approx(500 / 350)
-    assert finding.cost_ms == pytest.approx(30, rel=0.01)
+    assert finding.cost_ms == pytest.approx(30, rel=0.05)
     assert "rank 7 (stage 3, " in finding.headline
     assert "has 1.43 times the mean of tokens" in finding.headline
     assert finding.detail == "expert 3 of layer 3 has 80% of the rank's tokens there"
