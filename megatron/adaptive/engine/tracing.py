@@ -252,7 +252,9 @@ class OutsideTrace:
         chunks = {id(one): chunk for chunk, one in enumerate(models)}
         forwards = [0] * len(models)
 
-        def forward_step(data_iterator: Any, model: Any, *more: Any) -> Any:
+        def forward_step(data_iterator: Any, model: Any, *more: Any, **plan: Any) -> Any:
+            if plan:  # combined 1F1B asks for the parts of a forward, and runs them by itself
+                return function(data_iterator, model, *more, **plan)
             chunk = chunks[id(model)]
             place = (chunk, forwards[chunk])
             forwards[chunk] += 1
