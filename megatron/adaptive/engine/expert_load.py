@@ -24,7 +24,18 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
 
+from megatron.adaptive.accelerator import Accelerator
+
 _PREDICTING = re.compile(r"\bmtp\.layers\.(\d+)")
+
+
+def measured_experts(
+    chunks: Sequence[torch.nn.Module], accelerator: Accelerator
+) -> ExpertLoad | None:
+    """Returns what measures the experts of this rank's chunks, ``None`` for a model without."""
+    if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
+        return None
+    return ExpertLoad(chunks, accelerator.clock())
 
 
 class ExpertLoad:
