@@ -183,11 +183,6 @@ def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         f"{given.num_moe_experts} with layers of --heterogeneous-layers-config-path, which have no "
         "experts: drop one of them",
     )
-    yield (
-        config.schedule.repartition != "off",
-        f"{given.num_moe_experts} with {given.repartition}, which moves dense layers alone; give "
-        "--partition",
-    )
 
 
 def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
