@@ -248,6 +248,11 @@ def _overlap(config: TrainerConfig, given: Given) -> Rules:
         f"{what} with {given.pipeline_schedule}, in which no action begins beside another: use "
         "adaptive, combined-1f1b or dualpipe-v",
     )
+    yield (
+        settings.repartition != "off",
+        f"{what} with {given.repartition}: the time of a layer would hold what runs beside it; "
+        "drop one of them",
+    )
     for repeats, is_given in (
         ("--recompute-granularity full", config.recompute.recompute_granularity == "full"),
         (given.moe_layer_recompute, core.moe_layer_recompute),
