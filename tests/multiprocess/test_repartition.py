@@ -84,9 +84,9 @@ def test_expert_layers_are_not_taken_for_dense_ones(
         "--num-experts 4 --moe-layer-freq [0,0]+[1]*4 --moe-ffn-hidden-size 32 "
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
         "--disable-bias-linear --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias --mtp-num-layers 1 --position-embedding-type rope"
+        "--moe-router-enable-expert-bias --train-iters 11"
     ).split()
-    monkeypatch.setenv("LAYER_MS", "4")
+    monkeypatch.setenv("LAYER_MS", "6")
     monkeypatch.setenv("EXPERT_FACTOR", "6")
     moved, log = train(tmp_path / "moved", *experts, world_size=4)
     assert re.search("repartition: 3-3 -> [45]-[12]: ", log), log
