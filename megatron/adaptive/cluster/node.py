@@ -109,7 +109,7 @@ def _data_flags(conf: LaunchConf) -> list[str]:
 # Variables that the trainer has as flags.
 _FLAGS = (
     *("TENSOR_MP_SIZE", "PIPELINE_MP_SIZE", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "SCHEDULE"),
-    *("PARTITION", "STAGE_DP_SIZES", "MODEL_CHUNKS"),
+    *("PARTITION", "STAGE_DP_SIZES", "MODEL_CHUNKS", "EXPERT_MP_SIZE"),
 )
 
 
