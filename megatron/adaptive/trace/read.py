@@ -76,11 +76,6 @@ class RankTrace:
         return self.index.headers[-1]
 
     @property
-    def truncated_lines(self) -> int:
-        """Lines lost at the end of the file."""
-        return self.index.truncated_lines
-
-    @property
     def iterations(self) -> tuple[int, ...]:
         """The iterations it recorded, ascending."""
         return tuple(sorted(self._blocks))
@@ -89,6 +84,12 @@ class RankTrace:
     def num_microbatches(self) -> Mapping[int, int]:
         """Microbatches by iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
+
+    @cached_property
+    def experts(self) -> Mapping[int, IterationStart]:
+        """Markers, with what the rank's experts did, of the iterations that say it."""
+        markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
+        return {i: marker for i, marker in markers if marker.tokens}
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
@@ -188,7 +189,7 @@ class RunTrace:
     @cached_property
     def truncated_lines(self) -> int:
         """Lines lost at file ends, over all ranks."""
-        return sum(trace.truncated_lines for trace in self.ranks.values())
+        return sum(trace.index.truncated_lines for trace in self.ranks.values())
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:
