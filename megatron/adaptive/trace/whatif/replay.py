@@ -51,7 +51,7 @@ class RecordedTimes:
     Attributes:
         steps: by iteration and replica, ``[2, stages, microbatches]``, forward and whole backward.
         transfer_s: median transfer of a message.
-        work: what the stages should take, in any unit; empty where nobody says it. It tells a slow
+        work: what the stages should take, in any unit; empty where nobody says it; parts a slow
             rank from a stage with more to do where there are too few replicas to compare with.
     """
 
