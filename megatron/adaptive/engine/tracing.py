@@ -26,7 +26,7 @@ import torch
 from torch.autograd import Variable
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
-from megatron.adaptive.trace.event import KINDS, Row
+from megatron.adaptive.trace.event import KINDS, Lengths, Row
 from megatron.adaptive.trace.recorder import Recorder
 
 _P = ParamSpec("_P")
@@ -83,15 +83,19 @@ class Tracing:
         known = {"iteration": iteration, "num_microbatches": num_microbatches}
         return {**known, "doing": self._doing, "in_step": self._in_step}
 
-    def begin_iteration(self, iteration: int, num_microbatches: int, *, is_traced: bool) -> None:
-        """Begin an iteration."""
+    def begin_iteration(
+        self, iteration: int, num_microbatches: int, *, is_traced: bool, lengths: Lengths = ()
+    ) -> None:
+        """Begin an iteration, with the lengths of its microbatches where they differ."""
         self._present = None
         self._in_step = True
         self._place = (iteration, num_microbatches)
         if self.recorder is None or not is_traced:
             return
         self._begun_ns = time.monotonic_ns()
-        self.recorder.begin_iteration(iteration, num_microbatches, start_ns=self._begun_ns)
+        self.recorder.begin_iteration(
+            iteration, num_microbatches, start_ns=self._begun_ns, lengths=lengths
+        )
         if self.recorder.is_recording:
             self._present = (iteration, num_microbatches)
 

@@ -5,7 +5,7 @@
     {"format": "megatron-adaptive-trace", "version": 2, "columns": [...], "kinds": [...],
      "reasons": [...], "run": ..., "rank": 0, ...}                                        header
     {"begin_iteration": 7, "num_microbatches": 8, "start_ns": 812, "counts": [8, 8, 0, ...],
-     "size_bytes": 1312}                                                                  marker
+     "size_bytes": 1312, "lengths": [[64, 40, 21], ...]}                                  marker
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                                     marker of more of its spans
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
@@ -38,6 +38,7 @@ from megatron.adaptive.trace.event import (
     ClockSamples,
     Gap,
     IterationStart,
+    Lengths,
     Row,
     SpanFormat,
     TraceHeader,
@@ -77,6 +78,7 @@ def block_text(
     start_ns: int,
     rows: Sequence[Row],
     is_late: bool = False,
+    lengths: Lengths = (),
 ) -> str:
     """Returns a marker and the spans below it, ready to be appended.
 
@@ -86,6 +88,7 @@ def block_text(
         start_ns: what the spans' starts count from.
         rows: the spans.
         is_late: the iteration has a marker already.
+        lengths: of its microbatches, left out where they are alike.
     """
     counts = [0] * len(KINDS)
     lines = []
@@ -100,9 +103,10 @@ def block_text(
         )
     spans = "".join(lines)
     word = "after_iteration" if is_late else "begin_iteration"
+    more = f', "lengths": {json.dumps(lengths)}' if lengths else ""
     return (
         f'{{"{word}": {iteration}, "num_microbatches": {num_microbatches}, "start_ns": {start_ns}, '
-        f'"counts": {counts}, "size_bytes": {len(spans)}}}\n{spans}'
+        f'"counts": {counts}, "size_bytes": {len(spans)}{more}}}\n{spans}'
     )
 
 
@@ -141,6 +145,7 @@ def parse_line(
                 counts=tuple(_value(record, "counts", "counts", origin, [])),
                 size_bytes=_value(record, "size_bytes", "int", origin),
                 is_late=word == "after_iteration",
+                lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
             )
     if "clock_samples" in record:
         samples = _value(record, "clock_samples", "samples", origin)
@@ -204,6 +209,10 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
     "numbers": (
         lambda value: _is_list(value, lambda n: type(n) in (int, float) and n >= 0),
         "numbers from 0",
+    ),
+    "lengths": (
+        lambda value: _is_list(value, lambda one: bool(one) and _is_list(one, _is_int)),
+        "lists of whole numbers, none empty",
     ),
     "samples": (
         lambda value: _is_list(value, lambda one: _is_list(one, _is_int) and len(one) == 4),
