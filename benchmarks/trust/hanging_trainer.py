@@ -44,6 +44,15 @@ class Fault:
         self.is_here = int(os.environ["RANK"]) == given["rank"]
         self.is_due = False
 
+    def begins(self, iteration: int) -> None:
+        """Notes that a step begins."""
+        time.sleep(self.given.get("step_s", 0.0))
+        self.is_due = iteration == self.given["iteration"]
+        if self.kind == "collective" and self.is_due:
+            if self.is_here:
+                wander()
+            dist.barrier()
+
     def put(self) -> None:
         """Changes what the trainer calls."""
         if self.given["machines"] > 1:
@@ -51,12 +60,7 @@ class Fault:
         train, perform, fetch = Step.train, Executor._perform, MicrobatchLoader._fetch
 
         def stepping(step: Step, microbatches: Any, count: int, iteration: int, *more: Any) -> Any:
-            time.sleep(self.given.get("step_s", 0.0))
-            self.is_due = iteration == self.given["iteration"]
-            if self.kind == "collective" and self.is_due:
-                if self.is_here:
-                    wander()
-                dist.barrier()
+            self.begins(iteration)
             return train(step, microbatches, count, iteration, *more)
 
         def performing(executor: Executor, *more: Any) -> None:

@@ -54,6 +54,7 @@ class Case:
         action: position within the step's actions.
         after_s: ``--hang-after-s``.
         machines: that the ranks count as of.
+        program: ``trainer``, or ``pipeline`` for a user's loop around a ``Pipeline``.
     """
 
     kind: str
@@ -63,10 +64,12 @@ class Case:
     action: int = 0
     after_s: float = 10.0
     machines: int = 1
+    program: str = "trainer"
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape))
-        return f"{self.kind} on rank {self.rank} of {sizes}, machines: {self.machines}"
+        job = f"{self.kind} on rank {self.rank} of {self.program} {sizes}"
+        return f"{job}, machines: {self.machines}"
 
 
 def cases(count: int, seed: int) -> list[Case]:
@@ -83,6 +86,9 @@ def cases(count: int, seed: int) -> list[Case]:
             rank = draw.choice([rank % (ranks // stages), ranks - 1 - rank % (ranks // stages)])
         if kind == "schedule":
             shape, rank = (2, 2, 1), 1
+        program = "trainer"
+        if kind in _ALSO_OF_A_LOOP and number // len(KINDS) % 3 == 2:
+            program, shape = "pipeline", (shape[0], shape[1], 1)
         found.append(
             Case(
                 kind=kind,
@@ -91,12 +97,14 @@ def cases(count: int, seed: int) -> list[Case]:
                 iteration=draw.randrange(3, 6),
                 action=draw.randrange(4),
                 machines=1 + (number // len(KINDS)) % 2,
+                program=program,
             )
         )
     return found
 
 
 _OF_PIPELINES = ("schedule", "network")
+_ALSO_OF_A_LOOP = ("stopped", "collective", "reader", "lock", "interpreter lock")
 
 
 def run(
@@ -113,9 +121,10 @@ def run(
     log, server = folder / "log.txt", forkserver()
     log.write_text("")
     ranks, stages, tensor = case.shape
+    limits = [str(case.after_s), on_hang]
     words = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
     words += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
-    words += ["--log-interval", "1", "--hang-after-s", str(case.after_s), "--on-hang", on_hang]
+    words += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
     words += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
     words += ["--tensor-model-parallel-size", str(tensor)]
     words += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
@@ -123,6 +132,9 @@ def run(
         words += _orders(folder)
     if case.kind == "network":
         words += ["--transport", "tcp"]
+    if case.program == "pipeline":
+        words = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
+        words += limits
     hang = {**vars(case), "folder": str(folder), "step_s": 0.05}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {

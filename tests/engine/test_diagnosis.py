@@ -1,13 +1,20 @@
 """A job is told once of what slows it, and goes on whatever happens to who looks."""
 
+import io
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
+from megatron.adaptive.engine.progress import ProgressFile
+from megatron.adaptive.trace.live import LiveRun
+from megatron.adaptive.trace.live_view import draw
 
 WATCHDOG_S = 60.0
 
@@ -43,12 +50,38 @@ def test_a_finding_is_told_once(traces: Path) -> None:
     diagnosis.close()
 
 
+def test_the_gain_of_each_finding_is_noted(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[dict[str, float], bool]] = []
+
+    def log(values: dict[str, float], *, commit: bool) -> None:
+        logged.append((values, commit))
+
+    run = types.SimpleNamespace(log=log)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=run))
+    progress = ProgressFile(str(traces))
+    progress.begins(0, 100)
+    note = lambda **values: progress.report(values)  # noqa: E731
+    diagnosis = RunningDiagnosis(str(traces), 10, 0, print, note)
+    until_answered(diagnosis, 11)
+    diagnosis.close()
+    progress.close()
+    snapshot = LiveRun(traces).refresh()
+    (finding,) = snapshot.findings
+    assert finding["headline"].startswith("slow rank: rank 2 (stage 2, host0) takes 1.5")
+    assert 0.1 < finding["gain"] < 1 / 3
+    assert logged == [({"gain/slow rank 2": finding["gain"]}, False)]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(draw(snapshot, 200))
+    assert f"gain {finding['gain']:.1%}: slow rank: rank 2" in console.export_text()
+
+
 def test_a_rank_that_stays_slow_is_noted_each_time(traces: Path) -> None:
     noted: list[dict[str, Any]] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, print, lambda **told: noted.append(told))
     until_answered(diagnosis, 11)
     until_answered(diagnosis, 21)
     diagnosis.close()
+    noted = [one for one in noted if "findings" not in one]
     assert [(one["slow_rank"], one["times"]) for one in noted] == [(2, 1), (2, 2)]
     for one in noted:
         paces = one["pace_ns"]

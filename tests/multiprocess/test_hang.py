@@ -32,3 +32,18 @@ def test_a_rank_that_holds_the_interpreter_on_another_machine_ends_the_job(tmp_p
     assert "rank 1 (stage 1" in found["said"]
     assert len(found["ended"]) == 2
     assert all(found["ended"].values())
+
+
+def test_a_message_that_only_a_follower_of_a_group_lacks_is_named(tmp_path: Path) -> None:
+    # Its leader has its own part of it, and waits for the other; it lacks nothing from its sender.
+    case = Case(kind="network", shape=(4, 2, 2), rank=1, after_s=AFTER_S)
+    found = run(case, tmp_path / "job")
+    assert re.search(r"rank 3 \(stage 1.* which rank 1 \(stage 0.*lost", found["said"]), found[
+        "text"
+    ]
+
+
+def test_a_loop_around_a_pipeline_is_watched(tmp_path: Path) -> None:
+    case = Case(kind="reader", shape=PAIR, rank=1, after_s=AFTER_S, program="pipeline")
+    found = run(case, tmp_path / "job")
+    assert is_named_right(case, found["said"]), found["text"][-4000:]

@@ -111,6 +111,21 @@ def test_orders_that_contradict_each_other() -> None:
     assert "--schedule-file" in found.advice
 
 
+def test_a_pause_between_steps_is_no_hang_unless_somebody_waits() -> None:
+    def look(*begun: int, **more: Any) -> Any:
+        state = {"in_step": False, "doing": "", "may_pause": True, **more}
+        nows = [{**state, "collectives": {"world": [n, [0, 1]]}} for n in begun]
+        still = Stillness(5.0)
+        still.look(dict(enumerate(nows)), 0.0)
+        return still.paused
+
+    assert look(4, 4) == {"world": 4}
+    assert look(4, 5) is None
+    assert look(4, 4, in_step=True) is look(4, 4, doing="evaluate") is None
+    assert look(4, 4, may_pause=False) is None
+    assert hang.agreed([{"world": 4}, {"world": 5}]) is hang.agreed([{}, None]) is None
+
+
 class TestStillness:
     def run(
         self, still: Stillness, nows: list[dict[str, Any]], *, every_s: float, **moves: bool

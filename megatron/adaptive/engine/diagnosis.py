@@ -29,10 +29,11 @@ class RunningDiagnosis:
         interval: iterations between two diagnoses, each of the iterations since the one before.
         start_iteration: iterations done before this process began; its first one is left out.
         report: takes the text of a finding.
-        note: takes what is known of a rank that is slow to the end of what was looked at, each time
-            it is: ``slow_rank``, its number; ``times``, diagnoses in a row that found it;
-            ``factor`` and ``cost_fraction``, see ``Finding``; ``pace_ns`` of all ranks, see
-            ``Diagnosis``.
+        note: takes each answer's ``findings``, each with ``headline``, ``gain``, the part of a step
+            that mending it would save, and ``do``, how. And what is known of a rank that is slow to
+            the end of what was looked at, each time it is: ``slow_rank``, its number; ``times``,
+            diagnoses in a row that found it; ``factor`` and ``cost_fraction``, see ``Finding``;
+            ``pace_ns`` of all ranks, see ``Diagnosis``.
     """
 
     def __init__(
@@ -128,7 +129,27 @@ class RunningDiagnosis:
                 if key not in self._reported:
                     self._reported.add(key)
                     self._report(f"warning: {finding['text']}")
+            self._note_findings(answer)
             self._note_slow(answer)
+
+    def _note_findings(self, answer: Mapping[str, Any]) -> None:
+        """Notes what mending each thing would gain; a run of Weights & Biases gets it as well."""
+        if self._note is None or "findings" not in answer:
+            return
+        found = [
+            {
+                "headline": one["headline"],
+                "name": " ".join(map(str, one["key"])),
+                "gain": round(one["cost_fraction"], 4),
+                "do": one["do"],
+            }
+            for one in answer["findings"]
+        ]
+        self._note(findings=found)
+        run = getattr(sys.modules.get("wandb"), "run", None)  # the user's, where there is one
+        if run is not None and found:
+            # With the values of the user's own next call: a step's number is theirs to choose.
+            run.log({f"gain/{one['name']}": one["gain"] for one in found}, commit=False)
 
     def _note_slow(self, answer: Mapping[str, Any]) -> None:
         """Note the ranks that an answer names as slow; a diagnosis that failed says nothing."""

@@ -260,6 +260,7 @@ class Executor:
             [(at := self._route(source[0], action.microbatch))[0], action.kind, source[1], at[1]]
             for action in state.lacking()
             if next_one is None or action in next_one
+            if action not in self._inputs  # it lacks on another member of the decision group
             if (source := self._placement.source_of(action.kind, self._pp_rank, action.chunk))
             and source[0] != self._pp_rank
         ]

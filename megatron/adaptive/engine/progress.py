@@ -8,6 +8,7 @@ log reports::
     {"loaded_s": 0.21, "unix_ns": ...}                        where a checkpoint was loaded
     {"saved": 50, "seconds": 0.31, "unix_ns": ...}            when a checkpoint is complete
     {"slow_rank": 2, "times": 1, "factor": 1.5, "cost_fraction": 0.2, "pace_ns": [...], ...}
+    {"findings": [{"headline": "slow rank: ...", "gain": 0.11, "do": "move layers, ..."}], ...}
     {"ended": "all iterations are done", "unix_ns": ...}                           at an orderly end
 
 A number that is not finite is ``null``. While the disk is full lines are missing.
@@ -20,6 +21,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.progress import PROGRESS_NAME
@@ -29,7 +31,7 @@ COMPLETE = "all iterations are done"
 
 PERIOD_S = 0.5
 
-Value = float | int | str | list[float] | None
+Value = float | int | str | list[float] | list[dict[str, Any]] | None
 
 
 def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = False) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from megatron.adaptive import accelerator as _accelerator
 
@@ -20,6 +21,7 @@ _accelerator.quiet_libraries()
 from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
 from megatron.adaptive.engine.build import build_executor, open_trace  # noqa: E402
 from megatron.adaptive.engine.executor import ActivationMeter, RankTimes  # noqa: E402
+from megatron.adaptive.engine.hang import HangGuard, check_hang_settings  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
 from megatron.adaptive.modules.assembly import PipelineRequest, assemble  # noqa: E402
@@ -70,6 +72,10 @@ class Pipeline:
         transport: how neighbouring processes are connected.
         trace_dir: folder for traces, ``None`` for none.
         timeout_s: limit of every wait for another process.
+        hang_after_s: name the process that others wait for when nothing has moved for this long; 0
+            for never, 10 times the median step and at least 30 s where ``None``. All may rest
+            between two steps for as long as the caller likes.
+        on_hang: ``report``, a page and a line, or ``end`` the job besides.
 
     Attributes:
         model: as given.
@@ -116,7 +122,10 @@ class Pipeline:
         transport: TransportConfig | None = None,
         trace_dir: str | None = None,
         timeout_s: float = 600.0,
+        hang_after_s: float | None = None,
+        on_hang: str = "report",
     ) -> None:
+        check_hang_settings(hang_after_s, on_hang)
         samples = samples_in(sample_batch, "sample_batch")
         if micro_batch_size is not None:
             BatchShape(sample_batch, micro_batch_size)
@@ -204,6 +213,15 @@ class Pipeline:
             self._stores = [WeightGradientStore() for _ in made.programs]
         if mixed_precision == "fp16":
             self._update.scaler = LossScale()
+        self._guard = HangGuard(
+            self._mesh.places,
+            self._mesh.rank,
+            after_s=hang_after_s,
+            on_hang=on_hang,
+            page_folder=trace_dir,
+            store=dist.distributed_c10d._get_default_store(),
+        )
+        self._guard.snapshot = functools.partial(_evidence, self._tracing, self._wiring.executor)
         self._mesh.settle()
 
     def share(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -494,6 +512,7 @@ class Pipeline:
         self._is_closed = True
         if self._loop is not None:
             self._loop.close()
+        self._guard.close()
         self._wiring.close()
         self._tracing.close()
         self._mesh.close()
@@ -504,6 +523,11 @@ class Pipeline:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:  # else others may not come to it
             self.close()
+
+
+def _evidence(tracing: Any, executor: Any) -> dict[str, Any]:
+    """Returns what this process does; called from the thread of the hang guard."""
+    return {**tracing.now(), **executor.evidence(), "may_pause": True}
 
 
 def _stage_sums(partition: Sequence[int], weights: Sequence[float]) -> list[float]:

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,9 @@ _WAITING = re.compile(
     r"|p2p_communication|gradients?_reduce|param_and_grad_buffer"
 )
 _READING = re.compile(r"adaptive/data/|core/datasets/|torch/utils/data/|data_samplers|/datasets?/")
-_SAVING = re.compile(r"adaptive/checkpoint/|dist_checkpointing|torch/serialization|/checkpointing")
+_SAVING = re.compile(
+    r"adaptive/(modules/)?checkpoint|dist_checkpointing|torch/serialization|/checkpointing"
+)
 _LOCKS = re.compile(r"/threading\.py|acquire\(|\.join\(|with \S*lock\b|flock\(", re.I)
 _DEVICE = re.compile(r"torch/cuda/|synchronize\(|\.item\(\)|\.cpu\(\)")
 _FAULT = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$')
@@ -338,10 +340,15 @@ class Stillness:
 
     Args:
         limit_s: as ``--hang-after-s`` has it, ``None`` for the default.
+
+    Attributes:
+        paused: where all ranks are between steps of a loop that may rest there, and none waits for
+            another, how many collectives of each group they have begun; else ``None``.
     """
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
+        self.paused: dict[str, int] | None = None
         self._seen: Any = None
         self._moved_s = self._computed_s = 0.0
         self._is_strict = False
@@ -392,6 +399,7 @@ class Stillness:
         elif computes:
             self._computed_s = now_s
         self._seen = seen
+        self.paused = _paused(nows.values())
         iteration = max((int(now.get("iteration", 0)) for now in nows.values()), default=0)
         before, since_s = self._iteration
         if iteration != before:
@@ -402,6 +410,21 @@ class Stillness:
         if self._is_strict or still_s > _PATIENCE * self.limit_s:
             return still_s
         return now_s - self._computed_s
+
+
+def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
+    if not all(now.get("may_pause") and not (now["in_step"] or now["doing"]) for now in nows):
+        return None
+    return agreed([{k: own[0] for k, own in now["collectives"].items()} for now in nows])
+
+
+def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
+    """Returns counts by name; ``None`` where two differ, so that somebody waits, or one lacks."""
+    found: dict[str, int] = {}
+    for some in counts:
+        if some is None or any(found.setdefault(name, n) != n for name, n in some.items()):
+            return None
+    return found
 
 
 _MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "done", "in_step")
@@ -606,8 +629,10 @@ class _Watch:
             if still_s < self._reported_s:
                 _say(f"hang: over after {self._reported_s:.0f} s or more, the job goes on")
                 self._reported_s = None
-        elif still_s > limit_s and all(
-            not other or other["still_s"] > limit_s / 2 for other in others.values()
+        elif (
+            still_s > limit_s
+            and all(not other or other["still_s"] > limit_s / 2 for other in others.values())
+            and agreed([self._still.paused, *(o.get("paused") for o in others.values())]) is None
         ):
             self._report(still_s)
             return
@@ -619,6 +644,7 @@ class _Watch:
             return
         self._beat += 1
         said = {"beat": self._beat, "still_s": still_s, "ranks": [vars(one) for one in own]}
+        said["paused"] = self._still.paused
         path = self._folder / "machine.json"
         path.with_suffix(".part").write_text(json.dumps(said))
         path.with_suffix(".part").replace(path)

@@ -124,6 +124,7 @@ class Snapshot:
         step_ms: median time of an iteration, of the pipeline alone where no progress is reported.
         progress: lines of the trainer, ascending.
         bubble: idle part of the step, mean over the ranks.
+        findings: what slows it by its latest diagnosis: ``headline``, ``gain`` and ``do`` each.
     """
 
     folder: Path
@@ -136,6 +137,7 @@ class Snapshot:
     step_ms: float | None = None
     progress: Sequence[Mapping[str, Any]] = ()
     bubble: float | None = None
+    findings: Sequence[Mapping[str, Any]] = ()
 
     @property
     def header(self) -> TraceHeader | None:
@@ -237,6 +239,7 @@ class LiveRun:
             total_iterations=self._progress.total_iterations,
             step_ms=statistics.median(steps_ms) if steps_ms else None,
             progress=tuple(records),
+            findings=tuple(self._progress.findings),
             bubble=1 - statistics.fmean(busy) if busy else None,
         )
 

@@ -55,7 +55,8 @@ def draw(snapshot: Snapshot, width: int, height: int | None = None) -> Renderabl
     if snapshot.iteration or snapshot.total_iterations:
         parts += [_progress(snapshot, width), _figures(snapshot, width)]
     shown = len(snapshot.ranks)
-    room = shown if height is None else height - len(parts) - 5
+    found = [Text(f" {printable(text)}", style="bold red") for text in _findings(snapshot)]
+    room = shown if height is None else height - len(parts) - len(found) - 5
     if shown:
         header = snapshot.header
         num_stages = 1 if header is None else header.num_ranks
@@ -66,6 +67,7 @@ def draw(snapshot: Snapshot, width: int, height: int | None = None) -> Renderabl
                 parts.append(Text(f" and {shown - max(room, 1)} more ranks", style="dim"))
         else:
             parts.append(_stage_table(snapshot, width, max(room, 1)))
+    parts += found
     parts += [Text(f" {printable(note)}", style="yellow") for note in _notes(snapshot)]
     return Group(*parts)
 
@@ -266,6 +268,14 @@ def _mark(rank: LiveRank, *, is_short: bool = False) -> Text:
         return Text()
     factor = f"{rank.slowness.factor:.2f}x"
     return Text(factor if is_short else f"{factor} {rank.slowness.than}", style="bold red")
+
+
+def _findings(snapshot: Snapshot) -> list[str]:
+    """Returns a line for each of the dearest findings: its gain, what it is, what to do."""
+    return [
+        f"gain {one['gain']:.1%}: {one['headline']}; {one['do']}"
+        for one in sorted(snapshot.findings, key=lambda one: -one["gain"])[:3]
+    ]
 
 
 def _notes(snapshot: Snapshot) -> list[str]:

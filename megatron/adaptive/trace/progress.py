@@ -46,6 +46,7 @@ class ProgressTail:
         total_iterations: of the whole training, 0 if unknown.
         ended: why it ended, empty if it goes on.
         ended_ns: time of day of that.
+        findings: what slows the run by its latest diagnosis.
     """
 
     def __init__(self, path: Path, kept: int | None = KEPT) -> None:
@@ -59,6 +60,7 @@ class ProgressTail:
         self.start: dict[str, Any] = {}
         self.total_iterations = self.ended_ns = self._offset = 0
         self.ended = ""
+        self.findings: list[dict[str, Any]] = []
 
     def refresh(self) -> list[dict[str, Any]]:
         """Read what is new; returns it, lines about other things than iterations too."""
@@ -93,6 +95,8 @@ class ProgressTail:
             self.ended, self.ended_ns = str(line["ended"]), line.get("unix_ns", 0)
         elif "iteration" in line:
             self.records.append(line)
+        elif "findings" in line:
+            self.findings = line["findings"]
         elif "total_iterations" in line:
             self.total_iterations, self.ended = int(line["total_iterations"]), ""
             if not line.get("moved"):
@@ -105,9 +109,16 @@ def _parsed(line: bytes) -> list[dict[str, Any]]:
         found = parse_json(line, strict=False)
     except ValueError:
         return []
-    if not isinstance(found, dict) or not all(
-        isinstance(found.get(name, least), kind)
-        for names, kind, least in ((_COUNTS, int, 0), (_MEASURED, int | float | None, None))
+    if not isinstance(found, dict) or not isinstance(findings := found.get("findings", []), list):
+        return []
+    if not all(
+        isinstance(one.get(name, least), kind) if isinstance(one, dict) else False
+        for one, names, kind, least in (
+            (found, _COUNTS, int, 0),
+            (found, _MEASURED, int | float | None, None),
+            *((finding, ("gain",), int | float, None) for finding in findings),
+            *((finding, ("headline", "do"), str, None) for finding in findings),
+        )
         for name in names
     ):
         return []

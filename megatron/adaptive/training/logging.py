@@ -27,7 +27,7 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.lengths import Load
-from megatron.adaptive.engine.progress import ProgressFile
+from megatron.adaptive.engine.progress import ProgressFile, Value
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.model import flops_per_token
 from megatron.adaptive.gpt.step import StepResult
@@ -150,6 +150,8 @@ class TrainingLog:
         self._flops_per_token: float | None = None
         self._reports: list[IterationReport] = []  # since the last line
         self._consumed_samples: int | None = None
+        self._iteration = start_iteration
+        self._gains: tuple[str, ...] = ()
         self._bar: tqdm[Any] | None = None
         self._curves: _Curves | None = None
         self._progress = ProgressFile(None)
@@ -210,7 +212,7 @@ class TrainingLog:
         """
         if not self._is_writer:
             return
-        self._consumed_samples = report.consumed_samples
+        self._consumed_samples, self._iteration = report.consumed_samples, report.iteration
         self._reports.append(report)
         now = self._throughput([report])
         if self._bar is not None:
@@ -257,9 +259,18 @@ class TrainingLog:
         self.message(f"training ends: {reason}")
         self._progress.ended(reason)
 
-    def report(self, **values: float | str | list[float]) -> None:
-        """Reports to ``progress.jsonl``, not to the user."""
+    def report(self, **values: Value) -> None:
+        """Reports to ``progress.jsonl``, and what mending a finding would gain to TensorBoard."""
         self._progress.report(values)
+        found = values.get("findings")
+        if self._curves is None or not isinstance(found, list):
+            return
+        # What was mended gains nothing any more.
+        gains = dict.fromkeys(self._gains, 0.0)
+        gains |= {f"gain/{one['name']}": one["gain"] for one in found if isinstance(one, dict)}
+        for tag, gain in gains.items():
+            self._curves.add_scalar(tag, gain, self._iteration)
+        self._gains = tuple(gains)
 
     def message(self, text: str) -> None:
         """Prints a text at once, above the progress bar."""

@@ -4,6 +4,7 @@
 for a fault, if it is beyond chance and large enough to matter, then the next one without it. Links
 are compared with links of the same kind, readers with other readers, and single actions with the
 same action of other iterations. The partition that fits the measured speeds is worked out here too.
+What a finding costs is what the recorded steps lose in a simulation without it, see ``whatif``.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.adaptive.config.schedule import format_partition
+from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
 from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding
-from megatron.adaptive.trace.diagnose.measured import Measured, measure
+from megatron.adaptive.trace.diagnose.measured import Measured, measure, thinned
 from megatron.adaptive.trace.diagnose.robust import (
     Floats,
     best_interval,
@@ -26,8 +30,17 @@ from megatron.adaptive.trace.diagnose.robust import (
     noise,
     spread,
 )
+from megatron.adaptive.trace.event import DRAWN_ACTIONS
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import Ints
+from megatron.adaptive.trace.whatif.graph import Graph, build_graph
+from megatron.adaptive.trace.whatif.operations import (
+    FORWARD,
+    WEIGHT,
+    Operations,
+    pipelines_of,
+    read_operations,
+)
 
 WORTH_MOVING = 0.03
 """Least gain of pace for which another partition is named."""
@@ -57,8 +70,9 @@ def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosi
     if not any(f.period.kind in ("lasting", "begun") for f in slow) and times is not None:
         found += _uneven(measured, times)
     advised = [_advise(measured, times, finding) for finding in found]
+    costed = _with_costs(run, measured, times, advised)
     return Diagnosis(
-        findings=tuple(sorted(advised, key=lambda finding: -finding.cost_ms)),
+        findings=tuple(sorted(costed, key=lambda finding: -finding.cost_ms)),
         iterations=tuple(measured.iterations.tolist()),
         num_ranks=len(measured.places),
         counts={"actions": measured.num_actions, "messages": len(measured.messages)},
@@ -140,7 +154,6 @@ def _is_real(baselines: RankBaselines, shift: Shift, own: Floats) -> bool:
 
 def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
     column, chosen = shift.column, slice(shift.first, shift.end)
-    takes = float(np.nansum(middle(m.median_ns[chosen, column], axis=0)))
     kinds = baselines.kinds(shift)
     detail = ", ".join(f"{name} {math.exp(size):.2f}x" for name, size in kinds.items())
     lasting = shift.end - shift.first == len(m.iterations)
@@ -156,7 +169,6 @@ def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
         factor=math.exp(shift.size),
         counts={"actions": int(np.isfinite(m.action_ns[chosen, column]).sum())},
         detail=f"{detail} of what was expected",
-        cost_ns=m.cost_ns(column, takes * (1 - math.exp(-shift.size))),
     )
 
 
@@ -283,8 +295,6 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
 def _slow_link(
     m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, kind: str, against: str
 ) -> Finding:
-    source, target = (m.places[column].rank for column in link.ends)
-    waits = m.waits[(m.waits[:, 0] == target) & (m.waits[:, 1] == source), 2]
     median_us, fast_us = (level / 1e3 for level in link.levels_ns(chosen))
     return m.finding(
         "slow link",
@@ -297,7 +307,6 @@ def _slow_link(
         counts={"messages": int(np.isin(link.iteration, chosen).sum())},
         detail=f"median {median_us:.4g} us, a tenth below {fast_us:.4g} us, "
         f"other links {median_us - excess / 1e3:.4g} us",
-        cost_ns=float(np.minimum(waits, excess).sum()) / max(1, m.message_iterations),
     )
 
 
@@ -353,7 +362,6 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             delay_ms=excess / 1e6,
             counts={"reads": int(m.reads[chosen, column].sum())},
             detail=f"a read takes {level / 1e6:.3g} ms, all of them {share:.1%} of the step",
-            cost_ns=m.cost_ns(column, min(excess, float(m.microbatch_ns[column]))),
         )
         found.append(finding)
     return sorted(found, key=lambda finding: -(finding.delay_ms or 0))
@@ -385,7 +393,7 @@ OF_PARTIAL = 3
 
 
 def find_spikes(m: Measured) -> list[Finding]:
-    """Find ranks with spikes that others do not have, the dearest first."""
+    """Find ranks with spikes that others do not have."""
     odd = _oddness(m)
     known = [each[np.isfinite(each)] for each in np.moveaxis(odd, 1, 0)]
     widths = [float(spread(mine)) if len(mine) else math.nan for mine in known]
@@ -406,11 +414,11 @@ def find_spikes(m: Measured) -> list[Finding]:
         others = others[:-1] if len(others) > 2 else others
         seen = 1 + sum(number for number, _ in others)
         part = total / (1 / SPIKE_BACKGROUND + sum(all_of_it for _, all_of_it in others))
-        finding = _spikes(m, odd[:, column], column, limits[column], seen * part)
         rare = _tail(count, seen, part) < SPIKE_RARE / len(counts)
-        if rare and finding.cost_fraction >= SPIKE_OF_STEP:
+        finding = _spikes(m, odd[:, column], column, limits[column], seen * part) if rare else None
+        if finding is not None:
             found.append(finding)
-    return sorted(found, key=lambda finding: -finding.cost_ms)
+    return found
 
 
 def _oddness(m: Measured) -> Floats:
@@ -429,10 +437,12 @@ def _oddness(m: Measured) -> Floats:
     return odd
 
 
-def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float) -> Finding:
+def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float) -> Finding | None:
     hit = np.isfinite(odd) & (odd > limit)
     extra = m.action_ns[:, column][hit].astype(np.float64) * (1 - np.exp(-odd[hit]))
     count = int(hit.sum())
+    if float(extra.sum()) < SPIKE_OF_STEP * m.step * len(m.iterations):
+        return None
     return m.finding(
         "spikes",
         [column],
@@ -444,7 +454,6 @@ def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float
         counts={"spikes": count},
         detail=f"{count / int(np.isfinite(odd).sum()):.1%} of its actions, "
         f"{float(np.exp(np.median(odd[hit]))):.2f} times as long as usual",
-        cost_ns=float(extra.sum()) / len(m.iterations),
     )
 
 
@@ -560,9 +569,77 @@ def _uneven(m: Measured, times: StageCosts) -> list[Finding]:
         factor=float(ranks[worst] / np.median(np.delete(ranks, worst))) if len(ranks) > 1 else 1.0,
         counts={"actions": m.num_actions},
         detail=f"layers {format_partition(m.layers)}",
-        cost_ns=(pace - best) * m.num_microbatches,
     )
     return [finding]
+
+
+SIMULATED, SIMULATED_SPANS = 32, 300_000
+"""Most iterations, and spans of them, that are simulated for what a finding costs."""
+
+
+def _with_costs(
+    run: RunTrace, m: Measured, times: StageCosts | None, findings: Sequence[Finding]
+) -> list[Finding]:
+    """Adds what the last iterations of each finding would save without it, by simulation.
+
+    Where the trace cannot be simulated, as without a known placement, nothing is added.
+    """
+
+    @cache
+    def recorded(iterations: tuple[int, ...]) -> tuple[Operations, Graph]:
+        operations = read_operations(run, pipelines_of(run), iterations)
+        return operations, build_graph(operations)
+
+    found = []
+    for finding in findings:
+        period, known = finding.period, m.iterations
+        mine = known[(known >= period.first) & (known <= period.last)][-SIMULATED:]
+        spans = sum(t.num_spans.get(i, 0) for t in run.ranks.values() for i in mine.tolist())
+        try:
+            ops, graph = recorded(tuple(thinned(mine, spans, SIMULATED_SPANS).tolist()))
+            without = _without(m, times, finding, ops)
+        except TraceError:
+            found.append(finding)
+            continue
+        before_s, after_s = graph.simulate([ops.duration_s, without]).mean(axis=0).tolist()
+        share = 1 - after_s / before_s if before_s else 0.0
+        found.append(replace(finding, cost_fraction=share, cost_ms=share * m.step / 1e6))
+    return found
+
+
+def _without(
+    m: Measured, times: StageCosts | None, finding: Finding, ops: Operations
+) -> npt.NDArray[np.float64]:
+    """Returns seconds of the operations as if a finding were mended."""
+    where = ops.where
+    takes: npt.NDArray[np.float64] = ops.duration_s.copy()
+    at = [m.places[m.column[rank]] for rank in where.ranks.tolist()]
+    # Of a tensor-parallel group only the first rank is simulated.
+    worker = {(place.pp_rank, place.dp_rank): number for number, place in enumerate(at)}
+    places = [m.places[m.column[rank]] for rank in finding.ranks]
+    workers = [worker.get((place.pp_rank, place.dp_rank), -1) for place in places]
+    delay_s = (finding.delay_ms or 0.0) / 1e3
+    computes = ops.kind <= WEIGHT
+    mine = computes & np.isin(ops.worker, workers)
+    if finding.cause == "slow rank":
+        takes[mine] /= finding.factor or 1.0
+    elif finding.cause == "slow link":
+        link = (ops.source == workers[0]) & (ops.worker == workers[1])
+        takes[link] = np.maximum(takes[link] - delay_s, 0)
+    elif finding.cause == "slow data":
+        reads = mine & (ops.kind == FORWARD) & np.isin(ops.stage, (0, where.num_stages - 1))
+        takes[reads] = np.maximum(takes[reads] - delay_s, 0)
+    elif finding.cause == "spikes":
+        for chunk in range(m.num_chunks):
+            for kind in range(len(DRAWN_ACTIONS)):
+                rows = np.flatnonzero(mine & (ops.chunk == chunk) & (ops.kind == kind))
+                usual = float(np.median(takes[rows])) if len(rows) else 0.0
+                takes[rows[takes[rows] > math.exp(SPIKE_LEAST) * usual]] = usual
+    elif times is not None and finding.partition:
+        layers = np.asarray([m.layers, finding.partition])
+        now, then = layers * times.layer_ns + times.beside_ns
+        takes[computes] *= (then / np.maximum(now, 1))[ops.stage[computes]]
+    return takes
 
 
 def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:
@@ -583,6 +660,8 @@ def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:
         elif times is None:
             advice.append(f"give stage {finding.stages[0]} fewer layers (--partition)")
         if finding.cause == "slow rank":
+            if len({place.dp_rank for place in m.places}) > 1:
+                advice.append("deal its replica fewer microbatches, --balance-replicas speed")
             advice.append(f"look for other programs and throttling on {hosts}, or leave it out")
     elif finding.cause == "slow link":
         source, target = finding.ranks

@@ -54,8 +54,8 @@ class Finding:
         confidence: 0.5 to 0.99, how sure it is that this is so and no chance.
         counts: the spans it rests on: iterations, and actions, messages or reads.
         detail: figures that show it, one line.
-        cost_ms: estimate of what it adds to a step, milliseconds.
-        cost_fraction: the same as a part of the step.
+        cost_ms: what a step would take less without it, milliseconds, by simulation.
+        cost_fraction: the same as a part of the step: the gain of mending it.
         advice: what to do, a sentence each, the best first.
         partition: layers per stage that make the best of it, empty where unknown or no better.
     """
@@ -91,7 +91,7 @@ class Finding:
         counted = ", ".join(f"{count} {what}" for what, count in self.counts.items())
         lines = [
             self.headline,
-            f"  costs about {self.cost_ms:.3g} ms of a step ({self.cost_fraction:.1%}); "
+            f"  without it a step takes {self.cost_ms:.3g} ms less ({self.cost_fraction:.1%}); "
             f"confidence {self.confidence:.0%}, against {self.against}",
             f"  rests on {counted}{': ' if self.detail else ''}{self.detail}",
         ]

@@ -52,8 +52,6 @@ class Measured:
         reads: ``[iterations, ranks]``, how often.
         step_ns: ``[iterations]``, first action to last, longest pipeline.
         messages: of some iterations.
-        waits: of the same: rank, rank the input came from, length in ns, ``[waits, 3]``.
-        message_iterations: how many these are.
         clock_error_ns: how far two ranks' clocks may be apart beyond what is known.
     """
 
@@ -69,8 +67,6 @@ class Measured:
     reads: Ints
     step_ns: Ints
     messages: Messages
-    waits: Ints
-    message_iterations: int
     clock_error_ns: float
 
     @cached_property
@@ -122,8 +118,6 @@ class Measured:
         columns: Sequence[int],
         iterations: Ints,
         kind: str,
-        *,
-        cost_ns: float,
         **evidence: Any,
     ) -> Finding:
         """Makes a finding about some ranks.
@@ -133,7 +127,6 @@ class Measured:
             columns: of the ranks.
             iterations: numbers of those that have it, ascending.
             kind: of the period.
-            cost_ns: what it adds to a step.
             evidence: further fields of the finding; ``counts`` besides the iterations.
         """
         places = [self.places[column] for column in columns]
@@ -145,22 +138,8 @@ class Measured:
             stages=tuple(sorted({stage for column in columns for stage in self.stages[column]})),
             hosts=tuple(place.host for place in places),
             period=Period(first=ends[0], last=ends[1], kind=kind),
-            cost_ms=cost_ns / 1e6,
-            cost_fraction=cost_ns / self.step if self.step else 0.0,
             **evidence,
         )
-
-    def cost_ns(self, column: int, excess_ns: float) -> float:
-        """Estimate what a rank's step loses because each microbatch takes it so much longer.
-
-        The steady state goes at the pace of the slowest rank; to what the rank is behind the
-        others there comes one microbatch's way through the pipeline.
-        """
-        paces = self.microbatch_ns
-        without = paces.copy()
-        without[column] -= excess_ns
-        behind = float(np.nanmax(paces) - np.nanmax(without))
-        return behind * max(0, self.num_microbatches - 1) + excess_ns
 
 
 def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
@@ -181,7 +160,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     read_ns, reads = np.zeros(shape[:2], dtype=np.int64), np.zeros(shape[:2], dtype=np.int64)
     begins = np.full(shape[:2], np.iinfo(np.int64).max)
     ends = np.zeros(shape[:2], dtype=np.int64)
-    shown = _thinned(chosen, _spans(run, chosen), MOST_MESSAGE_SPANS)
+    shown = thinned(chosen, _spans(run, chosen), MOST_MESSAGE_SPANS)
     tables: dict[int, TraceTable] = {}
     for number, rank in enumerate(ranks):
         table = run.ranks[rank].table(chosen.tolist())
@@ -193,7 +172,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         drawn = table.where(*DRAWN_ACTIONS)
         np.minimum.at(begins[:, number], places[drawn], table.start_ns[drawn])
         np.maximum.at(ends[:, number], places[drawn], table.end_ns[drawn])
-        wanted = table.where("send", "receive", "wait") & np.isin(table.iteration, shown)
+        wanted = table.where("send", "receive") & np.isin(table.iteration, shown)
         tables[rank] = table.take(wanted)
     if not np.isfinite(action_ns).any():
         raise TraceError(f"{run.origin} holds no F, B or W of the iterations asked for")
@@ -219,8 +198,6 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         reads=reads,
         step_ns=np.max([*steps, np.zeros(len(chosen), dtype=np.int64)], axis=0),
         messages=match_messages(tables),
-        waits=_waits(tables),
-        message_iterations=len(shown),
         clock_error_ns=_clock_error(run),
     )
 
@@ -241,7 +218,7 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
         found = [found[n] for n in np.linspace(0, len(found) - 1, MOST_ITERATIONS).astype(int)]
     if not found:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
-    kept: list[int] = _thinned(np.array(found), _spans(run, np.array(found)), MOST_SPANS).tolist()
+    kept: list[int] = thinned(np.array(found), _spans(run, np.array(found)), MOST_SPANS).tolist()
     return kept
 
 
@@ -251,8 +228,8 @@ def _spans(run: RunTrace, iterations: Ints) -> int:
     return sum(trace.num_spans.get(i, 0) for trace in run.ranks.values() for i in wanted)
 
 
-def _thinned(iterations: Ints, spans: int, most: int) -> Ints:
-    """As many of them, evenly spread, as hold not too many spans; one at least."""
+def thinned(iterations: Ints, spans: int, most: int) -> Ints:
+    """Returns as many of them, evenly spread, as hold not too many spans; one at least."""
     keep = max(1, min(len(iterations), len(iterations) * most // max(1, spans)))
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
 
@@ -278,15 +255,6 @@ def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
     stages = headers[0].num_ranks * headers[0].num_chunks
     value = next(iter(values))
     return value if len(values) == 1 and len(value) == stages else ()
-
-
-def _waits(tables: dict[int, TraceTable]) -> Ints:
-    rows = []
-    for rank, table in tables.items():
-        wait = table.take(table.where("wait") & (table.peer >= 0))
-        ranks = np.full(len(wait), rank, dtype=np.int64)
-        rows.append(np.stack([ranks, wait.peer.astype(np.int64), wait.duration_ns], axis=1))
-    return np.concatenate(rows) if rows else np.zeros((0, 3), dtype=np.int64)
 
 
 def _clock_error(run: RunTrace) -> float:

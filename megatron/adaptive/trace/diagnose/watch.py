@@ -50,6 +50,8 @@ def answer(folder: str, first: int, last: int) -> dict[str, Any]:
         {
             "key": [f.cause, *f.ranks],
             "text": f.format(),
+            "headline": f.headline,
+            "do": f.advice[0] if f.advice else "",
             "factor": f.factor,
             "cost_fraction": f.cost_fraction,
             "goes_on": f.period.kind in ("lasting", "begun"),

@@ -512,7 +512,9 @@ class _Answers:
                 factors = np.ones(len(takes))
                 factors[worker] = 1 / factor
                 found[f"{where.name(worker)} as fast as others, not {factor:.2f} times as long"] = (
-                    "--repartition auto moves layers off it; else leave its machine out",
+                    "--repartition auto moves layers off it; "
+                    + ("" if is_alone else "--balance-replicas speed gives its replica less; ")
+                    + "else leave its machine out",
                     self._scaled(factors),
                 )
         if len(usual) > 1 and usual.max() > 1.02 * usual.mean():
@@ -523,7 +525,9 @@ class _Answers:
             self._without(lambda o: (o.kind == FORWARD_COMM) | (o.kind == BACKWARD_COMM)),
         )
         found["microbatches of one length"] = (
-            "--pack-to TOKENS, or sort documents by length",
+            "--pack-to TOKENS, or sort documents by length"
+            if is_alone
+            else "--balance-replicas lengths deals them alike; --pack-to TOKENS makes them equal",
             lambda part: _by_length(part, part.ops.duration_s, -1),
         )
         return found
