@@ -4,7 +4,7 @@
 :func:`add_arguments` gives it flags; see ``docs/plugin.md``. Importing this module costs nothing:
 what it names is loaded when it is first used. :class:`Pipeline` trains any module in which
 :class:`CutPoint` marks where it may be cut, :class:`Profiler` measures such a module; see
-``docs/cutpoint.md``.
+``docs/cutpoint.md``. :func:`record_trace` records any loop for the what-if; see ``docs/traces.md``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.adaptive.engine.tracing import record_trace
     from megatron.adaptive.modules import CutPoint, Pipeline, Profiler
     from megatron.adaptive.plugin import add_arguments, install, uninstall
 
@@ -25,12 +26,14 @@ __all__ = [
     "Profiler",
     "add_arguments",
     "install",
+    "record_trace",
     "uninstall",
 ]
 
 _HOMES = {
     **dict.fromkeys(("add_arguments", "install", "uninstall"), "plugin"),
     **dict.fromkeys(("CutPoint", "Pipeline", "Profiler"), "modules"),
+    "record_trace": "engine.tracing",
 }
 
 

@@ -11,21 +11,29 @@ are not seen::
                                     └─ output.register_hook
 
 A loss that the loop computes from the output is part of neither.
+
+A loop in which nothing of ours runs is recorded by torch.profiler, see :func:`record_trace`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import profiler
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
+from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.trace.event import KINDS, Lengths, Row
 from megatron.adaptive.trace.recorder import Recorder
 
@@ -270,3 +278,83 @@ class OutsideTrace:
             self._doing = {"doing": "wait"}
 
         return ends
+
+
+@contextlib.contextmanager
+def record_trace(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module | None = None,
+    *,
+    skip: int = 2,
+    steps: int = 5,
+) -> Iterator[Callable[[], None]]:
+    """Records some steps of any loop with torch.profiler, a file per rank for ``trace import``.
+
+    Nothing is recorded before and after these steps, and nothing waits for other ranks::
+
+        with record_trace("traces/mine", model) as step:
+            for batch in loader:
+                train(batch)  # as before
+                step()
+
+    Args:
+        folder: of ``rank0.json.gz`` and so on, the same on all ranks; made if it is missing.
+        model: whose forwards and backwards are to be found again; ``None`` where the loop names
+            them, as ``torch.distributed.pipelining`` and Megatron-LM do.
+        skip: steps before the first that is recorded, 1 at least: it warms the profiler up.
+        steps: recorded steps.
+
+    Yields:
+        A function to call at the end of each step.
+
+    Raises:
+        ConfigError: a number is wrong.
+        TraceError: the folder cannot be made.
+    """
+    if skip < 1 or steps < 1:
+        raise ConfigError(f"record_trace with skip={skip}, steps={steps}: give 1 or more each")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TraceError(f"cannot make {folder} for traces: {error.strerror}") from None
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    path = str(Path(folder, f"rank{rank}.json.gz"))
+    recording = profiler.profile(
+        schedule=profiler.schedule(wait=skip - 1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(path),
+    )
+    with recording, ExitStack() as hooks:
+        if model is not None:
+            _name_ranges(model, hooks)
+        yield recording.step
+
+
+def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
+    """Puts the ranges of other loops around each forward of a model and its backward."""
+    forwards: list[profiler.record_function] = []
+
+    def begins(*_: Any) -> None:
+        forwards.append(profiler.record_function("forward_step"))
+        forwards[-1].__enter__()
+
+    def ends(_: Any, __: Any, output: Any) -> None:
+        forwards.pop().__exit__(None, None, None)
+        backwards: list[profiler.record_function] = []
+
+        def begins_backward(_: torch.Tensor) -> None:
+            if backwards:
+                return
+            backwards.append(profiler.record_function("backward_step"))
+            backwards[-1].__enter__()
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(lambda: backwards.pop().__exit__(None, None, None))
+
+        for one in tree_leaves(output):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(begins_backward)
+
+    for handle in (
+        model.register_forward_pre_hook(begins),
+        model.register_forward_hook(ends, always_call=True),
+    ):
+        hooks.callback(handle.remove)

@@ -17,6 +17,8 @@ from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.whatif.answers import what_if
 
+from ...multiprocess.launch import run_ranks
+
 PROFILES = Path(__file__).parent / "profiles"
 MICROBATCHES, STEPS = 4, 3
 
@@ -48,6 +50,26 @@ def test_a_real_profile_has_every_action_and_message(name: str, chunks: int) -> 
     assert not found.notes
     assert found.simulated_s.shape == (STEPS,)
     assert (found.simulated_s < found.recorded_s * 1.02).all()
+
+
+@pytest.mark.multiprocess
+def test_three_lines_around_a_loop_record_it(tmp_path: Path) -> None:
+    program = str(Path(__file__).with_name("recorded_loop.py"))
+    folder, log = tmp_path / "recorded", tmp_path / "log.txt"
+    status = run_ranks([program, str(folder)], world_size=2, log=log, limit_s=120)
+    assert status == 0, log.read_text()
+    assert main(["import", str(folder), "--output", str(tmp_path / "traces")]) == 0
+    run = load_run(tmp_path / "traces")
+    assert (run.world_size, run.num_ranks, len(run.iterations)) == (2, 1, 3)
+    for trace in run.ranks.values():
+        table = trace.table([run.iterations[1]])
+        counts = [int(table.where(kind).sum()) for kind in ("F", "B", "optimizer", "collective")]
+        assert counts == [2, 2, 1, 4]
+    found = what_if(run)
+    assert run.ranks[1].header.dp_rank == 1
+    assert found.slowest == (1,)
+    assert found.repairs[0].what.startswith("rank 1 (stage 0, replica 1) as fast as others")
+    assert "--balance-replicas" in found.repairs[0].flag
 
 
 def test_the_size_of_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
