@@ -63,7 +63,7 @@ _RECOMPUTE_FLAGS = {
     "selective": "--recompute-granularity selective",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-_FLAGS = {
+FLAGS = {
     "TENSOR_MP_SIZE": "--tensor-model-parallel-size",
     "PIPELINE_MP_SIZE": "--pipeline-model-parallel-size",
     "MICRO_BATCH_SIZE": "--micro-batch-size",
@@ -72,6 +72,7 @@ _FLAGS = {
     "PARTITION": "--partition",
     "STAGE_DP_SIZES": "--stage-data-parallel-sizes",
 }
+"""Variables of ``conf.sh`` that are flags of the trainer under another name."""
 _SWITCH_FLAGS = {
     "DISTRIBUTED_OPTIMIZER": "--use-distributed-optimizer",
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
@@ -126,7 +127,7 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
         values: variables by name, as texts or as read; absent ones and ``None`` say nothing.
     """
     flags: list[str] = []
-    for name, flag in _FLAGS.items():
+    for name, flag in FLAGS.items():
         if values.get(name) is not None:
             flags += [flag, str(values[name])]
     if str(values.get("MODEL_CHUNKS", 1)) != "1":

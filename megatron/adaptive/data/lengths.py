@@ -17,7 +17,7 @@ accelerator substitutions are installed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -437,9 +437,6 @@ class LengthMicrobatches:
     def sizes(self) -> tuple[float, ...]:
         """Positions of each microbatch."""
         return tuple(float(one[0]) for one in self.contents)
-
-    def __iter__(self) -> Iterator[Microbatch]:
-        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Microbatch:
         if not 0 <= index < len(self):

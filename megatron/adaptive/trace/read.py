@@ -76,11 +76,6 @@ class RankTrace:
         return self.index.headers[-1]
 
     @property
-    def truncated_lines(self) -> int:
-        """Lines lost at the end of the file."""
-        return self.index.truncated_lines
-
-    @property
     def iterations(self) -> tuple[int, ...]:
         """The iterations it recorded, ascending."""
         return tuple(sorted(self._blocks))
@@ -193,7 +188,7 @@ class RunTrace:
     @cached_property
     def truncated_lines(self) -> int:
         """Lines lost at file ends, over all ranks."""
-        return sum(trace.truncated_lines for trace in self.ranks.values())
+        return sum(trace.index.truncated_lines for trace in self.ranks.values())
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.step import stages_text
 from megatron.adaptive.trace.table import KIND, Ints, TraceTable, wait_before
+from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.graph import IdealStep, ideal_steps
 
 MAX_SPANS = 1_500_000
@@ -51,7 +52,6 @@ THREADS: dict[str, tuple[str, ...]] = {
 LANES = 10_000
 """Thread ids of one kind of a rank."""
 
-_WORDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 Event = dict[str, Any]
 
@@ -279,7 +279,7 @@ def _ideal(rank: int, ideal: IdealStep, origin_ns: int) -> Iterator[Event]:
 _SIDE_BY_SIDE = ("inputs", "sends")
 """Threads whose spans have nothing to do with those around them."""
 _MESSAGES = (KIND["send"], KIND["receive"])
-_OF_LENGTHS = (*_WORDS.values(), "data")
+_OF_LENGTHS = (*ACTION_NAMES.values(), "data")
 """Categories of what is done with the tokens of one microbatch."""
 
 
@@ -304,14 +304,14 @@ def _slice(row: tuple[int, ...]) -> Event:
         arguments["cause" if word == "wait" else "reason"] = REASONS[reason]
     return {
         "name": _name(word, chunk, microbatch, iteration, REASONS[reason], arguments.get("of", "")),
-        "cat": _WORDS.get(word, word),
+        "cat": ACTION_NAMES.get(word, word),
         "args": arguments,
     }
 
 
 def _name(word: str, chunk: int, microbatch: int, iteration: int, cause: str, of: str) -> str:
-    if word in _WORDS:
-        return f"{_WORDS[word]} {chunk}-{microbatch}"
+    if word in ACTION_NAMES:
+        return f"{ACTION_NAMES[word]} {chunk}-{microbatch}"
     if word == "step":
         return f"iteration {iteration}"
     if word == "wait":
