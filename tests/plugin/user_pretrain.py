@@ -57,8 +57,11 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any
     """Train and evaluate; leaves plugin and process groups as they are at the end."""
     settings = None if settings is None else dict(settings)
     then = [] if settings is None or "then" not in settings else [settings.pop("then")]
+    overlaps = settings is not None and settings.pop("overlaps", False)
     shape = user.Shape(**case["shape"])
     job = start(shape, settings)
+    # megatron-core's own loop would want another forward_step for it.
+    job.config.overlap_moe_expert_parallel_comm = overlaps
     if "from" in case:
         (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
     trained = user.train(job, case.get("steps", 3))

@@ -21,6 +21,7 @@ from megatron.adaptive.data.loader import BatchSizes, MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.orders import Orders, given_schedule, weight_pieces
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, ScheduleRecord
@@ -181,6 +182,8 @@ def build_run(job: TrainingJob) -> Run:
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     connect_chunks(config, core, chunks, optimizer)
     tracing = open_run_trace(job, placement, rows)
+    if config.schedule.trace_dir is not None or config.logging.tensorboard_dir is not None:
+        tracing.experts = measured_experts(chunks, job.accelerator)
     widths = widths_of(config)
     core.finalize_model_grads_func = tracing.around(
         "reduce", partial(finalize_gradients, widths=widths)

@@ -30,6 +30,7 @@ from megatron.adaptive.engine.build import (
 )
 from megatron.adaptive.engine.deferred_layers import attach_stores, why_not_split
 from megatron.adaptive.engine.executor import RankTimes
+from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.hang import HangGuard
 from megatron.adaptive.engine.job import Job, environment_of_rank
@@ -274,6 +275,7 @@ class Engine:
             work=sizes[1],
             pp_rank=orders.pp_rank,
         )
+        tracing.experts = measured_experts(self._chunks, self._accelerator)
         done = getattr(megatron_arguments(), "curr_iteration", None) or 0
         return StepTrace(tracing, self._settings, self._accelerator, done, self._finish_step)
 

@@ -188,6 +188,9 @@ class IterationStart:
         counts: how many spans of each of the header's kinds follow.
         size_bytes: length of their lines together, to pass over them.
         is_late: the iteration has a marker before this one, these spans belong to it as well.
+        exchange_ns: time that actions stood in exchanges of experts' tokens.
+        tokens: of each layer of experts: its number in the model from 0 (predicting layers behind
+            the others), the first expert of this rank, tokens of each of its experts.
         lengths: of its microbatches.
     """
 
@@ -197,6 +200,8 @@ class IterationStart:
     counts: tuple[int, ...] = ()
     size_bytes: int = -1
     is_late: bool = False
+    exchange_ns: int = 0
+    tokens: tuple[tuple[int, ...], ...] = ()
     lengths: Lengths = ()
 
 

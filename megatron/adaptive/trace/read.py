@@ -91,6 +91,12 @@ class RankTrace:
         return blocks[0].marker.lengths if blocks else ()
 
     @cached_property
+    def experts(self) -> Mapping[int, IterationStart]:
+        """Markers, with what the rank's experts did, of the iterations that say it."""
+        markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
+        return {i: marker for i, marker in markers if marker.tokens}
+
+    @cached_property
     def num_spans(self) -> Mapping[int, int]:
         """Spans by iteration, as the markers in the file say; 1 where they say nothing."""
         counts: dict[int, int] = {}

@@ -57,6 +57,8 @@ class _Batch(NamedTuple):
     start_ns: int
     rows: Sequence[Row]
     is_late: bool
+    exchange_ns: int = 0
+    tokens: Sequence[Sequence[int]] = ()
     lengths: Lengths = ()
 
 
@@ -97,6 +99,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._begun: tuple[int, int, int] | None = None
         self._lengths: Lengths = ()
         self._rows: list[Row] | None = None
+        self._experts: tuple[int, Sequence[Sequence[int]]] = (0, ())
         self._open = True
         self._gap: Gap | None = None  # of the writer's thread
         self._delay = Outage(self._path, "iterations")  # of the thread that records
@@ -144,16 +147,20 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._rows is not None:
             self._rows.extend(rows)
 
+    def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
+        """Say what the rank's experts did in the iteration, see ``event.IterationStart``."""
+        self._experts = (exchange_ns, tokens)
+
     def end_iteration(self) -> None:
         """Hand the iteration's spans to the writer.
 
         Blocks only while the queue is full, for 10 s at most and once: from then on iterations are
         dropped until there is room.
         """
-        begun, rows = self._begun, self._rows
-        self._begun = self._rows = None
+        begun, rows, experts = self._begun, self._rows, self._experts
+        self._begun, self._rows, self._experts = None, None, (0, ())
         if begun is not None and rows is not None:
-            self._hand_over(_Batch(*begun, rows, False, self._lengths))
+            self._hand_over(_Batch(*begun, rows, False, *experts, self._lengths))
 
     def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[Row]) -> None:
         """Add spans to an iteration that has ended, or drop them if the writer is behind.

@@ -350,7 +350,7 @@ class TrainingLog:
                 "global_batch_size",
             ),
             *_load_figures(report.load),
-            *(_Figure(curve=name, value=loss) for name, loss in report.losses.items()),
+            *(_Figure(curve=n, value=v) for n, v in (report.losses | report.curves).items()),
             *(_Figure(f"{name}: {{:.6E}}", loss) for name, loss in means.items()),
             _Figure(entry="loss", value=report.losses.get(_MAIN_LOSS)),
             _Figure("loss scale: {:.1f}", report.loss_scale, "loss-scale"),
