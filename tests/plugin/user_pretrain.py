@@ -19,6 +19,7 @@ installed.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -34,12 +35,17 @@ import torch.distributed as dist  # noqa: E402
 import user_training as user  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
+from megatron.adaptive.engine.job import destroy_groups, process_groups  # noqa: E402
 from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
     """Begin anew, without the plugin where ``settings`` is ``None``."""
     megatron.adaptive.uninstall()
+    gc.collect()
+    # Each has threads that wake up a hundred times a second.
+    dist.barrier()
+    destroy_groups(group for group in process_groups() if group is not dist.group.WORLD)
     if settings is not None:
         megatron.adaptive.install(**settings)
         megatron.adaptive.install(**settings)  # twice is once
@@ -110,6 +116,7 @@ def main() -> None:
     # A rank that hangs says where and ends, even if nobody is left to end it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
+    gc.freeze()
     dist.init_process_group("gloo")
     results = []
     for case in json.loads(Path(sys.argv[1]).read_text()):

@@ -42,6 +42,9 @@ from megatron.adaptive.gpt.placement import (
 )
 from megatron.adaptive.schedule.placement import Placement
 
+_SHORT = 0.5
+"""Size of the microbatches that a pipeline is filled with, the shortest first, in mean ones."""
+
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
     """Returns the order of work. Collective over all ranks."""
@@ -208,7 +211,8 @@ def build_run(job: TrainingJob) -> Run:
             in_flight=orders.inputs_in_flight(
                 config.num_microbatches
                 * (1 if widths is None else widths.round_size)
-                * (1 if config.balance == "off" else 2)
+                * (1 if config.balance == "off" else 2),
+                smallest=_SHORT if config.data.variable_seq_lengths else 1.0,
             ),
             widths=widths,
             model=core,
