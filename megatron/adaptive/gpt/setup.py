@@ -182,8 +182,7 @@ def build_run(job: TrainingJob) -> Run:
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     connect_chunks(config, core, chunks, optimizer)
     tracing = open_run_trace(job, placement, rows)
-    if config.schedule.trace_dir is not None or config.logging.tensorboard_dir is not None:
-        tracing.experts = measured_experts(chunks, job.accelerator)
+    measure_experts(job, tracing, chunks)
     widths = widths_of(config)
     core.finalize_model_grads_func = tracing.around(
         "reduce", partial(finalize_gradients, widths=widths)
@@ -370,6 +369,13 @@ def connect_chunks(
     if parallel.overlap_param_gather and parallel.align_param_gather:
         gathers = [chunk.start_param_sync for chunk in chunks]
         core.param_sync_func = gathers[0] if single else gathers
+
+
+def measure_experts(job: TrainingJob, tracing: Tracing, chunks: list[torch.nn.Module]) -> None:
+    """Lets the trace measure the experts of these chunks, if someone looks at what they do."""
+    settings = job.config
+    if settings.schedule.trace_dir is not None or settings.logging.tensorboard_dir is not None:
+        tracing.experts = measured_experts(chunks, job.accelerator)
 
 
 def open_run_trace(job: TrainingJob, placement: Placement, padded_vocab_size: int) -> Tracing:
