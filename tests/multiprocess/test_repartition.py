@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -88,8 +89,20 @@ def test_expert_layers_are_not_taken_for_dense_ones(
     ).split()
     monkeypatch.setenv("LAYER_MS", "6")
     monkeypatch.setenv("EXPERT_FACTOR", "6")
-    moved, log = train(tmp_path / "moved", *experts, world_size=4)
+    traces = tmp_path / "traces"
+    traced = ["--trace-dir", str(traces), "--diagnose-interval", "0"]
+    moved, log = train(tmp_path / "moved", *experts, *traced, world_size=4)
     assert re.search("repartition: 3-3 -> [45]-[12]: ", log), log
+    # Layers that moved are measured where they are.
+    tokens: dict[int, Counter[int]] = {}
+    for trace in read_run(traces).ranks.values():
+        for layer, _, *counts in trace.experts[11].tokens:
+            tokens.setdefault(layer, Counter())[trace.header.pp_rank] += sum(counts)
+    first = read_run(traces).ranks[0].header.layers[0]
+    assert {layer: list(at) for layer, at in tokens.items()} == {
+        layer: [int(layer >= first)] for layer in range(2, 6)
+    }
+    assert len({at.total() for at in tokens.values()}) == 1
     monkeypatch.setenv("LAYER_MS", "0")
     off = ["--repartition", "off"]
     assert moved == train(tmp_path / "still", *experts, *off, world_size=4)[0]

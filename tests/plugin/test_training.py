@@ -46,6 +46,7 @@ TWO_RANKS: list[dict[str, Any]] = [
             "groups": {"arguments": {"pg_collection": "other groups"}},
             "messages": {"arguments": {"p2p_communicator": "another pipeline's"}},
             "again": {"again": True},
+            "settings": {"schedules": ["adaptive", "gpipe"]},
         },
     },
     {
@@ -199,6 +200,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         "again": "the pipeline of 2 ranks with 1 chunks each is not the one of the first step, "
         "which the engine is connected for: call megatron.adaptive.uninstall() and install() on "
         "all ranks in between",
+        "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0: ranks of a job "
+        "share their settings; start all of them with the same ones",
     }
     said = (tmp_path / "output.txt").read_text()
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said

@@ -91,7 +91,9 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any
 
 def refused(shape: user.Shape, case: dict[str, Any]) -> str:
     """Return what the step says."""
-    job = start(shape, {})
+    job = start(
+        shape, {"schedule": case["schedules"][dist.get_rank()]} if "schedules" in case else {}
+    )
     if case.get("again"):
         user.train(job, 1)
         job = regroup(shape)

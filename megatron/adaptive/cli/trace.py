@@ -30,7 +30,7 @@ import numpy as np
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span
 from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, RunFigures, run_figures
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.order import legacy_name
@@ -485,6 +485,7 @@ def _report(selection: _Selection) -> dict[str, Any]:
         ],
         **_experts(run, step.iteration),
         "missing": step.missing,
+        "lengths": step.lengths,
         "run": run.run,
         "clocks": {
             "count": max(1, len(run.alignment.clocks)),
@@ -551,6 +552,7 @@ def _report_lines(selection: _Selection) -> list[str]:
         f"{run.num_chunks} chunks, {step.num_microbatches} microbatches{step.replica}",
         f"iteration {step.iteration}: step {report['step_ms']:.2f} ms, "
         f"bubble {report['bubble_fraction']:.1%} (idle / step time)",
+        *_length_lines(step.lengths),
         *_aligned(_table(report["ranks"], step.actions)),
         *_aligned(_parts_table(report["ranks"])),
     ]
@@ -560,6 +562,18 @@ def _report_lines(selection: _Selection) -> list[str]:
         lines += _expert_lines(report["experts"], report["step_ms"])
     lines.append(f"clocks: {run.alignment.describe()}")
     return lines
+
+
+def _length_lines(lengths: Lengths) -> list[str]:
+    """Says in one line what the step's microbatches hold, none where they are alike."""
+    if not lengths:
+        return []
+    positions, tokens = [one[0] for one in lengths], [sum(one[1:]) for one in lengths]
+    return [
+        f"{sum(tokens):,} tokens, {min(tokens):,} to {max(tokens):,} a microbatch, padding "
+        f"{1 - sum(tokens) / max(1, sum(positions)):.1%}, longest document "
+        f"{max(max(one[1:], default=0) for one in lengths):,}"
+    ]
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:

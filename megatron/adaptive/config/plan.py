@@ -21,6 +21,7 @@ _DEGREES = {
     "pipeline": "PIPELINE_MP_SIZE",
     "data": "DP_SIZE",
     "chunks": "MODEL_CHUNKS",
+    "expert": "EXPERT_MP_SIZE",
 }
 _KEYS = (
     *("format", "degrees", "placement", "partition", "micro_batch_size", "global_batch_size"),
@@ -66,6 +67,7 @@ _RECOMPUTE_FLAGS = {
 FLAGS = {
     "TENSOR_MP_SIZE": "--tensor-model-parallel-size",
     "PIPELINE_MP_SIZE": "--pipeline-model-parallel-size",
+    "EXPERT_MP_SIZE": "--expert-model-parallel-size",
     "MICRO_BATCH_SIZE": "--micro-batch-size",
     "GLOBAL_BATCH_SIZE": "--global-batch-size",
     "SCHEDULE": "--pipeline-schedule",

@@ -53,6 +53,7 @@ class ExpertLoad:
         self._tokens: list[torch.Tensor | None] = []
         self._marks: list[tuple[Any, Any]] = []
         self._watching = ExitStack()
+        self._hooks: list[Any] = []
         for chunk in chunks:
             config = get_model_config(chunk)
             for name, layer in chunk.named_modules():
@@ -63,7 +64,8 @@ class ExpertLoad:
                         if predicting is None
                         else config.num_layers + int(predicting[1])
                     )
-                    layer.experts.register_forward_pre_hook(self._counter(len(self._places)))
+                    counter = self._counter(len(self._places))
+                    self._hooks.append(layer.experts.register_forward_pre_hook(counter))
                     self._places.append((number, layer.local_expert_indices[0]))
                     self._tokens.append(None)
 
@@ -73,6 +75,12 @@ class ExpertLoad:
         self._tokens = [None] * len(self._places)
         if is_traced and self._places:
             self._watching.enter_context(self._watching_exchanges())
+
+    def close(self) -> None:
+        """Measure no more."""
+        self._watching.close()
+        for hook in self._hooks:
+            hook.remove()
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
         """Returns the counts of the step; waits for the device.

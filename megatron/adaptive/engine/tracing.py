@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.errors import ConfigError, TraceError
-from megatron.adaptive.trace.event import KINDS, Row
+from megatron.adaptive.trace.event import KINDS, Lengths, Row
 from megatron.adaptive.trace.recorder import Recorder
 
 if TYPE_CHECKING:  # needs megatron-core, which a trace of another program does without
@@ -98,8 +98,10 @@ class Tracing:
         known = {"iteration": iteration, "num_microbatches": num_microbatches}
         return {**known, "doing": self._doing, "in_step": self._in_step}
 
-    def begin_iteration(self, iteration: int, num_microbatches: int, *, is_traced: bool) -> None:
-        """Begin an iteration."""
+    def begin_iteration(
+        self, iteration: int, num_microbatches: int, *, is_traced: bool, lengths: Lengths = ()
+    ) -> None:
+        """Begin an iteration, with the lengths of its microbatches where they differ."""
         self._present = None
         self._in_step = True
         self._place = (iteration, num_microbatches)
@@ -109,7 +111,9 @@ class Tracing:
         if self.recorder is None or not is_traced:
             return
         self._begun_ns = time.monotonic_ns()
-        self.recorder.begin_iteration(iteration, num_microbatches, start_ns=self._begun_ns)
+        self.recorder.begin_iteration(
+            iteration, num_microbatches, start_ns=self._begun_ns, lengths=lengths
+        )
         if self.recorder.is_recording:
             self._present = (iteration, num_microbatches)
 

@@ -171,9 +171,12 @@ class Step:
         run, model = self._run, self._config.model
         if microbatches is not None:
             num_microbatches = len(microbatches)  # packed ones may be fewer
-        numbers, more = (
-            (None, {}) if dealt is None else (dealt.numbers, {"loss_parts": dealt.total})
-        )
+        more: dict[str, Any] = {}
+        if run.wiring is not None:  # megatron-core's own loop has no cap
+            more["sizes"] = getattr(microbatches, "sizes", None)
+        if dealt is not None:
+            more["loss_parts"] = dealt.total
+        numbers = None if dealt is None else dealt.numbers
         feeds = [
             ChunkFeed(microbatches, count=num_microbatches, step=step, numbers=numbers)
             for _ in run.chunks

@@ -42,7 +42,13 @@ from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
 from megatron.adaptive.gpt.model import build_layer, build_norm, build_optimizer, wrap
 from megatron.adaptive.gpt.placement import finalize_gradients, layout_of
-from megatron.adaptive.gpt.setup import Run, build_run, connect_chunks, open_run_trace
+from megatron.adaptive.gpt.setup import (
+    Run,
+    build_run,
+    connect_chunks,
+    measure_experts,
+    open_run_trace,
+)
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.profiling.memory import available_host_bytes
 from megatron.adaptive.rebalance.layer_state import (
@@ -94,7 +100,12 @@ def move_layers(run: Run, partition: Sequence[int]) -> Run:
     else:
         _stand_by(run)
         run = dataclasses.replace(run, job=job)
-    return _with_new_trace(run) if config.schedule.trace_dir is not None else run
+    if run.tracing.experts is not None:
+        run.tracing.experts.close()
+    if config.schedule.trace_dir is not None:
+        run = _with_new_trace(run)
+    measure_experts(job, run.tracing, run.chunks)
+    return run
 
 
 def with_schedule(job: TrainingJob, **changes: Any) -> TrainingJob:

@@ -5,7 +5,7 @@
     {"format": "megatron-adaptive-trace", "version": 2, "columns": [...], "kinds": [...],
      "reasons": [...], "run": ..., "rank": 0, ...}                                        header
     {"begin_iteration": 7, "num_microbatches": 8, "start_ns": 812, "counts": [8, 8, 0, ...],
-     "size_bytes": 1312}                                                                  marker
+     "size_bytes": 1312, "lengths": [[64, 40, 21], ...]}                                  marker
     {"begin_iteration": 8, ..., "exchange_ns": 91000, "tokens": [[3, 0, 511, 498], ...]}   experts
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                                     marker of more of its spans
@@ -39,6 +39,7 @@ from megatron.adaptive.trace.event import (
     ClockSamples,
     Gap,
     IterationStart,
+    Lengths,
     Row,
     SpanFormat,
     TraceHeader,
@@ -80,6 +81,7 @@ def block_text(
     is_late: bool = False,
     exchange_ns: int = 0,
     tokens: Sequence[Sequence[int]] = (),
+    lengths: Lengths = (),
 ) -> str:
     """Returns a marker and the spans below it, ready to be appended.
 
@@ -90,6 +92,7 @@ def block_text(
         rows: the spans.
         is_late: the iteration has a marker already.
         exchange_ns, tokens: of experts, see ``event.IterationStart``.
+        lengths: of its microbatches, left out where they are alike.
     """
     counts = [0] * len(KINDS)
     lines = []
@@ -104,12 +107,13 @@ def block_text(
         )
     spans = "".join(lines)
     word = "after_iteration" if is_late else "begin_iteration"
+    more = f', "lengths": {json.dumps(lengths)}' if lengths else ""
     experts = ""
     if tokens:
         experts = f', "exchange_ns": {exchange_ns}, "tokens": {json.dumps(tokens)}'
     return (
         f'{{"{word}": {iteration}, "num_microbatches": {num_microbatches}, "start_ns": {start_ns}, '
-        f'"counts": {counts}, "size_bytes": {len(spans)}{experts}}}\n{spans}'
+        f'"counts": {counts}, "size_bytes": {len(spans)}{experts}{more}}}\n{spans}'
     )
 
 
@@ -150,6 +154,7 @@ def parse_line(
                 is_late=word == "after_iteration",
                 exchange_ns=_value(record, "exchange_ns", "int", origin, 0),
                 tokens=tuple(map(tuple, _value(record, "tokens", "tokens", origin, []))),
+                lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
             )
     if "clock_samples" in record:
         samples = _value(record, "clock_samples", "samples", origin)
@@ -213,6 +218,10 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
     "numbers": (
         lambda value: _is_list(value, lambda n: type(n) in (int, float) and n >= 0),
         "numbers from 0",
+    ),
+    "lengths": (
+        lambda value: _is_list(value, lambda one: bool(one) and _is_list(one, _is_int)),
+        "lists of whole numbers, none empty",
     ),
     "samples": (
         lambda value: _is_list(value, lambda one: _is_list(one, _is_int) and len(one) == 4),

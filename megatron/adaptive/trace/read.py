@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
-from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader
+from megatron.adaptive.trace.event import IterationStart, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.table import TraceTable
@@ -84,6 +84,11 @@ class RankTrace:
     def num_microbatches(self) -> Mapping[int, int]:
         """Microbatches by iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
+
+    def lengths(self, iteration: int) -> Lengths:
+        """Returns the lengths of an iteration's microbatches; none where they are alike."""
+        blocks = self._blocks.get(iteration)
+        return blocks[0].marker.lengths if blocks else ()
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:

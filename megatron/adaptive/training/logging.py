@@ -508,6 +508,8 @@ def _load_figures(load: Load | None) -> list[_Figure]:
         _Figure("microbatches: {:d}", load.num_microbatches, "microbatches", "microbatches"),
         _Figure(value=load.longest, curve="longest-document", entry="longest_document"),
         _Figure(value=load.mean_length, curve="mean-document", entry="mean_document"),
+        _Figure(value=load.least_tokens, curve="least-microbatch", entry="least_microbatch"),
+        _Figure(value=load.most_tokens, curve="most-microbatch", entry="most_microbatch"),
     ]
 
 

@@ -41,6 +41,7 @@ from megatron.adaptive.trace.whatif.operations import (
     pipelines_of,
     read_operations,
 )
+from megatron.adaptive.trace.whatif.replay import rule_saves_s
 
 WORTH_MOVING = 0.03
 """Least gain of pace for which another partition is named."""
@@ -687,7 +688,10 @@ def _with_costs(
             found.append(finding)
             continue
         before_s, after_s = graph.simulate([ops.duration_s, without]).mean(axis=0).tolist()
-        share = 1 - after_s / before_s if before_s else 0.0
+        saved_s = rule_saves_s(m.places[0], ops, without, np.unique(ops.iteration).tolist())
+        if saved_s is None or finding.cause == "spikes":  # these are in few of the steps
+            saved_s = before_s - after_s
+        share = saved_s / before_s if before_s else 0.0
         found.append(replace(finding, cost_fraction=share, cost_ms=share * m.step / 1e6))
     return found
 
