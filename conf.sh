@@ -24,6 +24,7 @@ PIPELINE_MP_SIZE=2
 # DP_SIZE=                 # WORLD_SIZE / TENSOR_MP_SIZE / PIPELINE_MP_SIZE
 # STAGE_DP_SIZES=2-1       # ranks of each stage where they differ, instead of DP_SIZE
 # MODEL_CHUNKS=1
+# EXPERT_MP_SIZE=1         # copies that the experts of a layer are spread over
 # PARTITION=4-4            # layers of each stage; the same number for each without it
 # SCHEDULE=adaptive
 # RECOMPUTE=none           # or selective, full

@@ -5,8 +5,9 @@
 Parts: ``cost``, what tracing adds to the steps of a real GPT; ``detection``, how often the
 diagnosis names the right fault, in made-up runs; ``real``, the same in processes that work by
 sleeping; ``clock``, how far processes with wrong clocks are apart at last; ``bubble``, the bubble
-that a trace says against the true one; ``aggregate``, ten million spans. Exits with status 1 where
-a goal is missed.
+that a trace says against the true one; ``aggregate``, ten million spans; ``repairs``, twelve that
+the what-if names done for real, in processes that work by sleeping. Exits with status 1 where a
+goal is missed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benchmarks.report import (  # noqa: E402
     ratios,
     run,
 )
-from benchmarks.tracing import aggregate, cases, clocks, emulated  # noqa: E402
+from benchmarks.tracing import aggregate, cases, clocks, emulated, repairs  # noqa: E402
 from benchmarks.tracing.cases import WEAK, Outcome  # noqa: E402
 
 MILLION = 1_000_000
@@ -146,6 +147,33 @@ def of_aggregate(options: argparse.Namespace) -> Result:
     return Result(rows=rows, facts={"aggregate": found})
 
 
+def of_repairs(options: argparse.Namespace) -> Result:
+    """Part ``repairs``; the short form is the same."""
+    done = list(repairs.measure())
+    right, pairs = repairs.ordered_right(done)
+    note = "; ".join(
+        f"{one.what.strip(': ')} ({one.job}): {1e3 * one.before_s:.0f} ms, predicted "
+        f"{1e3 * one.predicted_s:.0f}, real {1e3 * one.real_s:.0f}"
+        for one in done
+    )
+    rows = [
+        measured(
+            f"repairs: median error of the predicted step, {len(done)} done for real",
+            [one.error for one in done],
+            goal=0.03,
+            note=note,
+        ),
+        Row(
+            what="repairs: order right, part of the pairs of a job",
+            value=right / pairs,
+            goal=0.9,
+            least=True,
+            note=f"{right} of {pairs}",
+        ),
+    ]
+    return Result(rows=rows, facts={"repairs": [vars(one) for one in done]})
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "cost": of_cost,
     "detection": of_detection,
@@ -153,6 +181,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "clock": of_clock,
     "bubble": of_bubble,
     "aggregate": of_aggregate,
+    "repairs": of_repairs,
 }
 
 

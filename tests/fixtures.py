@@ -19,6 +19,12 @@ from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
 # megatron-core is imported in this process by what is tested.
 accelerator.install()
 
+from megatron.core.datasets import gpt_dataset  # noqa: E402, F401
+
+from .multiprocess.forked_rank import shorten_mock_data  # noqa: E402
+
+shorten_mock_data()  # as the ranks that these tests start have it
+
 WORKER = Path(__file__).parent / "multiprocess" / "checkpoint_worker.py"
 VOCAB_SIZE = 400
 NUM_SOURCES = 60

@@ -116,7 +116,7 @@ def _ideal() -> tuple[int, ...]:
     loads = Loads(
         placement=Placement(num_ranks=RANKS, num_chunks=1),
         partition=even,
-        layer_s=tuple((one, 2 * one, 0.0) for one in each),
+        layer_s=tuple(((one, 2 * one, 0.0),) for one in each),
         beside_s=((0.0, 0.0, 0.0),) * RANKS,
         most_layers=(math.inf,) * RANKS,
     )

@@ -5,6 +5,7 @@ What a layer computes, and so the losses, is as ever. The environment says:
 
 ``LAYER_MS``       milliseconds of each layer's forward, its backward takes twice as long; a number,
                    or a JSON object of them by the node's name in the job; nothing sleeps without it
+``EXPERT_FACTOR``  how many times longer layers with experts take; 1 without it
 ``LAYER_PAIRS``    ``0.5/128``: half of that time is for pairs of tokens of a document and half for
                    tokens, both as of one document of 128; without it lengths do not matter
 ``SLOW_RANKS``     global ranks, joined by commas, on which everything takes longer
@@ -30,6 +31,7 @@ from megatron.adaptive import accelerator
 accelerator.install()
 accelerator.quiet_libraries()
 
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
@@ -47,6 +49,27 @@ def time_layers(seconds: float) -> None:
         setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds))
 
 
+def time_each_layer(seconds: float) -> None:
+    """Let also the forward of each layer by itself take its time."""
+    work = TransformerLayer.forward
+
+    @functools.wraps(work)
+    def timed(layer: Any, *given: Any, **more: Any) -> Any:
+        end_s = time.perf_counter() + seconds * factor_of(layer)
+        found = work(layer, *given, **more)
+        time.sleep(max(0.0, end_s - time.perf_counter()))
+        return found
+
+    TransformerLayer.forward = timed
+
+
+def factor_of(module: Any) -> float:
+    """Returns how many layers without experts take as long as a module, 0 for other parts."""
+    if not isinstance(module, TransformerLayer):
+        return 0.0
+    return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
+
+
 def share_of(stages: Any, chunk: int, microbatch: int) -> float:
     """Returns the time of a microbatch over that of one document of full length."""
     pairs, given = os.environ.get("LAYER_PAIRS"), stages._data_iterators[chunk]._microbatches
@@ -62,7 +85,7 @@ def _timed(work: Callable[..., Any], layer_s: float) -> Callable[..., Any]:
     def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
         end_s, share = time.perf_counter(), share_of(stages, chunk, microbatch)
         for one in stages._chunks[chunk].modules():
-            end_s += share * layer_s * isinstance(one, TransformerLayer)
+            end_s += share * layer_s * factor_of(one)
         found = work(stages, chunk, microbatch, *others)
         time.sleep(max(0.0, end_s - time.perf_counter()))
         return found
@@ -129,6 +152,8 @@ if __name__ == "__main__":
         layer_s *= float(os.environ["SLOW_FACTOR"])
     if layer_s:
         time_layers(layer_s)
+        if "EXPERT_FACTOR" in os.environ:
+            time_each_layer(layer_s)
     if "MOVES" in os.environ:
         words = [move.split(":") for move in os.environ["MOVES"].split(",")]
         force_moves({int(step): parse_partition(layers) for step, layers in words})

@@ -39,11 +39,11 @@ class IdleStages:
     def release(self, chunk: int, microbatch: int) -> None:
         """Nothing is kept."""
 
-    def activation_bytes(self, chunk: int) -> int:
+    def activation_bytes(self, chunk: int, microbatch: int) -> int:
         """Any number will do."""
         return 1
 
-    def retained_bytes(self, chunk: int) -> int:
+    def retained_bytes(self, chunk: int, microbatch: int) -> int:
         """All of them."""
         return 1
 

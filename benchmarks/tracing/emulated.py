@@ -64,7 +64,7 @@ def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
     errors = []
     for number in range(runs):
         schedule = ("1f1b", "adaptive")[number % 2]
-        run = _real(half_s, schedule=schedule, iterations=5, seed=seed + number)
+        run = real_run(half_s, schedule=schedule, iterations=5, seed=seed + number)
         with tempfile.TemporaryDirectory() as folder:
             truths = execute(Path(folder), run, limit_s=60.0)
             errors.append(bubble_error(Path(folder), truths))
@@ -105,8 +105,8 @@ def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
     return float(np.median(means)) * 100
 
 
-def _real(half_s: float, **options: Any) -> SyntheticRun:
-    """A run of small stages, each of two halves with F, B and W of ``half_s``."""
+def real_run(half_s: float, **options: Any) -> SyntheticRun:
+    """Returns a run of small stages, each of two halves with F, B and W of ``half_s``."""
     times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), 2 * half_s)
     return SyntheticRun(
         **{
@@ -125,7 +125,7 @@ def _draw(number: int, seed: int) -> tuple[str, SyntheticRun]:
     group = GROUPS[number % len(GROUPS)]
     replicas = 1 + number // len(GROUPS) % 2
     half_s = rng.uniform(0.003, 0.005)
-    run = _real(
+    run = real_run(
         half_s,
         replicas=replicas,
         iterations=16,

@@ -127,6 +127,7 @@ class SyntheticRun:
         clock_offset_s: clocks differ from the first host's by up to so much.
         clock_drift_ppm: and run faster or slower by up to so much.
         faults: what is wrong.
+        is_dealt: microbatches are dealt over replicas by what they take; for real runs.
         seed: of everything random.
     """
 
@@ -157,6 +158,7 @@ class SyntheticRun:
     clock_offset_s: float = 0.0
     clock_drift_ppm: float = 0.0
     faults: tuple[Fault, ...] = ()
+    is_dealt: bool = False
     seed: int = 0
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.adaptive import accelerator
 accelerator.install()
 accelerator.quiet_libraries()
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -23,10 +25,12 @@ from benchmarks.emulated.ours import Channels, EmulatedStages  # noqa: E402
 from benchmarks.emulated.scenarios import seconds_of  # noqa: E402
 from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
 from benchmarks.tracing.synthetic import Fault, SyntheticRun, draw_step  # noqa: E402
-from megatron.adaptive.schedule.memory import default_cap  # noqa: E402
+from megatron.adaptive.schedule.compare import make_candidate  # noqa: E402
+from megatron.adaptive.schedule.dealing import deal  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.registry import make_policies  # noqa: E402
 from megatron.adaptive.schedule.state import RankState  # noqa: E402
+from megatron.adaptive.schedule.workload import Workload, order_by_cost  # noqa: E402
 from megatron.adaptive.trace.event import KINDS, TraceHeader  # noqa: E402
 from megatron.adaptive.trace.recorder import Recorder  # noqa: E402
 
@@ -98,22 +102,24 @@ class Rank:
         ranks, replicas, count = run.num_ranks, run.replicas, run.num_microbatches
         self._world = dist.new_group(list(range(run.world_size)), backend="gloo")
         self.position, self.replica = divmod(rank, replicas)
-        self._placement = Placement(num_ranks=ranks, num_chunks=1)
-        self._cap = default_cap(self._placement, count)
-        policies = make_policies(run.schedule, self._placement, count, cap=self._cap)
-        self._policy = policies[self.position]
+        self._candidate = made = make_candidate(
+            run.schedule, ranks, run.num_chunks, count, weight_pieces=run.weight_pieces
+        )
+        self._placement = made.placement
+        stages = made.placement.num_stages
         header = TraceHeader(
             run=folder.name,
             rank=rank,
             world_size=run.world_size,
             pp_rank=self.position,
             num_ranks=ranks,
-            num_chunks=1,
+            num_chunks=made.placement.num_chunks,
             num_microbatches=count,
+            placement=made.placement.kind,
             schedule=run.schedule,
             dp_rank=self.replica,
-            layers=(LAYERS,) * ranks,
-            work=(float(LAYERS),) * ranks,
+            layers=(LAYERS,) * stages,
+            work=(float(LAYERS),) * stages,
         )
         self._recorder = Recorder(folder, header)
         self._channels = Channels(
@@ -133,9 +139,10 @@ class Rank:
 
     def iterate(self, iteration: int) -> list[tuple[float, float]]:
         """Run an iteration; returns when its actions ran."""
-        run, count = self._run, self._run.num_microbatches
-        seed = random.Random(f"{run.seed}/{iteration}/{self.replica}").randrange(2**31)
-        drawn, data_s = draw_step(run, self._placement, iteration, self.replica, seed)
+        run, made = self._run, self._candidate
+        drawn, data_s = draw_dealt(run, self._placement, iteration, self.replica)
+        count, more = len(data_s), {"cap": made.cap, "weight_pieces": made.weight_pieces}
+        policies = make_policies(run.schedule, made.placement, count, **more)
         self._channels.delay(
             {
                 fault.rank: fault.seconds
@@ -150,19 +157,18 @@ class Rank:
             self.position,
             read_s=data_s.tolist(),
             recorder=self._recorder,
-            split=False,
+            split=self._candidate.weight_pieces > 0,
         )
         state = RankState(
             placement=self._placement,
             rank=self.position,
             num_microbatches=count,
-            cap=self._cap if run.schedule == "adaptive" else None,
-            weight_pieces=0,
+            **more,
         )
         dist.barrier(group=self._world)
         self._recorder.begin_iteration(iteration, count)
         begin_ns = time.monotonic_ns()
-        self._channels.executor.run(stages, self._policy, state)
+        self._channels.executor.run(stages, policies[self.position], state)
         self._channels.executor.finish_step()
         done_ns = time.monotonic_ns()
         dist.barrier(group=self._world)
@@ -172,6 +178,35 @@ class Rank:
         self._recorder.end_iteration()
         work.check_complete()
         return stages.worked_s
+
+
+def draw_dealt(
+    run: SyntheticRun, placement: Placement, iteration: int, replica: int
+) -> tuple[Workload, Any]:
+    """Draws a replica's step; microbatches may be dealt over replicas, as the trainer does it."""
+    seeds = [
+        random.Random(f"{run.seed}/{iteration}/{r}").randrange(2**31) for r in range(run.replicas)
+    ]
+    if not run.is_dealt:
+        return draw_step(run, placement, iteration, replica, seeds[replica])
+    sound = replace(run, faults=())
+    drawn = [draw_step(sound, placement, iteration, r, seed)[0] for r, seed in enumerate(seeds)]
+    work = np.concatenate([one.durations_ps for one in drawn], axis=2)
+    factors = np.ones((run.replicas, placement.num_stages))
+    for fault in run.faults:
+        position, of = divmod(fault.rank, run.replicas)
+        for chunk in range(placement.num_chunks):
+            factors[of, placement.stage_of(position, chunk)] *= fault.factor
+    # Its slowest rank is what a replica is as fast as.
+    costs = (work.sum(axis=0)[None] * factors[:, :, None]).max(axis=1)
+    mine = deal(costs.tolist())[replica]
+    order = order_by_cost(costs[replica, list(mine)].tolist(), run.num_ranks)
+    dealt = work[:, :, [mine[place] for place in order]] * factors[replica][:, None]
+    delays = drawn[replica].delays_ps[:, :, np.arange(len(mine)) % run.num_microbatches]
+    dealt_work = replace(
+        drawn[replica], durations_ps=np.rint(dealt).astype(np.int64), delays_ps=delays
+    )
+    return dealt_work, np.full(len(mine), run.data_s)
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:

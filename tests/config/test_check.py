@@ -154,7 +154,6 @@ UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-l
 UNLIKE{"attention":{"num_query_groups":4},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1 MTP
     => --mtp-num-layers 1 | layers that are alike
 MTP --context-parallel-size 2 @2 => --mtp-num-layers 1 | --calculate-per-token-loss
-PP2 MTP --repartition auto @2 => --repartition auto | --mtp-num-layers 1 | norm
 PP2 MTP --pipeline-model-parallel-layout Ett|ttL @2 => Ett|ttL | 0 layers | (m) | make them equal
 PP2 --pipeline-model-parallel-layout Ett|ttmL @2 => 1 layers | (m) | make them equal
 PP2 MTP --pipeline-model-parallel-layout Et|t|ttm|L @2
@@ -194,12 +193,12 @@ SPREAD @2 => --moe-token-dispatcher-type allgather, whose layers cannot be left 
     --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number
 EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
 EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
+EXCHANGE PP2 --repartition auto @4 => --repartition auto | runs beside it
 EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | selective
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
     --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
 --num-experts 4 --heterogeneous-layers-config-encoded-json {"block_configs":[]}
     => --num-experts 4 | drop one
-PP2 --num-experts 4 --repartition auto @2 => --repartition auto | dense layers
 PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
     => --stage-data-parallel-sizes 2-1 | experts
 --record-schedule /dev/null/orders.json => --record-schedule | cannot be written

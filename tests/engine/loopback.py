@@ -70,10 +70,10 @@ class Writing:
     def release(self, chunk: int, microbatch: int) -> None:
         self.calls.append(f"release{chunk}-{microbatch}")
 
-    def activation_bytes(self, chunk: int) -> int:
+    def activation_bytes(self, chunk: int, microbatch: int) -> int:
         return ACTIVATION_BYTES
 
-    def retained_bytes(self, chunk: int) -> int:
+    def retained_bytes(self, chunk: int, microbatch: int) -> int:
         return RETAINED_BYTES
 
     def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor | None:

@@ -208,7 +208,7 @@ def test_evaluation_runs_the_plain_layers() -> None:
         with torch.no_grad():
             losses.append(stages.forward(0, 0, None))
         stages.finish()
-        assert stages.retained_bytes(0) == 0
+        assert stages.retained_bytes(0, 0) == 0
     assert torch.equal(losses[0], losses[1])
 
 

@@ -56,8 +56,8 @@ def call(num_chunks: int, **arguments: Any) -> None:
 def test_signature_is_that_of_megatron_core() -> None:
     ours = inspect.signature(ForwardBackward.__call__).parameters
     theirs = inspect.signature(forward_backward_no_pipelining).parameters
-    assert list(ours)[1:] == [*theirs, "loss_parts"]  # ours alone may give the last
-    assert ours["loss_parts"].default is None
+    assert list(ours)[1:] == [*theirs, "loss_parts", "sizes"]  # ours alone may give the last
+    assert ours["loss_parts"].default is ours["sizes"].default is None
     for name, parameter in theirs.items():
         assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY, name
         assert ours[name].default == parameter.default, name

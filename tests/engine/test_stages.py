@@ -215,18 +215,18 @@ class TestSplit:
         stores = attach_stores(chunks)
         stages = make_stages(chunks, 2, stores)
         order = with_weights(pairs(2, 2), late=2, pieces=1)
-        assert [stages.retained_bytes(chunk) for chunk in (0, 1)] == [0, 0]
+        assert [stages.retained_bytes(chunk, 0) for chunk in (0, 1)] == [0, 0]
         drive(stages, [action for action in order if action[0] != "W"], 2)
         row = SEQUENCE * SAMPLES * HIDDEN * 4
         # A layer's four products keep inputs of 1 + 1 + 1 + 4 rows and gradients of 3 + 1 + 4 + 1;
         # the embedding keeps its tokens and a gradient.
         tokens = SEQUENCE * SAMPLES * 8
-        first = stages.retained_bytes(0)
+        first = stages.retained_bytes(0, 0)
         assert first == (2 * 16 + 1) * row + tokens
-        assert stages.activation_bytes(0) > 0
+        assert stages.activation_bytes(0, 0) > 0
         drive(stages, [action for action in order if action[0] == "W"], 2)
         assert [store.pending for store in stores] == [0, 0]
-        assert stages.retained_bytes(0) == first
+        assert stages.retained_bytes(0, 0) == first
         stages.finish()
 
     def test_reduction_starts_with_the_last_piece(self) -> None:

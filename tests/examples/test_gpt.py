@@ -16,9 +16,19 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "gpt"
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_small_mixture_of_experts_trains_on_four_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "ranks", "losses"),
+    [
+        ("moe_small.sh", 4, ("lm loss", "load_balancing_loss")),
+        ("deepseek_small.sh", 2, ("lm loss", "mtp_1 loss", "seq_load_balancing_loss")),
+    ],
+)
+def test_a_small_mixture_of_experts_trains(
+    script: str, ranks: int, losses: tuple[str, ...], tmp_path: Path
+) -> None:
+    flags = "--train-iters 3 --eval-iters 0 --log-interval 1".split()
     done = subprocess.run(
-        ["bash", str(SCRIPTS / "moe_small.sh"), "--train-iters", "3", "--eval-iters", "0"],
+        ["bash", str(SCRIPTS / script), *flags],
         env={
             **os.environ,
             "PYTHON": sys.executable,
@@ -31,7 +41,8 @@ def test_a_small_mixture_of_experts_trains_on_four_ranks(tmp_path: Path) -> None
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
-    assert len(list((tmp_path / "traces").glob("trace_rank_*.jsonl"))) == 4
+    shown = {name: re.findall(rf"\| {name}: (\S+)", done.stdout) for name in losses}
+    assert all(len(values) == 3 for values in shown.values()), done.stdout
+    main = [float(loss) for loss in shown["lm loss"]]
+    assert main[-1] < main[0]
+    assert len(list((tmp_path / "traces").glob("trace_rank_*.jsonl"))) == ranks

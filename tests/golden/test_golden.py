@@ -105,6 +105,7 @@ def here(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def node() -> Iterator[None]:
     """Gives this machine the name under which parts on a node's own disk were written."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TESTS_ALL_MOCK_DATA", "1")
         patch.setenv("MEGATRON_ADAPTIVE_NODE", "node-a")
         yield
 

@@ -21,6 +21,8 @@ from megatron.adaptive import accelerator
 accelerator.install()
 accelerator.quiet_libraries()
 
+from tests.multiprocess.forked_rank import shorten_mock_data  # noqa: E402
+
 
 def main() -> int:
     """Runs all programs; returns the exit status."""
@@ -28,6 +30,7 @@ def main() -> int:
 
     for name in rank_forkserver._MODULES:
         importlib.import_module(f"megatron.adaptive.{name}")
+    shorten_mock_data()
     gc.freeze()
     for program in json.loads(sys.argv[1]):
         print(program["title"], flush=True)

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
 from . import rdma_lab
@@ -108,7 +109,8 @@ def test_nothing_is_left_behind() -> None:
     groups: set[int] = set()
 
     def up(_rank: int, _line: str) -> None:
-        groups.update(_group(pid) for pid in _kernels() if _parent(pid) == os.getpid())
+        own = {one.pid for one in psutil.Process().children()}
+        groups.update(map(_group, _kernels() & own))
 
     script = ["sh", "-c", "sleep 600 & echo up"]
     assert run(script, nodes=1, timeout_s=60.0, on_line=up).status == 0
@@ -129,17 +131,9 @@ def _kernels() -> set[int]:
     return found
 
 
-def _stat(pid: int, number: int) -> int:
-    """A field of a process's status, counted from its state; -1 where it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[number])
-    except OSError:
-        return -1
-
-
-def _parent(pid: int) -> int:
-    return _stat(pid, 1)
-
-
 def _group(pid: int) -> int:
-    return _stat(pid, 2)
+    """The group of a process; -1 where it has ended."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return -1

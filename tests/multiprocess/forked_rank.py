@@ -15,6 +15,17 @@ import tempfile
 from pathlib import Path
 
 
+def shorten_mock_data() -> None:
+    """Makes megatron-core's mock data a tenth, if it is imported: a second less for each rank.
+
+    It shuffles 13 million samples of 16 tokens. With ``TESTS_ALL_MOCK_DATA`` they stay all.
+    """
+    if (module := sys.modules.get("megatron.core.datasets.gpt_dataset")) is not None:
+        module.MockGPTLowLevelDataset.size = (
+            100_000 if "TESTS_ALL_MOCK_DATA" in os.environ else 10_000
+        )
+
+
 def main() -> None:
     """Runs the program as ``__main__`` in this process."""
     given = json.loads(sys.argv[1])
@@ -30,6 +41,7 @@ def main() -> None:
     tempfile.tempdir = None
     if (folder := os.environ.pop("FORKED_FOLDER", None)) is not None:
         os.chdir(folder)
+    shorten_mock_data()
     # As a new process has them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})

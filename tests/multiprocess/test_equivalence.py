@@ -658,6 +658,9 @@ def test_predicting_layers_go_on_from_a_checkpoint(
 @pytest.mark.parametrize("case", each(WITH_EXPERTS), ids=str)
 def test_experts_equal_one_process(case: Case, outcome: Outcome) -> None:
     require_same_numbers(case, outcome, 1e-6)
+    (expected,) = outcome(case.reference)["further"]
+    balancing = losses_of(case, outcome(case), "further")
+    assert balancing == pytest.approx(expected[: len(balancing)], rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("cases", each(SAME_SUMS), ids=lambda cases: str(cases[0]))

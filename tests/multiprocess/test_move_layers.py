@@ -23,6 +23,19 @@ BASE = (
 )
 DISTRIBUTED = "--use-distributed-optimizer"
 OVERLAPPED = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+EXPERTS = (
+    "--num-experts 4 --moe-layer-freq [0,0,1,1,0,1,1,1] --moe-ffn-hidden-size 32 "
+    "--disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
+)
+# Layers of four shapes, each twice.
+_FOUR = """
+{"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
+{"attention":{"n_heads_in_group":null,"no_op":true},"ffn":{"ffn_mult":2.0}},
+{"attention":{"n_heads_in_group":null,"replace_with_linear":true},"mlp":{"ffn_hidden_size":32}},
+{"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
+""".replace("\n", "")
+UNLIKE = f'--heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
 # Flags, the partition after iteration 2 and the one after iteration 4. Some stages are empty for a
 # while, some stay as they are, some give a layer and get another.
 SHAPES = {
@@ -44,6 +57,20 @@ SHAPES = {
         "--bf16 --optimizer sgd --sgd-momentum 0.5",
         "1-7",
         "8-0",
+    ),
+    "pp4 unlike": (f"--pipeline-model-parallel-size 4 {UNLIKE}", "3-1-2-2", "0-4-1-3"),
+    # The norm before the predictions goes with the last layer.
+    "pp2 ep2 mtp alltoall distributed": (
+        f"{EXPERTS} {DISTRIBUTED} --moe-token-dispatcher-type alltoall --mtp-num-layers 1 "
+        "--position-embedding-type rope",
+        "3-5",
+        "8-0",
+    ),
+    "pp2 ep2 v allgather fp16": (
+        f"{EXPERTS} --model-chunks 2 --moe-token-dispatcher-type allgather --fp16 "
+        "--initial-loss-scale 1024 --loss-scale-window 2",
+        "2-3-2-1",
+        "0-2-2-4",
     ),
 }
 
@@ -78,6 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
 def test_training_is_the_same_to_the_last_bit(runs: CaseRuns, name: str) -> None:
     moved, still = runs(4, name), runs(4, f"{name} still")
     assert moved["losses"] == [losses[:5] for losses in still["losses"]]
+    assert moved["further"] == [losses[:5] for losses in still["further"]]
     assert moved["evaluated"] == still["evaluated"]
     assert moved["grad_norms"][0] == pytest.approx(still["grad_norms"][0][:5], rel=1e-5)
     assert moved["params_norm"][0] == pytest.approx(still["params_norm"][0], rel=1e-5)

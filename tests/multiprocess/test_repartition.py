@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,11 @@ MOVED = re.compile(
 )
 
 
-def train(folder: Path, *extra: str) -> tuple[dict[int, float], str]:
+def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, float], str]:
     """Losses by iteration, and the log."""
     log = folder.with_suffix(".txt")
     arguments = [*FLAGS.split(), "--progress-dir", str(folder), *extra]
-    torchrun(WORKER, arguments, world_size=2, log=log, limit_s=LIMIT_S)
+    torchrun(WORKER, arguments, world_size=world_size, log=log, limit_s=LIMIT_S)
     told = [json.loads(line) for line in (folder / PROGRESS_NAME).read_text().splitlines()]
     return {
         line["iteration"]: line["loss"] for line in told if "iteration" in line
@@ -74,3 +75,34 @@ def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     on, _ = train(tmp_path / "on", *again)
     assert on == {8: quiet[8]}
     assert partition_in(tmp_path / "again") == [first, second]
+
+
+def test_expert_layers_are_not_taken_for_dense_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two of six layers take a sixth of the others: three a stage are not even."""
+    experts = (
+        "--num-experts 4 --moe-layer-freq [0,0]+[1]*4 --moe-ffn-hidden-size 32 "
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--disable-bias-linear --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --train-iters 11"
+    ).split()
+    monkeypatch.setenv("LAYER_MS", "6")
+    monkeypatch.setenv("EXPERT_FACTOR", "6")
+    traces = tmp_path / "traces"
+    traced = ["--trace-dir", str(traces), "--diagnose-interval", "0"]
+    moved, log = train(tmp_path / "moved", *experts, *traced, world_size=4)
+    assert re.search("repartition: 3-3 -> [45]-[12]: ", log), log
+    # Layers that moved are measured where they are.
+    tokens: dict[int, Counter[int]] = {}
+    for trace in read_run(traces).ranks.values():
+        for layer, _, *counts in trace.experts[11].tokens:
+            tokens.setdefault(layer, Counter())[trace.header.pp_rank] += sum(counts)
+    first = read_run(traces).ranks[0].header.layers[0]
+    assert {layer: list(at) for layer, at in tokens.items()} == {
+        layer: [int(layer >= first)] for layer in range(2, 6)
+    }
+    assert len({at.total() for at in tokens.values()}) == 1
+    monkeypatch.setenv("LAYER_MS", "0")
+    off = ["--repartition", "off"]
+    assert moved == train(tmp_path / "still", *experts, *off, world_size=4)[0]

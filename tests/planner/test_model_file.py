@@ -88,11 +88,6 @@ def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
     [
         ("gpt2-xxl", "model 'gpt2-xxl' is not known: the nearest is gpt2-xl"),
         (f"{SMALL} --context-parallel-size 2", "--context-parallel-size 2: plans divide no seq"),
-        (f"{SMALL} --num-experts 8", "--num-experts makes layers unlike, which the planner"),
-        (
-            f"{SMALL} --mtp-num-layers 1 --position-embedding-type rope",
-            "--mtp-num-layers makes layers unlike, which the planner",
-        ),
         ("--num-layers '4", "No closing quotation"),
         ("nowhere.yaml", "No such file or directory; name a model file"),
     ],

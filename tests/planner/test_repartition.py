@@ -35,7 +35,7 @@ def loads(
     return Loads(
         placement=placement,
         partition=partition,
-        layer_s=tuple((each, each, each) for each in times),
+        layer_s=tuple(((each, each, each),) for each in times),
         beside_s=tuple(
             (extra * 1e-3,) * 3 if (extra := (beside or {}).get(stage)) else NOTHING
             for stage in range(placement.num_stages)
@@ -125,3 +125,56 @@ def test_of_equals_the_one_with_least_travel_is_taken() -> None:
     assert travelling(given.partition, found.partition, LOOP4) == 1
     turn = Placement(num_ranks=2, num_chunks=2, kind="v")
     assert travelling((2, 2, 2, 2), (2, 3, 1, 2), turn) == 0
+
+
+def unlike(seed: int, chunks: int) -> Loads:
+    """Layers of up to three kinds on ranks of unlike speeds, some of them with little memory."""
+    drawn = random.Random(seed)
+    placement = Placement(num_ranks=3, num_chunks=chunks, kind="v" if chunks == 2 else "loop")
+    layers, costs = drawn.randint(6, 10), (1.0, drawn.uniform(1.5, 4), 0.2)
+    even = [layers // placement.num_stages] * placement.num_stages
+    even[-1] += layers - sum(even)
+    speeds = [drawn.choice((1.0, 1.3, 2.0)) for _ in range(3)]
+    return Loads(
+        placement=placement,
+        partition=tuple(even),
+        layer_s=tuple(tuple((speed * one,) * 3 for one in costs) for speed in speeds),
+        beside_s=(*((drawn.random(),) * 3 for _ in range(placement.num_stages - 1)), (2.0,) * 3),
+        most_layers=tuple(drawn.choice((7.0, math.inf)) for _ in range(3)),
+        kinds=tuple(drawn.choice((0, 1, 1, 2)) for _ in range(layers)),
+        sizes=((1.0, 1.8, 0.5),) * 3,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_unlike_layers_get_the_quickest_pace(seed: int, chunks: int) -> None:
+    given = unlike(seed, chunks)
+    stages = given.placement.num_stages
+    fitting = [one for one in partitions(len(given.kinds), stages) if given.fits(one)]
+    best = min(max(given.paces(one)) for one in fitting)
+
+    def pace(partition: tuple[int, ...]) -> float:
+        assert given.fits(partition) or partition == given.partition
+        return max(given.paces(partition))
+
+    found = propose(given, pace, 1e-3)
+    taken = given.partition if found is None else found.partition
+    # Exactly for one stage per rank, but for steps that count as alike.
+    assert pace(taken) <= best * (1.006 if chunks == 1 else 1.2)
+
+
+def test_dense_layers_before_experts_are_not_taken_for_as_many() -> None:
+    """Two dense layers of a quarter of the time: the first stage takes two layers more."""
+    given = Loads(
+        placement=Placement(num_ranks=2, num_chunks=1),
+        partition=(5, 5),
+        layer_s=(((1e-3,) * 3, (4e-3,) * 3),) * 2,
+        beside_s=(NOTHING, NOTHING),
+        most_layers=(math.inf, math.inf),
+        kinds=(0, 0) + (1,) * 8,
+    )
+    found = propose(given, step_of(given), 0.05)
+    assert found is not None
+    assert found.partition == (6, 4)
+    assert given.stage_times((6, 4)).forward_s == pytest.approx((18e-3, 16e-3))

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.adaptive.schedule.file import save
@@ -25,6 +26,11 @@ REL = 1e-6
 V = {"placement": "v"}
 CHUNKS = {"pp": 2, "chunks": 2, "deallocate": False}
 EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
+SPREAD = {
+    **EXPERTS,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+}
 TWO_RANKS: list[dict[str, Any]] = [
     {
         # A microbatch of evaluation is smaller: tensors between stages change their shape.
@@ -40,6 +46,7 @@ TWO_RANKS: list[dict[str, Any]] = [
             "groups": {"arguments": {"pg_collection": "other groups"}},
             "messages": {"arguments": {"p2p_communicator": "another pipeline's"}},
             "again": {"again": True},
+            "settings": {"schedules": ["adaptive", "gpipe"]},
         },
     },
     {
@@ -112,11 +119,7 @@ FOUR_RANKS: list[dict[str, Any]] = [
     {
         "shape": {
             **CHUNKS,
-            "more": {
-                **EXPERTS,
-                "expert_model_parallel_size": 2,
-                "moe_token_dispatcher_type": "alltoall",
-            },
+            "more": SPREAD,
         },
         "runs": {"adaptive": {}, "interleaved": {"schedule": "interleaved"}},
     },
@@ -197,6 +200,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         "again": "the pipeline of 2 ranks with 1 chunks each is not the one of the first step, "
         "which the engine is connected for: call megatron.adaptive.uninstall() and install() on "
         "all ranks in between",
+        "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0: ranks of a job "
+        "share their settings; start all of them with the same ones",
     }
     said = (tmp_path / "output.txt").read_text()
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said
@@ -247,6 +252,31 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_four_ranks(tmp_path: Path) -> None:
     check_numbers(run(FOUR_RANKS, 4, tmp_path, fresh=False))
+
+
+def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
+    case = {
+        "shape": {"pp": 2, "more": SPREAD},
+        "runs": {"overlapped": {"overlaps": True, "trace_dir": "overlapped"}},
+    }
+    check_numbers(run([case], 4, tmp_path, fresh=False))
+    traced = read_run(tmp_path / "overlapped")
+    within = 0
+    for trace in traced.ranks.values():
+        actions = trace.table().of_kind("F", "B")
+        actions = actions.take(np.lexsort((actions.start_ns, actions.iteration)))
+        same = np.diff(actions.iteration) == 0
+        within += int((actions.start_ns[1:] < actions.end_ns[:-1])[same].sum())
+    assert within > 0  # forwards that began within a backward, or the reverse
+    # 16 tokens of 2 samples, 4 microbatches, 2 replicas; each goes to 2 experts.
+    for iteration in (1, 2, 3):
+        loads = [trace.experts[iteration] for trace in traced.ranks.values()]
+        assert all(load.exchange_ns > 0 for load in loads)
+        layers: Counter[int] = Counter()
+        for load in loads:
+            for layer, _, *counts in load.tokens:
+                layers[layer] += sum(counts)
+        assert dict(layers) == dict.fromkeys(range(4), 16 * 2 * 4 * 2 * 2)
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ installed.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -34,12 +35,17 @@ import torch.distributed as dist  # noqa: E402
 import user_training as user  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
+from megatron.adaptive.engine.job import destroy_groups, process_groups  # noqa: E402
 from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
     """Begin anew, without the plugin where ``settings`` is ``None``."""
     megatron.adaptive.uninstall()
+    gc.collect()
+    # Each has threads that wake up a hundred times a second.
+    dist.barrier()
+    destroy_groups(group for group in process_groups() if group is not dist.group.WORLD)
     if settings is not None:
         megatron.adaptive.install(**settings)
         megatron.adaptive.install(**settings)  # twice is once
@@ -57,8 +63,11 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any
     """Train and evaluate; leaves plugin and process groups as they are at the end."""
     settings = None if settings is None else dict(settings)
     then = [] if settings is None or "then" not in settings else [settings.pop("then")]
+    overlaps = settings is not None and settings.pop("overlaps", False)
     shape = user.Shape(**case["shape"])
     job = start(shape, settings)
+    # megatron-core's own loop would want another forward_step for it.
+    job.config.overlap_moe_expert_parallel_comm = overlaps
     if "from" in case:
         (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
     trained = user.train(job, case.get("steps", 3))
@@ -82,7 +91,9 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any
 
 def refused(shape: user.Shape, case: dict[str, Any]) -> str:
     """Return what the step says."""
-    job = start(shape, {})
+    job = start(
+        shape, {"schedule": case["schedules"][dist.get_rank()]} if "schedules" in case else {}
+    )
     if case.get("again"):
         user.train(job, 1)
         job = regroup(shape)
@@ -105,6 +116,7 @@ def main() -> None:
     # A rank that hangs says where and ends, even if nobody is left to end it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
+    gc.freeze()
     dist.init_process_group("gloo")
     results = []
     for case in json.loads(Path(sys.argv[1]).read_text()):

@@ -14,9 +14,9 @@ from megatron.adaptive.rebalance.layer_state import Passage, Table, passages  # 
 Shares = dict[str, tuple[int, int]]
 
 
-def table(had: Shares, wants: Shares, replica: int = 0, tp_rank: int = 0) -> Table:
+def table(had: Shares, wants: Shares, replica: int = 0) -> Table:
     """A rank's table."""
-    return Table(tp_rank=tp_rank, replica=replica, had=had, wants=wants, parts={}, steps=1.0)
+    return Table(replica=replica, had=had, wants=wants, parts={}, steps=1.0)
 
 
 def test_a_layer_goes_from_each_replica_to_its_own() -> None:
@@ -41,10 +41,9 @@ def test_what_stays_as_it_is_goes_nowhere() -> None:
 
 def test_tensor_parallel_ranks_keep_to_themselves() -> None:
     tables = {
-        rank: table(
-            {"a": (0, 4)} if rank < 2 else {}, {"a": (0, 4)} if rank > 1 else {}, 0, rank % 2
-        )
+        rank: table(own if rank < 2 else {}, own if rank > 1 else {})
         for rank in range(4)
+        for own in [{f"a of {rank % 2}": (0, 4)}]
     }
     assert {(way.source, way.target) for way in passages(tables)} == {(0, 2), (1, 3)}
 

@@ -103,6 +103,11 @@ def changed(change: Callable[[dict[str, object]], object]) -> str:
             '{"begin_iteration": 1, "num_microbatches": 1, "start_ns": 0, "size_bytes": null}',
             "'size_bytes'",
         ),
+        (
+            '{"begin_iteration": 1, "num_microbatches": 1, "start_ns": 0, "size_bytes": 0, '
+            '"lengths": [[]]}',
+            "'lengths'",
+        ),
         ('{"clock_samples": [[1, 2, 3]], "reference": 0}', "lists of four"),
         ('{"clock_samples": [[1, 2, 3, 4]]}', "'reference'"),
     ],

@@ -121,6 +121,27 @@ def test_predicted_repairs_are_what_a_run_without_the_fault_takes(tmp_path: Path
         assert mended.step_s == pytest.approx(right.recorded_s.mean(), rel=0.03)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
+def test_a_slow_rank_of_a_made_up_run_mended_or_under_a_rule(schedule: str, tmp_path: Path) -> None:
+    def step_s(name: str, **given: Any) -> tuple[float, WhatIf]:
+        options = {"schedule": schedule, "iterations": 5, "data_s": 0.0, **given}
+        write_synthetic(tmp_path / name, SyntheticRun(**options))
+        found = what_if(read_run(tmp_path / name))
+        return float(found.simulated_s.mean()), found
+
+    faults = (Fault(kind="slow-rank", rank=1, factor=1.8),)
+    _, found = step_s("slow", faults=faults)
+    repairs = {repair.what: repair.step_s for repair in found.repairs}
+    rank = next(what for what in repairs if "rank 1 (stage 1) as fast" in what)
+    # Under a rule the order of the mended step is another one, and the rule is asked for it.
+    assert repairs[rank] == pytest.approx(step_s("mended")[0], rel=0.02)
+    # With two chunks the rank stays slow, whatever stages it then holds.
+    rule = {"schedule": "adaptive", "num_chunks": 2, "weight_pieces": 1}
+    assert repairs["adaptive order"] == pytest.approx(
+        step_s("rule", faults=faults, **rule)[0], rel=0.03
+    )
+
+
 def test_a_late_link_is_named() -> None:
     found = answers(
         transfer=lambda way, r, stage, m: 0.5 if (way, r, stage) == ("forward", 0, 1) else 0.01

@@ -45,7 +45,7 @@ class Job:
         words = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
         words += ["--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"), *SMALL_GPT.split()]
         words += "--num-layers 2 --pipeline-model-parallel-size 2 --mock-data".split()
-        words += "--train-iters 1000000 --lr-decay-style constant --log-interval 1".split()
+        words += "--train-iters 100000 --lr-decay-style constant --log-interval 1".split()
         with output.open("w") as out, self._error.open("w") as err:
             self.process = subprocess.Popen(
                 [*words, *flags.split()],

@@ -84,6 +84,7 @@ class StepFolders:
 
     Attributes:
         lease: right to write here, ``None`` where nobody else can.
+        manifest_name: name of the file that a complete folder has.
     """
 
     _needed = frozenset({"files"})  # of what manifests hold
@@ -99,15 +100,10 @@ class StepFolders:
         form: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path)
-        self._prefix, self._digits, self._manifest = prefix, digits, manifest
+        self._prefix, self._digits, self.manifest_name = prefix, digits, manifest
         self._form = form or {}
         self._complete = re.compile(rf"{prefix}(\d{{{digits},}})")
         self.lease: Lease | None = None
-
-    @property
-    def manifest_name(self) -> str:
-        """Name of the file that a complete folder has."""
-        return self._manifest
 
     def complete_path(self, step: int) -> Path:
         """Return the folder of a step that is complete."""
@@ -125,7 +121,7 @@ class StepFolders:
         """Return the complete folders by step, ascending."""
         found = (
             (self._complete.fullmatch(one.parent.name), one.parent)
-            for one in self.path.glob(f"{self._prefix}*/{self._manifest}")
+            for one in self.path.glob(f"{self._prefix}*/{self.manifest_name}")
         )
         return dict(sorted((int(match[1]), one) for match, one in found if match))
 
@@ -225,7 +221,7 @@ class StepFolders:
         body = {**self._form, **manifest, **self._form}
         body |= {"step": step, "files": files, "blocks": blocks}
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
-        write_files(partial, {self._manifest: sealed([*lines]).encode()})
+        write_files(partial, {self.manifest_name: sealed([*lines]).encode()})
         sync(partial)
         if check is not None:
             check()
@@ -276,7 +272,7 @@ class StepFolders:
             CheckpointError: it is of another program or a newer format; ends with ``remedy``.
             DamagedCheckpointError: it is not what was written.
         """
-        file = path / self._manifest
+        file = path / self.manifest_name
         try:
             raw = file.read_bytes()
             body = parse_json(raw, strict=False)
@@ -321,7 +317,7 @@ class StepFolders:
         body = self.read_manifest(path, remedy)
         found = body.get("step", step)
         if found != step:
-            file = path / self._manifest
+            file = path / self.manifest_name
             raise DamagedCheckpointError(f"{file} is that of step {found}: {remedy}")
         files, problems = body["files"], list[str]()
         for name, size in files.items():
@@ -348,7 +344,7 @@ class StepFolders:
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
         """Return the error of a folder without manifest."""
         return DamagedCheckpointError(
-            f"{path} is incomplete (it has no {self._manifest}): {remedy}"
+            f"{path} is incomplete (it has no {self.manifest_name}): {remedy}"
         )
 
     @property
@@ -509,16 +505,16 @@ class CheckpointFolder(StepFolders):
             )
         if self._is_megatrons(path):
             return CheckpointError(
-                f"{path} was written by Megatron-LM (it has no {self._manifest}) and holds pickles,"
-                f" which can run code as they are loaded: give {self._trust} if you know who wrote"
-                " it"
+                f"{path} was written by Megatron-LM (it has no {self.manifest_name}) and holds"
+                f" pickles, which can run code as they are loaded: give {self._trust} if you know"
+                " who wrote it"
             )
         return super()._lacks_manifest(path, remedy)
 
     def _is_megatrons(self, path: Path) -> bool:
         """Return whether a folder holds a checkpoint of Megatron-LM, in its form of today."""
-        has = {name: (path / name).exists() for name in (self._manifest, INDEX, _CORE_METADATA)}
-        return has == {self._manifest: False, INDEX: False, _CORE_METADATA: True}
+        has = {name: (path / name).exists() for name in (self.manifest_name, INDEX, _CORE_METADATA)}
+        return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
         """Return the remedy where the checkpoint of ``iteration`` cannot be used."""

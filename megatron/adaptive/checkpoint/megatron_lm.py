@@ -16,16 +16,23 @@ from megatron.adaptive.checkpoint.folder import Manifest
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
+# Settings that give the weights their shape, or say which weights there are.
+SHAPES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
+    *("query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
+    *("qk_layernorm", "swiglu", "add_bias_linear", "add_qkv_bias"),
+    "untie_embeddings_and_output_weights",
+)
+# Settings that say what is computed with them; a fine-tuning may change these.
+MEANINGS = (
+    *("squared_relu", "norm_epsilon", "apply_layernorm_1p", "rotary_base", "rotary_percent"),
+    *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
+    *("rope_scaling_factor", "apply_residual_connection_post_layernorm"),
+)
 # Arguments of Megatron-LM that settings of the same group and name are compared with.
 _COMPARED = {
     "model": (
-        *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
-        *("group_query_attention", "num_query_groups", "position_embedding_type"),
-        *("max_position_embeddings", "normalization", "norm_epsilon", "qk_layernorm", "swiglu"),
-        *("squared_relu", "add_bias_linear", "add_qkv_bias", "apply_layernorm_1p"),
-        *("apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
-        *("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"),
-        *("rotary_seq_len_interpolation_factor", "rope_scaling_factor"),
+        *(*SHAPES, *MEANINGS, "group_query_attention", "num_query_groups"),
         "make_vocab_size_divisible_by",
     ),
     "parallel": ("tensor_model_parallel_size", "use_distributed_optimizer"),

@@ -36,7 +36,12 @@ from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
-from megatron.adaptive.checkpoint.megatron_lm import make_manifest, require_reshardable
+from megatron.adaptive.checkpoint.megatron_lm import (
+    MEANINGS,
+    SHAPES,
+    make_manifest,
+    require_reshardable,
+)
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, load_first_whole
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
 from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
@@ -63,19 +68,6 @@ _SCRATCH = "_extra_state"
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _COMMON = "common.values"  # what COMMON_STATE_FNAME holds, without pickles
 
-# Settings that give the weights their shape, or say which weights there are.
-_SHAPES = (
-    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
-    *("query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
-    *("qk_layernorm", "swiglu", "add_bias_linear", "add_qkv_bias"),
-    "untie_embeddings_and_output_weights",
-)
-# Settings that say what is computed with them; a fine-tuning may change these.
-_MEANINGS = (
-    *("squared_relu", "norm_epsilon", "apply_layernorm_1p", "rotary_base", "rotary_percent"),
-    *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
-    *("rope_scaling_factor", "apply_residual_connection_post_layernorm"),
-)
 # Those of megatron-core that say which weights there are.
 _PARTS = (
     *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
@@ -628,7 +620,7 @@ def require_same_model(
         CheckpointError: it is of another model; the text lists the settings that differ.
     """
     saved = _saved_config(manifest, what)
-    names = _SHAPES if config.checkpoint.finetune else _SHAPES + _MEANINGS
+    names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
     different = _differences(saved.model, config.model, names)
     different += _differences(saved.core, config.core, _PARTS)
     if not _same_vocabulary(saved, manifest.padded_vocab_size, config, padded_vocab_size):

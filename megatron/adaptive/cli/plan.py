@@ -130,6 +130,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--tp", metavar="1,2", help="tensor-parallel widths")
     add("--dp", metavar="1,2", help="data-parallel replicas")
     add("--pp", metavar="1,2", help="pipeline ranks")
+    add(
+        "--expert-parallel-size",
+        metavar="1,2",
+        help="replicas that the experts of each layer are spread over",
+    )
     add("--micro-batch-sizes", metavar="1,2", help="samples of a microbatch")
     add("--partition", metavar="8-8-8", help="layers of each stage")
     add("--recompute", metavar="none,full", help=f"of {', '.join(RECOMPUTE)}")
@@ -177,6 +182,7 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
             tp=parse_counts("--tp", options.tp),
             dp=parse_counts("--dp", options.dp),
             pp=parse_counts("--pp", options.pp),
+            expert_ranks=parse_counts("--expert-parallel-size", options.expert_parallel_size),
             micro_batch=parse_counts("--micro-batch-sizes", options.micro_batch_sizes),
             recompute=recompute,
             distributed_optimizer=sharded[options.distributed_optimizer],

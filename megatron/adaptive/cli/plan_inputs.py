@@ -18,16 +18,19 @@ from megatron.adaptive.config.command_parser import number
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.calibrate import TracedRun, calibrate
-from megatron.adaptive.planner.cluster import Cluster, NodeType, known_gpu, read_cluster
+from megatron.adaptive.planner.cluster import (
+    MEMORY_MARGIN,
+    Cluster,
+    NodeType,
+    known_gpu,
+    read_cluster,
+)
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
-
-MEMORY_MARGIN = 0.1
-"""Predicted peaks lie so far below measured ones at most (``benchmarks/planner.py``, memory)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +48,26 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     """Adds the options of the inputs, those of calibration included."""
     add = parser.add_argument
     add(
-        "--model", required=required, help="name (gpt2-xl, llama2-70b, t5-3b, ...), arguments, file"
+        "--model",
+        required=required,
+        help="name (gpt2-xl, llama2-70b, ...), arguments, file, or folder of a config.json",
     )
     add("--cluster", type=Path, required=required, metavar="FILE", help="nodes and links")
     add("--profile", type=Path, nargs="+", metavar="FILE", help="what was measured; else estimated")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="best that all GPUs have")
+    add(
+        "--seq-length",
+        type=number(int, 1, 100_000_000),
+        metavar="N",
+        help="tokens of a sample, for a config.json; as many as the model takes, 4096 at most",
+    )
+    add(
+        "--expert-imbalance",
+        type=number(float, 1, 1000),
+        default=1.0,
+        metavar="X",
+        help="tokens of the busiest rank of experts over the average (%(default)s)",
+    )
     add("--attention", choices=("fused", "unfused"), help="fused with Transformer Engine")
     add(
         "--memory-margin",
@@ -108,7 +126,14 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
         model = document["model"]
         named = profile_file.precision_of(model.get("arguments", ()))
         default = model.get("precision", named)
-    return read_model(options.model, options.precision, default=default, fused=fused)
+    return read_model(
+        options.model,
+        options.precision,
+        default=default,
+        fused=fused,
+        sequence=options.seq_length,
+        imbalance=options.expert_imbalance,
+    )
 
 
 def parse_counts(name: str, text: str | None) -> tuple[int, ...]:

@@ -106,6 +106,11 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
             f"--model {options.model}: the trainer builds GPT and Llama models alone; time its"
             " pieces yourself and give them with --cut-points"
         )
+    if len({*model.layers}) > 3 or model.has_experts or "--mtp-num-layers" in model.arguments:
+        raise ConfigError(
+            f"--model {options.model}: it has layers that differ, experts or layers that predict"
+            " further tokens, of which none are measured; plan without --profile"
+        )
     for width in widths:
         if model.max_tp % width:
             raise ConfigError(

@@ -17,6 +17,7 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,7 @@ import numpy as np
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span
 from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, RunFigures, run_figures
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.order import legacy_name
@@ -40,6 +41,8 @@ PROGRAM = "python -m megatron.adaptive trace"
 DIAGNOSE = "diagnose"
 EVENT_ITERATIONS = 20
 """Iterations that the events cover; more make a file that viewers open slowly."""
+MOST_LAYERS = 4
+"""So many layers of experts are named, those with the worst balance."""
 FORMATS = {
     "xlsx": "openpyxl",
     "html": "plotly",
@@ -480,13 +483,54 @@ def _report(selection: _Selection) -> dict[str, Any]:
             }
             for pp_rank, found in step.figures.items()
         ],
+        **_experts(run, step.iteration),
         "missing": step.missing,
+        "lengths": step.lengths,
         "run": run.run,
         "clocks": {
             "count": max(1, len(run.alignment.clocks)),
             "residual_us": run.alignment.residual_ns / 1e3,
         },
     }
+
+
+def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
+    """Returns what experts did in an iteration; nothing where the trace does not say it.
+
+    ``tokens`` are of each layer's experts on all ranks together, ``exchange_ms`` is the time that
+    each rank's actions stood in exchanges of them.
+    """
+    tokens: dict[int, Counter[int]] = {}
+    exchange_ms = {}
+    for rank, trace in run.ranks.items():
+        if (marker := trace.experts.get(iteration)) is None:
+            continue
+        exchange_ms[rank] = marker.exchange_ns / NS_PER_MS
+        for layer, first, *counts in marker.tokens:
+            tokens.setdefault(layer, Counter()).update(dict(enumerate(counts, first)))
+    layers = {layer: dict(sorted(found.items())) for layer, found in sorted(tokens.items())}
+    return {"experts": {"tokens": layers, "exchange_ms": exchange_ms}} if layers else {}
+
+
+def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
+    """Returns the report on experts for people."""
+    layers = []
+    for layer, tokens in experts["tokens"].items():
+        expert = max(tokens, key=tokens.__getitem__)
+        ratio = tokens[expert] * len(tokens) / max(1, sum(tokens.values()))
+        layers.append((ratio, f"{ratio:.2f} in layer {layer} (expert {expert})"))
+    shown = [text for _, text in sorted(layers, reverse=True)[:MOST_LAYERS]]
+    times = list(experts["exchange_ms"].values())
+    parts = " to ".join(f"{ms:.2f} ms ({ms / max(step_ms, 1e-9):.0%})" for ms in _ends(times))
+    return [
+        f"tokens of the busiest expert over the mean: {', '.join(shown)}",
+        f"of the step, each rank stood in exchanges of tokens: {parts}",
+    ]
+
+
+def _ends(values: Sequence[float]) -> tuple[float, ...]:
+    """Returns the least and the largest of some values, once where they are one."""
+    return tuple(dict.fromkeys((min(values), max(values))))
 
 
 def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
@@ -508,13 +552,28 @@ def _report_lines(selection: _Selection) -> list[str]:
         f"{run.num_chunks} chunks, {step.num_microbatches} microbatches{step.replica}",
         f"iteration {step.iteration}: step {report['step_ms']:.2f} ms, "
         f"bubble {report['bubble_fraction']:.1%} (idle / step time)",
+        *_length_lines(step.lengths),
         *_aligned(_table(report["ranks"], step.actions)),
         *_aligned(_parts_table(report["ranks"])),
     ]
     if len(selection.iterations) > 1:
         lines.append(_over_iterations(selection))
+    if "experts" in report:
+        lines += _expert_lines(report["experts"], report["step_ms"])
     lines.append(f"clocks: {run.alignment.describe()}")
     return lines
+
+
+def _length_lines(lengths: Lengths) -> list[str]:
+    """Says in one line what the step's microbatches hold, none where they are alike."""
+    if not lengths:
+        return []
+    positions, tokens = [one[0] for one in lengths], [sum(one[1:]) for one in lengths]
+    return [
+        f"{sum(tokens):,} tokens, {min(tokens):,} to {max(tokens):,} a microbatch, padding "
+        f"{1 - sum(tokens) / max(1, sum(positions)):.1%}, longest document "
+        f"{max(max(one[1:], default=0) for one in lengths):,}"
+    ]
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:

@@ -39,10 +39,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _KEYS = ("slots", "name")
 
 
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and 0 < len(name) < 256 and name.isprintable()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Describes one line of the file.
@@ -462,7 +458,9 @@ class Membership:
 
     async def _attend(self, link: Connection) -> None:
         hello = await link.receive()
-        if hello is None or hello["what"] != "join" or not _is_name(hello.get("name")):
+        name = None if hello is None else hello.get("name")
+        is_name = isinstance(name, str) and 0 < len(name) < 256 and name.isprintable()
+        if hello is None or hello["what"] != "join" or not is_name:
             link.send("refused", why="does not take such a node: is it of the same version?")
             await link.close()
             return

@@ -37,7 +37,7 @@ from megatron.adaptive.cluster.host import ResourceSampler
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import MASK, is_secret, masked, masked_text
 from megatron.adaptive.config.model import model_flags
-from megatron.adaptive.config.plan import run_flags
+from megatron.adaptive.config.plan import FLAGS, run_flags
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.trace.files import BestEffortFile
 
@@ -106,13 +106,6 @@ def _data_flags(conf: LaunchConf) -> list[str]:
     return flags
 
 
-# Variables that the trainer has as flags.
-_FLAGS = (
-    *("TENSOR_MP_SIZE", "PIPELINE_MP_SIZE", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "SCHEDULE"),
-    *("PARTITION", "STAGE_DP_SIZES", "MODEL_CHUNKS"),
-)
-
-
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
     """Checks the trainer's own rules before anything starts.
 
@@ -128,7 +121,7 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
         parse(trainer_flags(conf, run_dir), world_size=world_size, last_wins=True)
     except ConfigError as error:
         text = str(error).replace("--num-layers is", f"--num-layers of MODEL={conf['MODEL']} is")
-        for name in _FLAGS:
+        for name in (*FLAGS, "MODEL_CHUNKS"):
             flag = run_flags({name: "2"})[0]
             if flag not in (conf["TRAINER_FLAGS"] or ""):
                 text = re.sub(rf"{flag} (?=\d)", f"{name}=", text)

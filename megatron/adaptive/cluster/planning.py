@@ -40,6 +40,7 @@ from megatron.adaptive.config.plan import plan_flags
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import (
+    MEMORY_MARGIN,
     Cluster,
     LinkSpeed,
     NodePool,
@@ -301,12 +302,18 @@ class Planning:
                 f" planner of {PLAN_WITH} does not know it; leave one of them out"
             )
         self._model = arguments_model(arguments, "model")
+        if self._model.has_experts or self._config.model.mtp_num_layers:
+            raise ConfigError(
+                f"{PLAN_WITH} with experts or layers that predict further tokens: a job that"
+                " changes shape moves dense layers alone; start the run without it"
+            )
         cluster, document = read_inputs(paths)
         self._where = ", ".join(map(str, paths))
         self._has_cluster = cluster is not None
         if cluster is None:
             assert document is not None  # there is at least one file
             cluster = equal_nodes(document, self._where)
+        cluster = cluster.with_memory(1 - MEMORY_MARGIN)
         measured = None
         if document is not None:
             profile_file.check_model(document, self._model, self._where)

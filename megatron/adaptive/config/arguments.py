@@ -11,7 +11,7 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,8 +113,7 @@ def parse(
         SystemExit: ``--help`` was given and answered.
     """
     specs = _all_specs()
-    argv = _without_idle(argv)
-    argv = expand_plan(argv, specs, world_size)
+    argv = expand_plan(_flags_where(argv, _is_active), specs, world_size)
     _scan(argv, specs, last_wins=last_wins)
     given = _read_values(argv)
     _require_exclusive(given, specs)
@@ -145,17 +144,11 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
         ConfigError: a flag is unknown or one that this trainer refuses.
     """
     specs = _all_specs()
-    argv = _without_idle(argv)
+    argv = _flags_where(argv, _is_active)
     _scan(argv, specs, last_wins=True)
     wanted = {spec.dest for kind in kinds for spec in _flagged(kind)}.union(more)
     names = {name for spec in specs.values() if spec.dest in wanted for name in spec.names}
-    kept, keeping = [], False
-    for word in argv:
-        if _LOOKS_LIKE_FLAG.match(word):
-            keeping = word.split("=", 1)[0] in names
-        if keeping:
-            kept.append(word)
-    return kept
+    return _flags_where(argv, names.__contains__)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -239,12 +232,17 @@ def options_of(spec: FieldSpec) -> dict[str, Any]:
     return options
 
 
-def _without_idle(argv: Sequence[str]) -> list[str]:
-    """Leaves out the flags of Megatron-LM that have no effect, with their values."""
-    kept, keeping = [], True
+def _is_active(name: str) -> bool:
+    """Returns whether a flag is none of Megatron-LM's that have no effect here."""
+    return not is_idle(name)
+
+
+def _flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
+    """Keeps the flags whose names are wanted, with their values."""
+    kept, keeping = [], is_wanted("")
     for word in argv:
         if _LOOKS_LIKE_FLAG.match(word):
-            keeping = not is_idle(word.split("=", 1)[0])
+            keeping = is_wanted(word.split("=", 1)[0])
         if keeping:
             kept.append(word)
     return kept

@@ -183,11 +183,6 @@ def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         f"{given.num_moe_experts} with layers of --heterogeneous-layers-config-path, which have no "
         "experts: drop one of them",
     )
-    yield (
-        config.schedule.repartition != "off",
-        f"{given.num_moe_experts} with {given.repartition}, which moves dense layers alone; give "
-        "--partition",
-    )
 
 
 def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
@@ -252,6 +247,11 @@ def _overlap(config: TrainerConfig, given: Given) -> Rules:
         settings.pipeline_schedule not in {*RULES, *PAIRING, "file"} - {"auto"},
         f"{what} with {given.pipeline_schedule}, in which no action begins beside another: use "
         "adaptive, combined-1f1b or dualpipe-v",
+    )
+    yield (
+        settings.repartition != "off",
+        f"{what} with {given.repartition}: the time of a layer would hold what runs beside it; "
+        "drop one of them",
     )
     for repeats, is_given in (
         ("--recompute-granularity full", config.recompute.recompute_granularity == "full"),

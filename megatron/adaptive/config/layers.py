@@ -186,7 +186,6 @@ def _unlike(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str]]:
         ("--multi-latent-attention", config.core.multi_latent_attention),
         (given.mtp_num_layers, model.mtp_num_layers is not None),
         (given.num_moe_experts, config.core.num_moe_experts is not None),
-        (given.repartition, config.schedule.repartition != "off"),
         (given.pack_to, config.data.pack_to is not None),
     ):
         yield is_given, f"{what} with {flag}: it is for layers that are alike; drop one of them"
@@ -267,11 +266,6 @@ def _predictions(config: TrainerConfig, given: Any) -> Iterator[tuple[object, st
             given.context_parallel_size,
             "megatron-core would average their loss over each rank's tokens alone: add "
             "--calculate-per-token-loss",
-        ),
-        (
-            config.schedule.repartition != "off",
-            given.repartition,
-            "the norm before them stays with the last transformer layer: drop one of them",
         ),
         (
             config.mtp_stage != stages - 1

@@ -182,7 +182,7 @@ class ModelConfig:
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
-_NO_EXPERTS = "it belongs to mixture-of-experts layers, which this trainer does not build"
+_NO_EXPERTS = "parts of layers of experts are not computed again alone; use full, or other modules"
 
 
 @dataclass(frozen=True, kw_only=True)

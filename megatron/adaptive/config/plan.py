@@ -21,6 +21,7 @@ _DEGREES = {
     "pipeline": "PIPELINE_MP_SIZE",
     "data": "DP_SIZE",
     "chunks": "MODEL_CHUNKS",
+    "expert": "EXPERT_MP_SIZE",
 }
 _KEYS = (
     *("format", "degrees", "placement", "partition", "micro_batch_size", "global_batch_size"),
@@ -63,15 +64,17 @@ _RECOMPUTE_FLAGS = {
     "selective": "--recompute-granularity selective",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-_FLAGS = {
+FLAGS = {
     "TENSOR_MP_SIZE": "--tensor-model-parallel-size",
     "PIPELINE_MP_SIZE": "--pipeline-model-parallel-size",
+    "EXPERT_MP_SIZE": "--expert-model-parallel-size",
     "MICRO_BATCH_SIZE": "--micro-batch-size",
     "GLOBAL_BATCH_SIZE": "--global-batch-size",
     "SCHEDULE": "--pipeline-schedule",
     "PARTITION": "--partition",
     "STAGE_DP_SIZES": "--stage-data-parallel-sizes",
 }
+"""Variables of ``conf.sh`` that are flags of the trainer under another name."""
 _SWITCH_FLAGS = {
     "DISTRIBUTED_OPTIMIZER": "--use-distributed-optimizer",
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
@@ -126,7 +129,7 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
         values: variables by name, as texts or as read; absent ones and ``None`` say nothing.
     """
     flags: list[str] = []
-    for name, flag in _FLAGS.items():
+    for name, flag in FLAGS.items():
         if values.get(name) is not None:
             flags += [flag, str(values[name])]
     if str(values.get("MODEL_CHUNKS", 1)) != "1":

@@ -17,7 +17,7 @@ accelerator substitutions are installed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -304,6 +304,8 @@ class Load:
         longest: tokens of the longest document.
         mean_length: mean tokens of a document.
         num_microbatches: microbatches.
+        least_tokens: tokens of the microbatch with the fewest.
+        most_tokens: tokens of the one with the most.
     """
 
     tokens: int
@@ -311,6 +313,8 @@ class Load:
     longest: int
     mean_length: float
     num_microbatches: int
+    least_tokens: int
+    most_tokens: int
 
 
 class LengthLoader:
@@ -388,6 +392,10 @@ class LengthMicrobatches:
     of the documents one after the other, padding as a last one. A rank that does not read holds
     ``lengths`` alone, or nothing.
 
+    Attributes:
+        contents: by microbatch its positions and the tokens of each of its documents.
+        load: what the microbatches of all replicas hold.
+
     Args:
         lengths: tokens of the step's samples.
         batching: how they become microbatches.
@@ -416,14 +424,19 @@ class LengthMicrobatches:
         if deal is not None:
             own = deal([batching.size_of([lengths[n] for n in row]) for row in rows])[dp_rank]
         self._own = [rows[number] for number in own]
+        self.contents = tuple(
+            (self._positions(row), *(lengths[sample] for sample in row)) for row in self._own
+        )
         self._ready: dict[int, Microbatch] = {}
         self.load = self._measure(rows)
 
     def __len__(self) -> int:
         return len(self._own)
 
-    def __iter__(self) -> Iterator[Microbatch]:
-        return (self[index] for index in range(len(self)))
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Positions of each microbatch."""
+        return tuple(float(one[0]) for one in self.contents)
 
     def __getitem__(self, index: int) -> Microbatch:
         if not 0 <= index < len(self):
@@ -464,20 +477,25 @@ class LengthMicrobatches:
 
     def _measure(self, microbatches: Sequence[Sequence[int]]) -> Load:
         """Counts tokens and positions of the whole step."""
-        lengths, room = self._lengths, self._batching.row_tokens
-        tokens, positions = sum(lengths), 0
-        for samples in microbatches:
-            if self._batching.pack_to is None:
-                positions += len(samples) * room(max(lengths[n] for n in samples))
-            else:
-                positions += room(sum(lengths[n] for n in samples))
+        lengths, positions = self._lengths, [self._positions(samples) for samples in microbatches]
+        tokens = sum(lengths)
+        each = [sum(lengths[sample] for sample in samples) for samples in microbatches]
         return Load(
             tokens=tokens,
-            padding=1.0 - tokens / positions,
+            padding=1.0 - tokens / sum(positions),
             longest=max(lengths),
             mean_length=tokens / len(lengths),
             num_microbatches=len(microbatches),
+            least_tokens=min(each),
+            most_tokens=max(each),
         )
+
+    def _positions(self, samples: Sequence[int]) -> int:
+        """Returns the positions of a microbatch, padding included."""
+        lengths, room = [self._lengths[sample] for sample in samples], self._batching.row_tokens
+        if self._batching.pack_to is None:
+            return len(lengths) * room(max(lengths))
+        return room(sum(lengths))
 
 
 _KEYS = ("tokens", "labels", "position_ids", "loss_mask")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLin
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.tracing import Tracing
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.trace.clock_sync import start_clock_sync
@@ -216,6 +217,31 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def require_equal_settings(settings: Mapping[str, str]) -> None:
+    """Refuses ranks with different settings, on all ranks alike. Collective over all ranks.
+
+    Ranks that differ would wait for each other for ever, or add up what does not belong together.
+
+    Args:
+        settings: by name, as users write them.
+
+    Raises:
+        ConfigError: names a setting, with both values and a rank of each.
+    """
+    box = [settings]
+    dist.broadcast_object_list(box, src=0)
+    first = box[0]
+    differing = next((name for name in settings if settings[name] != first.get(name)), None)
+    found = gather(None if differing is None else (settings[differing], first.get(differing)))
+    for rank, pair in enumerate(found):
+        if pair is not None:
+            own, theirs = (text or "nothing in its place" for text in pair)
+            raise ConfigError(
+                f"{own} on rank {rank}, but {theirs} on rank 0: ranks of a job share their "
+                "settings; start all of them with the same ones"
+            )
 
 
 def _connect(

@@ -103,10 +103,10 @@ class Stages(Protocol):
     def release(self, chunk: int, microbatch: int) -> None:
         """The output of that forward is with the transport: its memory may go."""
 
-    def activation_bytes(self, chunk: int) -> int:
-        """Bytes that one microbatch's forward of the chunk keeps for its backward."""
+    def activation_bytes(self, chunk: int, microbatch: int) -> int:
+        """Bytes that a microbatch's forward of the chunk keeps for its backward."""
 
-    def retained_bytes(self, chunk: int) -> int:
+    def retained_bytes(self, chunk: int, microbatch: int) -> int:
         """Bytes of them that a split backward leaves for the weight gradient."""
 
     def backward(
@@ -405,22 +405,22 @@ class Executor:
         if kind is ActionKind.F:
             output = stages.forward(chunk, microbatch, received)
             if not state.forward_only:
-                self._held_bytes += stages.activation_bytes(chunk)
+                self._held_bytes += stages.activation_bytes(chunk, microbatch)
                 held = self._held_bytes
             state.finish(action)
             nbytes += self._hand(action, output, state)
             stages.release(chunk, microbatch)
         elif kind is ActionKind.B:
             gradient = stages.backward(chunk, microbatch, received)
-            self._held_bytes -= stages.activation_bytes(chunk)
+            self._held_bytes -= stages.activation_bytes(chunk, microbatch)
             if state.weight_pieces:
-                self._held_bytes += stages.retained_bytes(chunk)
+                self._held_bytes += stages.retained_bytes(chunk, microbatch)
             state.finish(action)
             nbytes += self._hand(action, gradient, state)
         else:
             stages.weights(chunk, microbatch, action.piece, state.weight_pieces)
             if action.piece == state.weight_pieces - 1:
-                self._held_bytes -= stages.retained_bytes(chunk)
+                self._held_bytes -= stages.retained_bytes(chunk, microbatch)
             state.finish(action)
         self._launched.append(
             LaunchedAction(action, start, self._clock.mark(), nbytes, held, depth)

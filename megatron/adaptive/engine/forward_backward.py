@@ -47,6 +47,8 @@ class ForwardBackward:
         self._stores = stores
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
+        self._measured_size = 0.0  # positions of the microbatch that was measured
+        self._mean_size = 1.0  # of the last step, in measured ones
 
     def __call__(
         self,
@@ -66,12 +68,14 @@ class ForwardBackward:
         pg_collection: ProcessGroupCollection | None = None,
         force_all_reduce: bool | None = False,
         loss_parts: int | None = None,
+        sizes: Sequence[float] | None = None,
     ) -> list[Any]:
         """Run one step; see megatron-core for the arguments.
 
         Args:
             loss_parts: microbatches of all replicas, where their numbers differ and gradients are
                 to be summed over replicas, not averaged.
+            sizes: positions of each microbatch of this rank, ``None`` where all are alike.
 
         Returns:
             What ``loss_func`` returned for logging, one entry per microbatch in ascending order, on
@@ -96,6 +100,11 @@ class ForwardBackward:
                 "chunk"
             )
         groups = pg_collection or default_process_groups()
+        relative = None
+        if sizes is not None and not forward_only:
+            self._measured_size = self._measured_size or sizes[0]
+            relative = [size / self._measured_size for size in sizes]
+            self._mean_size = sum(relative) / len(relative)
         stages = MegatronStages(
             forward_step_func=forward_step_func,
             data_iterators=iterators,
@@ -112,6 +121,7 @@ class ForwardBackward:
             stores=self._stores,
             loss_parts=loss_parts
             or num_microbatches * (widths.sizes[orders.pp_rank] if widths else 1),
+            sizes=relative,
         )
         timers = stages.config.timers
         if timers is not None:
@@ -123,7 +133,7 @@ class ForwardBackward:
                 self._executor.run(
                     stages,
                     orders.policy(num_microbatches, forward_only=forward_only),
-                    orders.state(num_microbatches, forward_only=forward_only),
+                    orders.state(num_microbatches, forward_only=forward_only, sizes=sizes),
                 )
         finally:
             stages.finish()
@@ -162,13 +172,15 @@ class ForwardBackward:
         """
         self._stores = stores
         self._meter = ActivationMeter()
+        self._measured_size = 0.0
 
     def candidate(self, num_microbatches: int) -> Candidate:
         """Returns what runs; see :meth:`Orders.candidate`."""
         return self._orders.candidate(num_microbatches)
 
     def activation_bytes(self) -> tuple[int, ...]:
-        """Bytes that one microbatch keeps in each chunk of this rank, 0 before the first."""
+        """Bytes that a mean microbatch keeps in each chunk of this rank, 0 before the first."""
         return tuple(
-            self._meter.bytes_of(chunk) for chunk in range(self._orders.placement.num_chunks)
+            round(self._meter.bytes_of(chunk) * self._mean_size)
+            for chunk in range(self._orders.placement.num_chunks)
         )

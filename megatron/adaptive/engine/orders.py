@@ -7,6 +7,7 @@ Megatron-LM.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.adaptive.config.schedule import KEEPING_ALL
@@ -128,13 +129,33 @@ class Orders:
             self._policies[key] = self._make_policy(num_microbatches, forward_only)
         return self._policies[key]
 
-    def state(self, num_microbatches: int, *, forward_only: bool) -> RankState:
-        """Returns a fresh state of a step."""
+    def state(
+        self,
+        num_microbatches: int,
+        *,
+        forward_only: bool,
+        sizes: Sequence[float] | None = None,
+    ) -> RankState:
+        """Returns a fresh state of a step.
+
+        Args:
+            num_microbatches: of this rank.
+            forward_only: evaluation.
+            sizes: positions of each microbatch, which their activations are in proportion to;
+                ``None`` where all are alike. The cap then counts these: so many times their mean,
+                and never less than the largest, which else could not start.
+        """
+        cap = None if forward_only else self._cap_for(num_microbatches)
+        if sizes is not None and cap is not None:
+            mean = sum(sizes) / len(sizes)
+            sizes = [size / mean for size in sizes]
+            cap = max(cap, *sizes)
         return RankState(
             placement=self.placement,
             rank=self.pp_rank,
             num_microbatches=num_microbatches,
-            cap=None if forward_only else self._cap_for(num_microbatches),
+            cap=cap,
+            sizes=sizes,
             forward_only=forward_only,
             weight_pieces=self.weight_pieces,
             beside=self.beside,
@@ -162,11 +183,12 @@ class Orders:
             hint=self._hint,
         )
 
-    def inputs_in_flight(self, num_microbatches: int) -> int:
+    def inputs_in_flight(self, num_microbatches: int, *, smallest: float = 1.0) -> int:
         """Returns the most inputs that a rank keeps at a time, for the size of its channels.
 
         Args:
             num_microbatches: microbatches of a step; of the whole job where stages are unequal.
+            smallest: size of those that fill the cap with the most inputs, in mean ones.
         """
         keeps_all = self.schedule in KEEPING_ALL
         if (widths := self.widths) is not None:
@@ -183,7 +205,8 @@ class Orders:
         if keeps_all:
             return everything
         return min(
-            everything, math.ceil(self._cap_for(num_microbatches) * self.placement.num_chunks)
+            everything,
+            math.ceil(self._cap_for(num_microbatches) * self.placement.num_chunks / smallest),
         )
 
     def _name(self) -> str:

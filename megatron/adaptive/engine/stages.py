@@ -160,6 +160,8 @@ class MegatronStages:
         stores: one per chunk, attached to its layers; needed only to split.
         loss_parts: microbatches that the step's loss is the mean of; those of this rank where
             ``None``.
+        sizes: of each microbatch, in those of the one that was measured; ``None`` where all are
+            alike.
 
     Raises:
         ConfigError: backwards are to be split and there is not one store per chunk.
@@ -182,6 +184,7 @@ class MegatronStages:
         split: bool = False,
         stores: Sequence[WeightGradientStore] | None = None,
         loss_parts: int | None = None,
+        sizes: Sequence[float] | None = None,
     ) -> None:
         self.reduced_losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
@@ -192,6 +195,7 @@ class MegatronStages:
         self._chunks = chunks
         self._num_microbatches = num_microbatches
         self._loss_parts = num_microbatches if loss_parts is None else loss_parts
+        self._sizes = sizes
         self._cp_size = groups.cp.size()
         self._meter = meter
         self._forward_only = forward_only
@@ -215,9 +219,9 @@ class MegatronStages:
             store.clear()
             store.active = True
 
-    def activation_bytes(self, chunk: int) -> int:
+    def activation_bytes(self, chunk: int, microbatch: int) -> int:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
-        return self._meter.bytes_of(chunk)
+        return self._sized(self._meter.bytes_of(chunk), microbatch)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
@@ -294,12 +298,17 @@ class MegatronStages:
         if microbatch == self._num_microbatches - 1 and piece == pieces - 1:
             self._sync.after_last_weights(chunk)
 
-    def retained_bytes(self, chunk: int) -> int:
+    def retained_bytes(self, chunk: int, microbatch: int) -> int:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`.
 
         Measured at the first backward that was split; 0 before it and in steps that do not split.
         """
-        return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
+        if self._stores is None:
+            return 0
+        return self._sized(self._stores[chunk].microbatch_bytes, microbatch)
+
+    def _sized(self, nbytes: int, microbatch: int) -> int:
+        return nbytes if self._sizes is None else round(nbytes * self._sizes[microbatch])
 
     def finish(self) -> None:
         """End the step, normally or after an error."""

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,11 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.adaptive.accelerator import CpuClock, CudaClock
 from megatron.adaptive.errors import ConfigError, TraceError
-from megatron.adaptive.trace.event import KINDS, Row
+from megatron.adaptive.trace.event import KINDS, Lengths, Row
 from megatron.adaptive.trace.recorder import Recorder
+
+if TYPE_CHECKING:  # needs megatron-core, which a trace of another program does without
+    from megatron.adaptive.engine.expert_load import ExpertLoad
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -55,6 +58,9 @@ class Tracing:
         recorder: where spans go, ``None`` for no trace.
         clock: of the device.
         sync: compares this rank's clock with others, closed with this.
+
+    Attributes:
+        experts: measures the rank's experts, ``None`` where nobody asks or there are none.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Tracing:
         self.recorder = recorder
         self._clock: Any = clock or CpuClock()
         self._sync = sync
+        self.experts: ExpertLoad | None = None
         self._present: tuple[int, int] | None = None  # iteration and microbatches, if traced
         self._place = (0, 0)  # the same of any iteration
         self._doing = ""
@@ -91,15 +98,22 @@ class Tracing:
         known = {"iteration": iteration, "num_microbatches": num_microbatches}
         return {**known, "doing": self._doing, "in_step": self._in_step}
 
-    def begin_iteration(self, iteration: int, num_microbatches: int, *, is_traced: bool) -> None:
-        """Begin an iteration."""
+    def begin_iteration(
+        self, iteration: int, num_microbatches: int, *, is_traced: bool, lengths: Lengths = ()
+    ) -> None:
+        """Begin an iteration, with the lengths of its microbatches where they differ."""
         self._present = None
         self._in_step = True
         self._place = (iteration, num_microbatches)
+        is_traced = is_traced and self.recorder is not None
+        if self.experts is not None:
+            self.experts.begin(is_traced=is_traced)
         if self.recorder is None or not is_traced:
             return
         self._begun_ns = time.monotonic_ns()
-        self.recorder.begin_iteration(iteration, num_microbatches, start_ns=self._begun_ns)
+        self.recorder.begin_iteration(
+            iteration, num_microbatches, start_ns=self._begun_ns, lengths=lengths
+        )
         if self.recorder.is_recording:
             self._present = (iteration, num_microbatches)
 
@@ -111,6 +125,8 @@ class Tracing:
         if self.recorder.is_recording:
             self.recorder.extend([_row(_STEP, self._begun_ns, time.monotonic_ns())])
             self._resolve()
+            if self.experts is not None and (tokens := self.experts.tokens()):
+                self.recorder.add_experts(self.experts.exchange_ns(), tokens)
         self.recorder.end_iteration()
 
     def span(self, kind: str) -> AbstractContextManager[None]:
@@ -244,7 +260,9 @@ class OutsideTrace:
         chunks = {id(one): chunk for chunk, one in enumerate(models)}
         forwards = [0] * len(models)
 
-        def forward_step(data_iterator: Any, model: Any, *more: Any) -> Any:
+        def forward_step(data_iterator: Any, model: Any, *more: Any, **plan: Any) -> Any:
+            if plan:  # combined 1F1B asks for the parts of a forward, and runs them by itself
+                return function(data_iterator, model, *more, **plan)
             chunk = chunks[id(model)]
             place = (chunk, forwards[chunk])
             forwards[chunk] += 1

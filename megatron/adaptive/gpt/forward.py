@@ -6,12 +6,13 @@ stirred by a function that can be turned back::
     bits   63 ... 40   39 ... 24    23 ... 12   11 ... 0
            step        microbatch   layer       lane
 
-Layer 0 is the embedding, transformer layers count from 1 through the whole model. Lane 0 is the
-generator for tensors that tensor-parallel ranks hold alike, lane 1 + i the one for split tensors on
-the i-th of these ranks; a dense GPT draws from no other. Stirring spreads every bit over all, for a
-CPU generator starts from the lower half of its seed. That it can be turned back is for
-recomputation: megatron-core restores generators to what they were before a layer's forward, at a
-time when another microbatch is the current one, and a generator's seed then says which is meant.
+Layer 0 is the embedding, transformer layers count from 1 through the whole model, embeddings of
+multi-token prediction from the largest number down. Lane 0 is the generator for tensors that
+tensor-parallel ranks hold alike, lane 1 + i the one for split tensors on the i-th of these ranks; a
+dense GPT draws from no other. Stirring spreads every bit over all, for a CPU generator starts from
+the lower half of its seed. That it can be turned back is for recomputation: megatron-core restores
+generators to what they were before a layer's forward, at a time when another microbatch is the
+current one, and a generator's seed then says which is meant.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megatron.core.tensor_parallel.random import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     get_cuda_rng_tracker,
 )
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
@@ -206,8 +208,9 @@ class DropoutKeys:
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Have every transformer layer of ``chunks`` seed the generators before its forward.
 
-        A layer takes step and microbatch from the last :meth:`apply`, or from the generators as a
-        recomputation restores them. In evaluation it does nothing.
+        Layers of multi-token prediction do so before they look tokens up. A layer takes step and
+        microbatch from the last :meth:`apply`, or from the generators as a recomputation restores
+        them. In evaluation it does nothing.
         """
         if not self._enabled:
             return
@@ -245,8 +248,11 @@ class DropoutKeys:
         key = _settle(self._generator.initial_seed()) ^ self._secret
         # Between ranks that split the sequence, megatron-core runs layers on a generator for split
         # tensors; in a recomputation only the lane still says that.
+        number = layer.layer_number
+        if isinstance(layer, MultiTokenPredictionLayer):
+            number = (1 << _LAYER_BITS) - number
         self._seed(
-            key >> _TIME_SHIFT << _TIME_SHIFT | layer.layer_number << _LANE_BITS,
+            key >> _TIME_SHIFT << _TIME_SHIFT | number << _LANE_BITS,
             lane=key % (1 << _LANE_BITS),
         )
 
@@ -266,7 +272,7 @@ class DropoutKeys:
 def _layers_of(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, TransformerLayer):
+            if isinstance(module, TransformerLayer | MultiTokenPredictionLayer):
                 yield module
 
 

@@ -16,8 +16,9 @@ from megatron.core.rerun_state_machine import (
 
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.engine.build import gather_places
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.trainer import TrainerConfig, groups
+from megatron.adaptive.engine.build import gather_places, require_equal_settings
 from megatron.adaptive.engine.job import Job, destroy_groups, meet, process_groups
 from megatron.adaptive.gpt.placement import (
     embedding_ranks,
@@ -76,6 +77,7 @@ def start_job(
             world_size=environment.world_size,
             timeout=timeout,
         )
+    require_equal_settings(_shared_settings(config))
     set_up_mesh(config)
     seed_everything(config.run.seed)
     # megatron-core asks this machine about NaN handling; faults here are our own errors.
@@ -89,6 +91,20 @@ def start_job(
         places=gather_places(),
         timeout=timeout,
     )
+
+
+_SHARED = ("model", "parallel", "batch", "precision", "optimizer", "recompute", "core", "schedule")
+_OWN = ("trace_dir", "record_schedule", "replay_schedule", "schedule_file", "diagnose_interval")
+
+
+def _shared_settings(config: TrainerConfig) -> dict[str, str]:
+    """Returns what all ranks must have alike, as on the command line; paths may differ."""
+    return {
+        spec.dest: f"{spec.name} {getattr(getattr(config, group), spec.dest)}"
+        for group, kind in groups().items()
+        for spec in fields_of(kind)
+        if group in _SHARED and spec.has_flag and spec.dest not in _OWN
+    }
 
 
 def set_up_mesh(config: TrainerConfig) -> None:

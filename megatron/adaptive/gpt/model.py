@@ -456,23 +456,52 @@ def build_layer(
         block: megatron-core's block of layers that it is for.
         index: its place in the block.
     """
-    drawing = core.init_method, core.output_layer_init_method
-    core.init_method = core.output_layer_init_method = _as_it_is
+    kept = {name: getattr(core, name) for name in (*_DRAWING, *_OF_THE_RUN)}
+    vars(core).update(dict.fromkeys(_DRAWING, _as_it_is), **dict.fromkeys(_OF_THE_RUN))
+    before = get_transformer_layer_offset(core, block.vp_stage) + index
     try:
         layer: torch.nn.Module = build_module(
-            _layer_specs(config, core)[get_transformer_layer_offset(core, block.vp_stage) + index],
-            config=core,
+            _layer_specs(config, core)[before],
+            config=core.get_config_for_layer(before + 1)
+            if isinstance(core, UnlikeLayersConfig)
+            else core,
             layer_number=index + 1,
             pg_collection=block.pg_collection,
             vp_stage=block.vp_stage,
         )
     finally:
-        core.init_method, core.output_layer_init_method = drawing
+        vars(core).update(kept)
+    return _ready(layer, core, accelerator)
+
+
+def build_norm(core: TransformerConfig, accelerator: Accelerator, block: Any) -> torch.nn.Module:
+    """Builds the norm that follows the last layer of a model, for a block that had none."""
+    norm: torch.nn.Module = build_module(
+        block.submodules.layer_norm,
+        config=core,
+        hidden_size=core.hidden_size,
+        eps=core.layernorm_epsilon,
+    )
+    return _ready(norm, core, accelerator)
+
+
+def _ready(
+    part: torch.nn.Module, core: TransformerConfig, accelerator: Accelerator
+) -> torch.nn.Module:
+    """Gives a part of a model its precision and device."""
     if core.fp16:
-        layer = layer.half()
+        part = part.half()
     elif core.bf16:
-        layer = layer.bfloat16()
-    return layer.to(accelerator.device)
+        part = part.bfloat16()
+    return part.to(accelerator.device)
+
+
+_DRAWING = ("init_method", "output_layer_init_method")
+# Experts and layers of their own shape copy the configuration in depth, and with these the run.
+_OF_THE_RUN = (
+    *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
+    *("finalize_model_grads_func", "timers"),
+)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

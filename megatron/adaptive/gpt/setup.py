@@ -21,6 +21,7 @@ from megatron.adaptive.data.loader import BatchSizes, MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
+from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.orders import Orders, given_schedule, weight_pieces
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, ScheduleRecord
@@ -40,6 +41,9 @@ from megatron.adaptive.gpt.placement import (
     widths_of,
 )
 from megatron.adaptive.schedule.placement import Placement
+
+_SHORT = 0.5
+"""Size of the microbatches that a pipeline is filled with, the shortest first, in mean ones."""
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
@@ -178,6 +182,7 @@ def build_run(job: TrainingJob) -> Run:
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
     connect_chunks(config, core, chunks, optimizer)
     tracing = open_run_trace(job, placement, rows)
+    measure_experts(job, tracing, chunks)
     widths = widths_of(config)
     core.finalize_model_grads_func = tracing.around(
         "reduce", partial(finalize_gradients, widths=widths)
@@ -206,7 +211,8 @@ def build_run(job: TrainingJob) -> Run:
             in_flight=orders.inputs_in_flight(
                 config.num_microbatches
                 * (1 if widths is None else widths.round_size)
-                * (1 if config.balance == "off" else 2)
+                * (1 if config.balance == "off" else 2),
+                smallest=_SHORT if config.data.variable_seq_lengths else 1.0,
             ),
             widths=widths,
             model=core,
@@ -363,6 +369,13 @@ def connect_chunks(
     if parallel.overlap_param_gather and parallel.align_param_gather:
         gathers = [chunk.start_param_sync for chunk in chunks]
         core.param_sync_func = gathers[0] if single else gathers
+
+
+def measure_experts(job: TrainingJob, tracing: Tracing, chunks: list[torch.nn.Module]) -> None:
+    """Lets the trace measure the experts of these chunks, if someone looks at what they do."""
+    settings = job.config
+    if settings.schedule.trace_dir is not None or settings.logging.tensorboard_dir is not None:
+        tracing.experts = measured_experts(chunks, job.accelerator)
 
 
 def open_run_trace(job: TrainingJob, placement: Placement, padded_vocab_size: int) -> Tracing:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron.adaptive.config.core import CoreConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
 from megatron.adaptive.gpt.forward import LOSS_NAME, ChunkFeed, DropoutKeys, GptForward
@@ -28,6 +33,7 @@ class StepResult:
         grad_norm: norm of all gradients before clipping, ``None`` where it is not computed.
         num_zeros: zeros in the gradients, ``None`` where they are not counted.
         bubble_fraction: idle part of the pipeline's step, ``None`` at iterations without a log.
+        curves: what TensorBoard alone shows, by tag, on the ranks that have losses.
     """
 
     losses: dict[str, float]
@@ -35,6 +41,7 @@ class StepResult:
     grad_norm: float | None
     num_zeros: int | None
     bubble_fraction: float | None
+    curves: dict[str, float] = field(default_factory=dict)
 
 
 class Step:
@@ -50,6 +57,7 @@ class Step:
         )
         dropout.attach(run.chunks)
         self._forward = GptForward(run.job.accelerator, dropout)
+        self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
         self.times: RankTimes | None = None  # of the last training step, on our executor
 
@@ -96,8 +104,17 @@ class Step:
             if "NaN" in str(error) or "Inf" in str(error):
                 raise _diverged(run, iteration, error) from error
             raise
+        losses = self._mean_losses([reduced], dealt) | self._further_losses(len(reduced), dealt)
+        curves: dict[str, float] = {}
+        if self._run.tracing.experts is not None:
+            curves |= self._imbalance(iteration)
+        if self._balancing:
+            balancing, by_layer = self._mean_balancing_losses(len(reduced), dealt)
+            losses |= balancing
+            curves |= by_layer
         return StepResult(
-            losses=self._mean_losses([reduced], dealt) | self._further_losses(len(reduced), dealt),
+            losses=losses,
+            curves=curves,
             updated=bool(updated),
             grad_norm=None if grad_norm is None else float(grad_norm),
             num_zeros=None if num_zeros is None else int(num_zeros),
@@ -154,9 +171,12 @@ class Step:
         run, model = self._run, self._config.model
         if microbatches is not None:
             num_microbatches = len(microbatches)  # packed ones may be fewer
-        numbers, more = (
-            (None, {}) if dealt is None else (dealt.numbers, {"loss_parts": dealt.total})
-        )
+        more: dict[str, Any] = {}
+        if run.wiring is not None:  # megatron-core's own loop has no cap
+            more["sizes"] = getattr(microbatches, "sizes", None)
+        if dealt is not None:
+            more["loss_parts"] = dealt.total
+        numbers = None if dealt is None else dealt.numbers
         feeds = [
             ChunkFeed(microbatches, count=num_microbatches, step=step, numbers=numbers)
             for _ in run.chunks
@@ -239,6 +259,87 @@ class Step:
             everywhere = dealt.total * parallel_state.get_context_parallel_world_size()
         means = (sums / everywhere).tolist()
         return {f"mtp_{depth} loss": mean for depth, mean in enumerate(means, 1)}
+
+    def _mean_balancing_losses(
+        self, num_microbatches: int, dealt: Dealt | None
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Average the losses that balance experts, under Megatron-LM's names. Collective.
+
+        Over microbatches and layers that have experts. As in megatron-core, those of the load are
+        added up over tensor- and context-parallel ranks, where each has its part of them, and
+        averaged over replicas; the z-loss is averaged over all, of which megatron-core takes one.
+
+        Returns:
+            Names and values, and by TensorBoard's tags those of each layer if they are asked for;
+            nothing off the last stage.
+        """
+        run, names = self._run, self._balancing
+        core = run.core
+        num_layers = core.num_layers + (core.mtp_num_layers or 0)
+        sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
+        tracker = get_moe_layer_wise_logging_tracker()
+        for row, name in enumerate(names):
+            if name in tracker:  # not on stages without experts
+                sums[row] = tracker[name]["values"]
+        clear_aux_losses_tracker()
+        dist.all_reduce(sums, group=run.job.control_group)
+        if not num_microbatches:
+            return {}, {}
+        replicas = parallel_state.get_data_parallel_world_size()
+        stage = replicas * parallel_state.get_tensor_and_context_parallel_world_size()
+        shares = {_GLOBAL_LOSS: 1, _Z_LOSS: stage}
+        sums /= torch.tensor([[shares.get(name, replicas)] for name in names])
+        sums *= 1 / num_microbatches if dealt is None else replicas / dealt.total
+        pattern = core.moe_layer_freq
+        if isinstance(pattern, int):
+            pattern = [number % pattern == 0 for number in range(core.num_layers)]
+        means = (sums.sum(dim=1) / (sum(pattern) + (core.mtp_num_layers or 0))).tolist()
+        curves = {
+            f"moe/{name}_layer_{layer}": value
+            for name, row in zip(names, sums.tolist(), strict=True)
+            for layer, value in enumerate(row)
+            if core.moe_per_layer_logging
+        }
+        return dict(zip(names, means, strict=True)), curves
+
+    def _imbalance(self, iteration: int) -> dict[str, float]:
+        """Return the largest over the mean number of tokens of each layer's experts, by its curve.
+
+        Only where TensorBoard shows it; then a message between all ranks.
+        """
+        run, settings, core = self._run, self._config.logging, self._run.core
+        load = run.tracing.experts
+        is_shown = settings.tensorboard_dir is not None
+        if load is None or not is_shown or iteration % settings.tensorboard_log_interval:
+            return {}
+        num_layers = core.num_layers + (core.mtp_num_layers or 0)
+        tokens = torch.zeros(num_layers, core.num_moe_experts, dtype=torch.float64)
+        for layer, first, *counts in load.tokens():
+            tokens[layer, first : first + len(counts)] += torch.tensor(counts)
+        dist.all_reduce(tokens, group=run.job.control_group)
+        largest, means = tokens.max(dim=1).values.tolist(), tokens.mean(dim=1).tolist()
+        return {
+            f"moe/largest_over_mean_tokens_layer_{layer}": most / mean
+            for layer, (most, mean) in enumerate(zip(largest, means, strict=True))
+            if mean
+        }
+
+
+_GLOBAL_LOSS, _Z_LOSS = "global_load_balancing_loss", "z_loss"
+_LOSS_OF_KIND = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": _GLOBAL_LOSS,
+}
+
+
+def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
+    """Returns megatron-core's names of the losses that balance experts."""
+    if core.num_moe_experts is None:
+        return ()
+    kinds = zip(core.moe_router_load_balancing_type, core.moe_aux_loss_coeff, strict=True)
+    names = [_LOSS_OF_KIND[kind] for kind, weight in kinds if weight and kind in _LOSS_OF_KIND]
+    return (*names, _Z_LOSS) if core.moe_z_loss_coeff else tuple(names)
 
 
 def gather_parameters(run: Run) -> None:

@@ -44,6 +44,14 @@ def check_stages(num_segments: int, num_stages: int) -> None:
         )
 
 
+def read_partition(given: str | Sequence[int]) -> tuple[int, ...]:
+    """Reads the segments of each stage, such as ``3-4-5``; ConfigError if it is no partition."""
+    try:
+        return parse_partition(given) if isinstance(given, str) else tuple(map(int, given))
+    except ValueError as error:
+        raise ConfigError(f"partition: {error}") from None
+
+
 def given_partition(
     given: str | Sequence[int], num_segments: int, num_stages: int
 ) -> tuple[int, ...]:
@@ -52,10 +60,7 @@ def given_partition(
     Raises:
         ConfigError: it does not fit the model or the pipeline.
     """
-    try:
-        partition = parse_partition(given) if isinstance(given, str) else tuple(map(int, given))
-    except ValueError as error:
-        raise ConfigError(f"partition: {error}") from None
+    partition = read_partition(given)
     if len(partition) != num_stages or min(partition) < 1 or sum(partition) != num_segments:
         raise ConfigError(
             f"partition {format_partition(partition)} was given for {num_segments} segments and "

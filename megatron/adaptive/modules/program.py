@@ -349,11 +349,11 @@ class ProgramStages:
     def release(self, chunk: int, microbatch: int) -> None:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`; nothing is held on to."""
 
-    def activation_bytes(self, chunk: int) -> int:
+    def activation_bytes(self, chunk: int, microbatch: int) -> int:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         return self._meter.bytes_of(chunk)
 
-    def retained_bytes(self, chunk: int) -> int:
+    def retained_bytes(self, chunk: int, microbatch: int) -> int:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
 

@@ -20,12 +20,17 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
-from megatron.adaptive.config.schedule import SEVERAL_CHUNKS, parse_partition
+from megatron.adaptive.config.schedule import SEVERAL_CHUNKS
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.orders import Orders, weight_pieces
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import PipelineRequest
-from megatron.adaptive.modules.cutting import balanced, check_weights, given_partition
+from megatron.adaptive.modules.cutting import (
+    balanced,
+    check_weights,
+    given_partition,
+    read_partition,
+)
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
 from megatron.adaptive.modules.profiler import ModuleProfile, Profiler
 from megatron.adaptive.modules.recording import CutPoint
@@ -344,11 +349,6 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineRequest) -> Non
                 shares_memory=not job.accelerator.is_cuda,
             ),
         )
-    try:
-        partition = request.partition
-        partition = parse_partition(partition) if isinstance(partition, str) else partition
-    except ValueError as error:
-        raise ConfigError(f"partition: {error}") from None
     made = MeasuredModule(
         signature=_signature(request),
         name=profile.name,
@@ -363,7 +363,7 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineRequest) -> Non
         cap=request.activation_cap,
         pipeline_size=given if isinstance(given, int) else None,
         micro_batch_size=size,
-        partition=None if partition is None else tuple(partition),
+        partition=None if request.partition is None else read_partition(request.partition),
         weights=None if request.weights is None else tuple(request.weights),
         is_random=any(part.is_random for part in profile.parts),
     )

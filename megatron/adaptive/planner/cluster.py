@@ -23,6 +23,9 @@ from typing import Any
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import check_form, read_file
 
+MEMORY_MARGIN = 0.1
+"""Share of each GPU's memory that plans leave alone: predicted peaks lie so far below measured ones
+at most (``benchmarks/planner.py``, memory)."""
 _NOISE = re.compile(r"nvidia|geforce|tesla|quadro|[^a-z0-9]+")
 
 

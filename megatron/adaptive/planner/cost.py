@@ -30,6 +30,7 @@ from megatron.adaptive.planner.layers import (
     LayerTable,
     Runtime,
     boundary_s,
+    divided_parameters,
     embedding_s,
     exposed_reduce_s,
     in_flight,
@@ -152,7 +153,11 @@ class StageSums:
         for rank, stages in enumerate(stages_of):
             rows = [i for stage in stages for i in range(bounds[stage], bounds[stage + 1])]
             parameters = max(float(table.parameters[rows].sum()) for _, table in tables[rank])
-            reduce.append(reduce_s(plan.places, rank, inputs, parameters))
+            experts = max(float(table.expert_parameters[rows].sum()) for _, table in tables[rank])
+            ranks = plan.expert_ranks
+            reduce.append(reduce_s(plan.places, rank, inputs, parameters, experts, ranks))
+            if plan.distributed_optimizer:
+                parameters = divided_parameters(parameters, experts, ranks)
             memories.append(_memory(plan, rank, rows, tables[rank], inputs, runtime))
             dp, sharded = len(plan.places[rank].replicas), plan.distributed_optimizer
             updates.append(
@@ -187,7 +192,8 @@ _Tables = list[tuple[NodeType, LayerTable]]
 
 
 def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> _Tables:
-    nodes = ((inputs.cluster.nodes[one.node], one.tp) for one in place.replicas)
+    nodes = [(inputs.cluster.nodes[one.node], one.tp) for one in place.replicas]
+    others = list({node.name: node for node, _ in nodes}.values())
     return [
         (
             node,
@@ -198,6 +204,8 @@ def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> _Tables:
                 micro_batch=place.micro_batch,
                 recompute=plan.recompute,
                 sequence_parallel=plan.sequence_parallel,
+                expert_ranks=plan.expert_ranks,
+                others=others,
             ),
         )
         for node, tp in {(node.name, tp): (node, tp) for node, tp in nodes}.values()
@@ -251,6 +259,11 @@ def _memory(
             limit_bytes=node.memory_bytes,
             runtime=runtime,
             context_bytes=inputs.profile.context_bytes.get(node.gpu),
+            divided=divided_parameters(
+                float(table.parameters[rows].sum()),
+                float(table.expert_parameters[rows].sum()),
+                plan.expert_ranks,
+            ),
         )
         for node, table in tables
     ]
@@ -388,7 +401,7 @@ def _parts(
 
 _NAMES = {
     "compute": "compute of stage {stage}",
-    "tp": "communication between the tensor-parallel ranks of stage {stage}",
+    "tp": "communication between the tensor- and expert-parallel ranks of stage {stage}",
     "transfer": "transfers between stages",
     "reduction": "gradient reduction of stage {stage}",
     "embedding": "gradients of the tied embeddings",

@@ -12,7 +12,7 @@ how many microbatches the schedule holds at its worst moment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -112,6 +112,7 @@ def stage_memory(
     limit_bytes: float,
     runtime: Runtime = OURS,
     context_bytes: float | None = None,
+    divided: Any = None,
 ) -> StageMemory:
     """Adds up the memory of a stage, or of many: numbers or arrays.
 
@@ -126,6 +127,8 @@ def stage_memory(
         limit_bytes: usable memory of the GPU.
         runtime: what the training program needs besides.
         context_bytes: of the process as measured; None for the runtime's.
+        divided: parameters whose state ``dp`` replicas divide, where they are not ``parameters``:
+            see ``divided_parameters``.
     """
     context = runtime.context_bytes if context_bytes is None else context_bytes
     besides = context + parameters * runtime.parameter_copies_bytes
@@ -133,11 +136,20 @@ def stage_memory(
     return StageMemory(
         parameter_bytes=parameters * sizes.parameter_bytes,
         gradient_bytes=parameters * sizes.gradient_bytes,
-        optimizer_bytes=parameters * (sizes.optimizer_bytes / (dp if distributed_optimizer else 1)),
+        optimizer_bytes=(parameters if divided is None or not distributed_optimizer else divided)
+        * (sizes.optimizer_bytes / (dp if distributed_optimizer else 1)),
         activation_bytes=kept_bytes * held,
         workspace_bytes=workspace_bytes + besides,
         limit_bytes=limit_bytes,
     )
+
+
+def divided_parameters(parameters: Any, expert_parameters: Any, expert_ranks: int) -> Any:
+    """Returns as how many parameters those count whose optimizer state all replicas divide.
+
+    Of experts that are spread over ranks, so many times fewer replicas have each.
+    """
+    return parameters + (expert_ranks - 1) * expert_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +162,10 @@ class LayerTable:
         backward_s: gradient by the inputs, recompute included.
         weight_s: gradient by the weights; 0 where the profile has both in one.
         launch_s: part of ``forward_s``, and as much of ``backward_s``, that needs no input.
-        tp_s: communication within ``forward_s`` and ``backward_s``; 0 where the profile has it in
-            its durations.
+        tp_s: communication within ``forward_s`` and ``backward_s``, of tensor-parallel ranks where
+            the profile does not have it in its durations, and tokens on their way to experts.
         parameters: that the GPU holds.
+        expert_parameters: those of them that belong to experts.
         kept_bytes: of one microbatch from forward to backward.
         workspace_bytes: of one microbatch while the layer runs.
         waiting_bytes: of one microbatch between gradients by inputs and by weights, beyond
@@ -166,6 +179,7 @@ class LayerTable:
     launch_s: Any
     tp_s: Any
     parameters: Any
+    expert_parameters: Any
     kept_bytes: Any
     workspace_bytes: Any
     waiting_bytes: Any
@@ -179,17 +193,32 @@ def layer_table(
     micro_batch: int,
     recompute: str = "none",
     sequence_parallel: bool = False,
+    expert_ranks: int = 1,
+    others: Sequence[NodeType] = (),
 ) -> LayerTable:
     """Computes durations and bytes of every layer on one type of node.
+
+    Args:
+        inputs: what is trained where, and how long it takes.
+        node: that the layers are on.
+        tp: tensor-parallel ranks.
+        micro_batch: samples of a microbatch.
+        recompute: one of ``RECOMPUTE``.
+        sequence_parallel: whether tensor parallelism divides all activations.
+        expert_ranks: replicas that experts are spread over.
+        others: types of the nodes that these are on, of which the farthest counts.
 
     Raises:
         ConfigError: the profile lacks a duration.
     """
-    rows = {
-        name: _kind_row(kind, inputs, node, tp, micro_batch, recompute, sequence_parallel)
-        for name, kind in inputs.model.kinds.items()
-        if name in inputs.model.layers
-    }
+    exchange = exchange_of(inputs, node, others or (node,), tp, expert_ranks)
+    rows = {}
+    for name in dict.fromkeys(inputs.model.layers):
+        kind = inputs.model.kinds.get(f"{name}/{expert_ranks}", inputs.model.kinds[name])
+        exchange_s = 2 * exchange(kind.routed_bytes * micro_batch / tp)
+        rows[name] = _kind_row(
+            kind, inputs, node, tp, micro_batch, recompute, sequence_parallel, exchange_s
+        )
     table = np.array([rows[name][0] for name in inputs.model.layers], dtype=np.float64).T
     return LayerTable(any(row[1] for row in rows.values()), *table)
 
@@ -202,11 +231,12 @@ def _kind_row(
     micro_batch: int,
     recompute: str,
     sequence_parallel: bool,
+    once: float,
 ) -> tuple[tuple[float, ...], bool]:
+    """Returns a row of the table; ``once``: seconds that tokens are under way in a forward."""
     times = inputs.profile.times(kind.name, node.gpu, tp, micro_batch)
-    once = 0.0
     if tp > 1 and not times.tp_included and kind.tp_bytes:
-        once = all_reduce_s(
+        once += all_reduce_s(
             inputs.profile.intra_links.get(node.name, node.intra), kind.tp_bytes * micro_batch, tp
         )
     forward = times.forward_s + once
@@ -248,6 +278,7 @@ def _kind_row(
         min(times.launch_s, times.forward_s, times.backward_input_s),
         comm,
         kind.held_parameters(tp),
+        kind.expert_parameters / tp,
         max(kept, 0.0),
         working,
         waiting * micro_batch if recompute == "full" and kind.counted else 0.0,
@@ -290,6 +321,42 @@ def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int =
     if ranks < 2 or message_bytes <= 0:
         return 0.0
     return 2 * (ranks - 1) * link.seconds(message_bytes / ranks, pairs)
+
+
+def exchange_of(
+    inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
+) -> Callable[[float], float]:
+    """Returns the seconds in which each rank sends every other its part, by bytes of all parts.
+
+    Ranks within a node exchange at the same time as those of different nodes, which share each
+    node's way out.
+
+    Args:
+        inputs: for the links.
+        node: type of a node of the ranks.
+        others: types of the nodes that all of them are on.
+        tp: GPUs of each rank, side by side.
+        ranks: how many.
+    """
+    near = min(ranks, max(node.gpus // tp, 1))
+    far = ranks - near
+    inside = inputs.profile.intra_links.get(node.name, node.intra)
+    outside = [inputs.cluster.link_of_types(node, other) for other in others] if far else []
+    for at, other in enumerate(others if far else ()):
+        for pair in ((node.name, other.name), (other.name, node.name)):
+            outside[at] = inputs.profile.links.get(pair, outside[at])
+
+    def seconds(whole_bytes: float) -> float:
+        if ranks < 2 or whole_bytes <= 0:
+            return 0.0
+        part = whole_bytes / ranks
+        ways = [(inside, near - 1, near * tp), *((link, far, node.gpus) for link in outside)]
+        return max(
+            link.latency_s + count * part / link.bandwidth(part, pairs) if count else 0.0
+            for link, count, pairs in ways
+        )
+
+    return seconds
 
 
 def link_between(inputs: PlanInputs, one: int, other: int) -> LinkSpeed:
@@ -368,7 +435,12 @@ def _flows(
 
 
 def reduce_s(
-    places: tuple[StagePlace, ...], rank: int, inputs: PlanInputs, parameters: float
+    places: tuple[StagePlace, ...],
+    rank: int,
+    inputs: PlanInputs,
+    parameters: float,
+    expert_parameters: float = 0.0,
+    expert_ranks: int = 1,
 ) -> float:
     """Returns the seconds of one pipeline rank's gradient reduction between its replicas.
 
@@ -377,13 +449,19 @@ def reduce_s(
         rank: the one asked for.
         inputs: what is trained where, and how long it takes.
         parameters: that one GPU of the rank holds.
+        expert_parameters: those of experts that are spread over ranks.
+        expert_ranks: over how many.
     """
-    size = max(parameters, 0.0) * inputs.model.precision.reduce_bytes
-    return reduction(places, rank, inputs)(size)
+    each = inputs.model.precision.reduce_bytes
+    alike = expert_parameters if expert_ranks > 1 else 0.0
+    whole = reduction(places, rank, inputs)(max(parameters - alike, 0.0) * each)
+    if alike:
+        whole += reduction(places, rank, inputs, expert_ranks)(alike * each)
+    return whole
 
 
 def reduction(
-    places: tuple[StagePlace, ...], rank: int, inputs: PlanInputs
+    places: tuple[StagePlace, ...], rank: int, inputs: PlanInputs, stride: int = 1
 ) -> Callable[[float], float]:
     """Returns the seconds of one pipeline rank's gradient reduction by bytes on each GPU.
 
@@ -394,21 +472,23 @@ def reduction(
         places: where all pipeline ranks lie.
         rank: the one asked for.
         inputs: what is trained where, and how long it takes.
+        stride: replicas that hold different experts, side by side: each has its own ring.
     """
-    replicas = places[rank].replicas
+    replicas = places[rank].replicas[::stride]
     if len(replicas) < 2:
         return lambda size: 0.0
     if all(one.node == replicas[0].node for one in replicas):
         node = inputs.cluster.nodes[replicas[0].node]
         measured = inputs.profile.all_reduce.get((node.name, len(replicas)))
         if measured is not None:
-            at_once = max(one.tp for one in replicas)
+            at_once = stride * max(one.tp for one in replicas)
             return lambda size: measured.seconds(size, at_once)
     crossing = Counter[int]()
     for place in places:
-        for one, other in _ring(place.replicas):
-            if one.node != other.node:
-                crossing[one.node] += max(one.tp, other.tp)
+        for first in range(stride):
+            for one, other in _ring(place.replicas[first::stride]):
+                if one.node != other.node:
+                    crossing[one.node] += max(one.tp, other.tp)
     segments = set()
     for one, other in _ring(replicas):
         pairs = max(one.tp, other.tp) if one.node == other.node else crossing[one.node]

@@ -6,14 +6,20 @@ the whole layer, before tensor parallelism divides it.
 Sources: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for operations; Korthikanti et al. 2022
 (arXiv:2205.05198), section 4, for activations, with grouped queries and gated feed-forward blocks
 added and each element at its own size. Attention scores are counted whole unless the attention is
-fused, which skips the masked half of a causal model and keeps no scores.
+fused, which skips the masked half of a causal model, what lies outside of a window, and keeps no
+scores. Latent attention and layers that predict further tokens: DeepSeek-AI 2024
+(arXiv:2412.19437), section 2.
+
+Experts are counted with as many as a token goes to. Kinds of layers with experts are there once
+for each number of ranks that experts can be spread over, as in ``experts/8``: that with the most to
+do then has ``imbalance`` times the average.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.adaptive.errors import ConfigError
@@ -81,6 +87,10 @@ class LayerKind:
         weight_bytes: inputs and gradients of its products, which weight gradients need, as far as
             tensor parallelism divides them.
         tp_bytes: all-reduced over the tensor-parallel ranks in a forward; a backward has as many.
+        expert_parameters: part of ``parameters`` that belongs to experts, which fewer replicas hold
+            the more ranks they are spread over.
+        routed_bytes: kept copies of tokens on their way to experts. Where these are spread over
+            ranks, as many go there and back in a forward, and again in a backward.
         group: ``encoder`` or ``decoder`` where no stage may hold layers of both; else empty.
         counted: whether ``--num-layers`` and the partition of a plan file count it.
     """
@@ -98,6 +108,8 @@ class LayerKind:
     workspace_bytes: float = 0.0
     weight_bytes: float = 0.0
     tp_bytes: float = 0.0
+    expert_parameters: float = 0.0
+    routed_bytes: float = 0.0
     group: str = ""
     counted: bool = True
 
@@ -126,7 +138,7 @@ class LayerKind:
         sharded = self.activation_bytes
         if recompute == "selective":
             sharded -= self.attention_bytes
-        return sharded / tp + self.replicated_activation_bytes / share
+        return sharded / tp + self.replicated_activation_bytes / share + self.routed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +158,7 @@ class Model:
         vocabulary: tokens, for people.
         precision: bytes of numbers.
         arguments: the Megatron arguments that it was made of, for plan files; may be empty.
+        expert_ranks: numbers of ranks that its experts can be spread over, 1 included.
     """
 
     name: str
@@ -157,6 +170,7 @@ class Model:
     max_tp: int = 2**30
     precision: Precision = field(default_factory=Precision)
     arguments: tuple[str, ...] = ()
+    expert_ranks: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -182,6 +196,11 @@ class Model:
     def num_counted(self) -> int:
         """Layers as ``--num-layers`` counts them."""
         return sum(self.kinds[name].counted for name in self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return any(self.kinds[name].routed_bytes for name in set(self.layers))
 
     @cached_property
     def parameters(self) -> float:
@@ -223,7 +242,10 @@ def _check(what: str, one: Precision | LayerKind) -> None:
 _MULTIPLY_ADD = 2
 _FLOAT_BYTES = 4
 _TOKEN_TYPES = 2
-_OPTIONAL = ("decoder_layers", "decoder_sequence", "positions")
+_OPTIONAL = (
+    *("decoder_layers", "decoder_sequence", "positions", "query_rank", "latent_rank"),
+    *("rotary_width", "value_width", "window", "experts", "shared_ffn", "predictions"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +274,24 @@ class TransformerShape:
         fused_attention: attention keeps no scores (FlashAttention and the like).
         precision: bytes of numbers.
         arguments: Megatron arguments of the same model; may be empty.
+        query_biases: queries, keys and values have biases though other layers have none.
+        query_norms: queries and keys are normalized.
+        latent_rank: width of what keys and values are made of, in latent attention; 0 for none.
+        query_rank: width of what its queries are made of; 0 where they are made of the input.
+        rotary_width: part of each of its heads that is rotated.
+        value_width: of each of its heads' values.
+        window: tokens that one attends to; 0 for all before it.
+        window_layers: whether each layer has the window; empty for all.
+        experts: of each layer that has them; 0 for none.
+        expert_layers: whether each layer has them; empty for all.
+        top_k: experts that a token goes to.
+        expert_ffn: inner width of an expert.
+        shared_ffn: inner width of the expert that all tokens go to.
+        capacity: most tokens of an expert over the average; 0 for no limit.
+        padded: experts compute as many as that whatever they get.
+        imbalance: tokens of the rank with the most of them over the average, where experts are
+            spread over ranks.
+        predictions: layers that predict further tokens, on the last stage.
     """
 
     name: str
@@ -275,6 +315,23 @@ class TransformerShape:
     fused_attention: bool = False
     precision: Precision = field(default_factory=Precision)
     arguments: tuple[str, ...] = ()
+    query_biases: bool = False
+    query_norms: bool = False
+    latent_rank: int = 0
+    query_rank: int = 0
+    rotary_width: int = 0
+    value_width: int = 0
+    window: int = 0
+    window_layers: tuple[bool, ...] = ()
+    experts: int = 0
+    expert_layers: tuple[bool, ...] = ()
+    top_k: int = 1
+    expert_ffn: int = 1
+    shared_ffn: int = 0
+    capacity: float = 0.0
+    padded: bool = False
+    imbalance: float = 1.0
+    predictions: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -299,50 +356,103 @@ class TransformerShape:
         return self.heads * self.head_width
 
     @property
+    def outputs(self) -> int:
+        """Width of what all heads of a token give."""
+        return self.heads * (self.value_width or self.head_width)
+
+    @property
     def keys_values(self) -> int:
         """Width of all keys and values of a token."""
+        if self.latent_rank:
+            return self.queries + self.outputs
         return 2 * self.query_groups * self.head_width
+
+    @property
+    def attention_weights(self) -> tuple[int, int]:
+        """Weights of an attention's products that ranks divide, and that each holds."""
+        if not self.latent_rank:
+            return self.hidden * (self.queries + self.keys_values + self.outputs), 0
+        unrotated = self.heads * (self.head_width - self.rotary_width)
+        split = (self.query_rank or self.hidden) * self.queries + self.hidden * self.outputs
+        split += self.latent_rank * (unrotated + self.outputs)
+        down = self.query_rank + self.latent_rank + self.rotary_width
+        return split, self.hidden * down
+
+    def load(self, spread: int) -> float:
+        """Returns the tokens of the busiest experts over the average, on so many ranks."""
+        if self.padded:
+            return self.capacity
+        return min(self.imbalance if spread > 1 else 1.0, self.capacity or math.inf)
 
 
 def build_model(shape: TransformerShape) -> Model:
     """Makes the planner's model of a shape.
 
     The kinds are ``embedding``, ``transformer`` and ``head``; those of T5 ``embedding``,
-    ``encoder``, ``decoder_embedding``, ``decoder`` and ``head``.
+    ``encoder``, ``decoder_embedding``, ``decoder`` and ``head``. Layers with experts are
+    ``experts``; of layers with and without a window, those with one have ``-window`` behind.
     """
+    windowed = shape.window_layers or (False,) * shape.layers
+    with_experts = shape.expert_layers or (shape.experts > 0,) * shape.layers
+    spreads = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0] or [1]
+    kinds: dict[str, LayerKind] = {}
+    layers: list[str] = []
     if shape.family == "t5":
         # The encoder's output goes along with the decoder's.
         memory, tokens = shape.sequence, shape.decoder_sequence
-        kinds = {
-            _embedding(shape, "embedding", memory, group="encoder"): 1,
-            _layer(shape, "encoder", memory, causal=False, group="encoder"): shape.layers,
-            _embedding(shape, "decoder_embedding", tokens, group="decoder", carried=memory): 1,
-            _layer(shape, "decoder", tokens, causal=True, group="decoder", crossed=memory): (
-                shape.decoder_layers
+        for kind, count in (
+            (_embedding(shape, "embedding", memory, group="encoder"), 1),
+            (_layer(shape, "encoder", memory, causal=False, group="encoder"), shape.layers),
+            (_embedding(shape, "decoder_embedding", tokens, group="decoder", carried=memory), 1),
+            (
+                _layer(shape, "decoder", tokens, causal=True, group="decoder", crossed=memory),
+                shape.decoder_layers,
             ),
-            _head(shape, tokens, group="decoder"): 1,
-        }
+            (_head(shape, tokens, group="decoder"), 1),
+        ):
+            kinds[kind.name] = kind
+            layers += [kind.name] * count
         tokens += memory
     else:
         tokens, causal = shape.sequence, shape.family == "gpt"
-        kinds = {
-            _embedding(shape, "embedding", tokens): 1,
-            _layer(shape, "transformer", tokens, causal=causal): shape.layers,
-            _head(shape, tokens): 1,
-        }
-    layers = tuple(kind.name for kind, count in kinds.items() for _ in range(count))
-    tied = [i for i, name in enumerate(layers) if name.endswith(("embedding", "head"))]
+        names = [
+            ("experts" if some else "transformer") + "-window" * near
+            for some, near in zip(with_experts, windowed, strict=True)
+        ]
+        layers = ["embedding", *names, "head"]
+        kinds["embedding"] = _embedding(shape, "embedding", tokens)
+        for spread in spreads:
+            behind = f"/{spread}" if spread > 1 else ""
+            for name in dict.fromkeys(names):
+                if spread == 1 or name.startswith("experts"):
+                    one = replace(shape, window=0) if any(windowed) and "-" not in name else shape
+                    if name.startswith("transformer"):
+                        one = replace(one, experts=0)
+                    kinds[name + behind] = _layer(
+                        one, name + behind, tokens, causal=causal, spread=spread
+                    )
+            head = _head(shape, tokens)
+            if shape.predictions:
+                last = kinds.get(names[-1] + behind, kinds[names[-1]])
+                kinds["head" + behind] = _predicting(shape, head, last, "head" + behind)
+            elif spread == 1:
+                kinds["head"] = head
+    shared = [i for i, name in enumerate(layers) if name.endswith(("embedding", "head"))]
+    tied = shape.tied or shape.predictions > 0
+    widths = [shape.ffn] if not all(with_experts) else []
+    widths += [shape.expert_ffn, shape.shared_ffn] if shape.experts else []
     return Model(
         name=shape.name,
-        kinds={kind.name: kind for kind in kinds},
-        layers=layers,
+        kinds=kinds,
+        layers=tuple(layers),
         tokens_per_sample=tokens,
-        tied_parameters=float(shape.vocabulary * shape.hidden) if shape.tied else 0.0,
-        tied_layers=tuple(tied) if shape.tied else (),
+        tied_parameters=float(shape.vocabulary * shape.hidden) if tied else 0.0,
+        tied_layers=tuple(shared) if tied else (),
         # What divides heads and feed-forward width.
-        max_tp=math.gcd(shape.heads, shape.ffn),
+        max_tp=math.gcd(shape.heads, *widths),
         precision=shape.precision,
         arguments=shape.arguments,
+        expert_ranks=tuple(spreads),
     )
 
 
@@ -375,16 +485,36 @@ def _layer(
     causal: bool,
     group: str = "",
     crossed: int = 0,
+    spread: int = 1,
 ) -> LayerKind:
-    """Returns a transformer layer; ``crossed``: length of the sequence it attends to besides."""
+    """Returns a transformer layer.
+
+    Args:
+        shape: whose experts the layer has.
+        name: of the kind.
+        tokens: of a sample.
+        causal: whether tokens attend to those before them alone.
+        group: of the kind.
+        crossed: length of the sequence it attends to besides.
+        spread: ranks that its experts are spread over.
+    """
     element, mask = shape.precision.element_bytes, 1 if shape.dropout else 0
     hidden, ffn, queries, pairs = shape.hidden, shape.ffn, shape.queries, shape.keys_values
+    outputs, (attention, latent) = shape.outputs, shape.attention_weights
+    routed = shape.top_k * shape.load(spread) if shape.experts else 0.0
+    if shape.experts:
+        ffn = shape.shared_ffn
     gates = 3 if shape.gated else 2
     norms = (3 if crossed else 2) * hidden * (2 if shape.norm_biases else 1)
-    weights = hidden * (2 * queries + pairs) + gates * hidden * ffn
+    weights: float = attention + gates * hidden * ffn
+    router = shape.experts * hidden
+    inner = ffn + routed * shape.expert_ffn
+    linear = tokens * (attention + latent + router + gates * hidden * inner)
+    expert = gates * hidden * shape.expert_ffn
     split_biases = queries + pairs + (gates - 1) * ffn
-    whole_biases = 2 * hidden
-    linear = tokens * weights
+    if shape.biases:
+        expert += (gates - 1) * shape.expert_ffn + hidden
+    whole_biases = hidden if shape.experts else 2 * hidden
     scores = _scores(shape, tokens, tokens, causal=causal)
     score_area = shape.heads * tokens * tokens
     if crossed:
@@ -400,36 +530,82 @@ def _layer(
     # Probabilities before and after dropout, and its mask; without dropout the two are one.
     each = (2 if mask else 1) * element + mask
     attention_bytes = 0.0 if shape.fused_attention else float(score_area * each)
-    kept = attentions * tokens * 2 * queries * element + tokens * pairs * element
-    kept += crossed * pairs * element + (gates if shape.gated else 2) * tokens * ffn * element
+    both = queries + outputs
+    kept: float = attentions * tokens * both * element + tokens * pairs * element
+    kept += crossed * pairs * element + (gates if shape.gated else 2) * tokens * inner * element
     # A backward holds the gradients of what it goes through: of scores before and after a softmax,
     # whose kernel has masks within it for 16 bits alone.
     masked = causal and not shape.fused_attention and element > 2
     attention_work = tokens * (queries + pairs)
     attention_work += 0 if shape.fused_attention else (3 if masked else 2) * score_area
+    biases = split_biases if shape.biases else (queries + pairs) * shape.query_biases
+    experts = shape.experts * expert / spread
+    # Of latent attention, what queries, keys and values are made of is normalized.
+    norms += 2 * shape.head_width * shape.query_norms if not latent else 0
+    norms += shape.query_rank + shape.latent_rank
     return LayerKind(
         name=name,
-        parameters=weights + (split_biases if shape.biases else 0),
-        replicated_parameters=norms + (whole_biases if shape.biases else 0),
+        parameters=weights + biases + experts,
+        replicated_parameters=norms + latent + router + (whole_biases if shape.biases else 0),
         output_elements=(tokens + crossed) * hidden,
         forward_flops=_MULTIPLY_ADD * linear + scores,
         attention_flops=scores,
         activation_bytes=kept + attention_bytes,
         replicated_activation_bytes=blocks * width * (2 * element + mask)
-        + (tokens * tokens if masked else 0),
+        + (tokens * tokens if masked else 0)
+        + tokens * (latent // hidden) * element,
         attention_bytes=attention_bytes,
         input_bytes=(tokens + crossed) * hidden * element,
-        workspace_bytes=element * max(tokens * 2 * (gates - 1) * ffn, attention_work),
-        weight_bytes=tokens * (2 * queries + pairs + gates * ffn) * element,
-        tp_bytes=blocks * width * element,
+        workspace_bytes=element * max(tokens * 2 * (gates - 1) * inner, attention_work),
+        weight_bytes=tokens * (both + pairs + gates * inner) * element,
+        tp_bytes=(attentions + routed + (ffn > 0)) * width * element,
+        expert_parameters=experts,
+        routed_bytes=routed * width * element,
         group=group,
+    )
+
+
+def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name: str) -> LayerKind:
+    """Returns the head with layers before it that predict further tokens.
+
+    Each takes the hidden state and the next token's embedding; logits are made once more. The
+    stage has a copy of the embedding.
+    """
+    count, hidden, tokens = shape.predictions, shape.hidden, shape.sequence
+    element = shape.precision.element_bytes
+
+    def both(field: str, times: int = 1) -> float:
+        return float(getattr(head, field) * times + getattr(layer, field) * count)
+
+    copied = 0 if shape.tied else shape.vocabulary * hidden
+    joined = 2 * hidden * hidden
+    norms = 3 * hidden * (2 if shape.norm_biases else 1)
+    kept = (both("replicated_activation_bytes", 1 + count), 5 * tokens * hidden * element)
+    return replace(
+        head,
+        name=name,
+        parameters=both("parameters") + count * joined + copied,
+        replicated_parameters=both("replicated_parameters") + count * norms,
+        forward_flops=both("forward_flops", 1 + count) + count * _MULTIPLY_ADD * tokens * joined,
+        attention_flops=both("attention_flops"),
+        activation_bytes=both("activation_bytes", 1 + count),
+        replicated_activation_bytes=kept[0] + count * kept[1],
+        attention_bytes=both("attention_bytes"),
+        workspace_bytes=max(head.workspace_bytes, layer.workspace_bytes),
+        tp_bytes=both("tp_bytes", 1 + count),
+        expert_parameters=both("expert_parameters"),
+        routed_bytes=both("routed_bytes"),
     )
 
 
 def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) -> float:
     """Returns the operations of queries times keys and of scores times values."""
-    whole = 2 * _MULTIPLY_ADD * tokens * others * shape.queries
-    return whole / 2 if causal and shape.fused_attention else float(whole)
+    whole = float(_MULTIPLY_ADD * tokens * others * (shape.queries + shape.outputs))
+    if not (causal and shape.fused_attention):
+        return whole
+    # The masked half of a square as wide as the window, or as all.
+    near = min(shape.window or others, others) / others
+    return whole * near * (1 - near / 2)
 
 
 def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.arguments import only_groups, parse
-from megatron.adaptive.config.core import CoreConfig
+from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import PrecisionConfig
@@ -23,6 +23,7 @@ from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import check_form, read_file
+from megatron.adaptive.planner.hugging_face import config_arguments, is_config
 from megatron.adaptive.planner.model import (
     LayerKind,
     Model,
@@ -118,6 +119,7 @@ def arguments_model(
     precision: str | None = None,
     *,
     fused: bool | None = None,
+    imbalance: float = 1.0,
 ) -> Model:
     """Returns the model that a list of the trainer's arguments describes.
 
@@ -131,6 +133,7 @@ def arguments_model(
         precision: wins over ``--fp16`` and ``--bf16``; without any of them it is fp32, as in a run.
         fused: whether attention keeps no scores, where the arguments do not say it; by default
             what a run on this machine would do: yes with Transformer Engine.
+        imbalance: see ``TransformerShape``.
 
     Raises:
         ConfigError: an argument is wrong, unknown or missing.
@@ -154,7 +157,7 @@ def arguments_model(
         # The planner may run where the kernels of the run are not installed.
         installed=Installed(transformer_engine=True, apex=True),
     )
-    return build_model(_trainer_shape(config, name, kept))
+    return build_model(replace(_trainer_shape(config, name, kept), imbalance=imbalance))
 
 
 def _vocabulary(words: Sequence[str]) -> int:
@@ -169,16 +172,29 @@ def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -
     """Returns the shape of the model that a run with these settings builds."""
     model = config.model
     core = config.core
-    for flag, is_given in (
-        ("--num-experts", core.num_moe_experts),
-        ("--mtp-num-layers", model.mtp_num_layers),
-        ("--heterogeneous-layers-config-path", core.heterogeneous_layers_config_encoded_json),
-    ):
-        if is_given:
+    if core.heterogeneous_layers_config_encoded_json:
+        raise ConfigError(
+            f"{name}: --heterogeneous-layers-config-path makes layers unlike, which the planner"
+            " does not count yet: drop it, or start the run without a plan"
+        )
+    layers = range(model.num_layers)
+    pattern, near = parse_pattern(core.moe_layer_freq), core.window_attn_skip_freq
+    experts = core.num_moe_experts or 0
+    expert_layers = [
+        bool(i % pattern == 0 if isinstance(pattern, int) else pattern[i]) for i in layers
+    ]
+    window_layers: list[bool] = []
+    if core.window_size and near is not None:
+        skipped = parse_pattern(near)
+        if isinstance(skipped, list) and len(skipped) != model.num_layers:
             raise ConfigError(
-                f"{name}: {flag} makes layers unlike, which the planner does not count yet: drop "
-                "it, or start the run without a plan"
+                f"{name}: --window-attn-skip-freq says of {len(skipped)} layers whether they have"
+                f" a window, the model has {model.num_layers}: give one 0 or 1 for each"
             )
+        window_layers = [
+            bool((i + 1) % skipped if isinstance(skipped, int) else skipped[i]) for i in layers
+        ]
+    latent = core.multi_latent_attention
     learned = model.position_embedding_type == "learned_absolute"
     precision = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     sizes = Precision.named(precision[config.precision.dtype_name])
@@ -191,7 +207,7 @@ def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -
         layers=model.num_layers,
         hidden=model.hidden_size,
         heads=model.num_attention_heads,
-        head_width=model.kv_channels,
+        head_width=core.qk_head_dim + core.qk_pos_emb_head_dim if latent else model.kv_channels,
         query_groups=model.query_groups,
         ffn=model.ffn_hidden_size,
         sequence=model.seq_length,
@@ -209,6 +225,22 @@ def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -
         or model.transformer_impl == "transformer_engine",
         precision=sizes,
         arguments=tuple(arguments),
+        query_biases=model.add_qkv_bias,
+        query_norms=model.qk_layernorm,
+        latent_rank=core.kv_lora_rank if latent else 0,
+        query_rank=(core.q_lora_rank or 0) if latent else 0,
+        rotary_width=core.qk_pos_emb_head_dim if latent else 0,
+        value_width=core.v_head_dim if latent else 0,
+        window=max(core.window_size[0], 0) if core.window_size else 0,
+        window_layers=tuple(window_layers),
+        experts=experts,
+        expert_layers=tuple(expert_layers) if experts else (),
+        top_k=core.moe_router_topk,
+        expert_ffn=core.moe_ffn_hidden_size or model.ffn_hidden_size,
+        shared_ffn=core.moe_shared_expert_intermediate_size or 0,
+        capacity=core.moe_expert_capacity_factor or 0.0,
+        padded=bool(core.moe_expert_capacity_factor and core.moe_pad_expert_input_to_capacity),
+        predictions=model.mtp_num_layers or 0,
     )
 
 
@@ -239,33 +271,66 @@ _FILES = (".yaml", ".yml", ".toml", ".json")
 
 
 def read_model(
-    text: str, precision: str | None = None, *, default: str = "bf16", fused: bool | None = None
+    text: str,
+    precision: str | None = None,
+    *,
+    default: str = "bf16",
+    fused: bool | None = None,
+    sequence: int | None = None,
+    imbalance: float = 1.0,
 ) -> Model:
     """Reads a model that the user named.
 
     Args:
         text: the name of a preset; a list of the trainer's arguments; the path of a model or
-            profile file (``.yaml``, ``.toml``, ``.json``) or of a file of arguments.
+            profile file (``.yaml``, ``.toml``, ``.json``) or of a file of arguments; Hugging Face's
+            ``config.json``, or the folder of it.
         precision: wins over what the model says.
         default: for models that do not say it.
         fused: whether attention keeps no scores, where the model does not say it.
+        sequence: tokens of a sample, for a ``config.json`` alone.
+        imbalance: see ``TransformerShape``.
 
     Raises:
         ConfigError: it is none of them, or breaks a rule.
     """
     if text.lstrip().startswith("--"):
         words = _read_arguments(text, Path(), "--model")
-        return arguments_model(words, "model", precision, fused=fused)
+        return arguments_model(words, "model", precision, fused=fused, imbalance=imbalance)
     path = Path(text)
+    if path.is_dir() and text not in preset_names():
+        path = path / "config.json"
     if path.suffix.lower() in _FILES:
         document = read_file(path, "model")
+        if is_config(document):
+            return _of_config(document, path, precision or default, fused, sequence, imbalance)
+        if sequence is not None:
+            raise ConfigError(f"--seq-length {sequence}: {path} says it itself; leave it out")
         if isinstance(document, dict) and isinstance(document.get("model"), dict):
             return _of_profile(document, str(path), precision, fused)
         return _of_file(document, path, precision, default, fused)
+    if sequence is not None:
+        raise ConfigError(f"--seq-length {sequence}: model {text} says it itself; leave it out")
     if text in preset_names() or not path.is_file():
         return preset(text, precision or default, fused=fused)
     arguments = _read_arguments(text, Path(), "--model")
-    return arguments_model(arguments, path.stem, precision, fused=fused)
+    return arguments_model(arguments, path.stem, precision, fused=fused, imbalance=imbalance)
+
+
+def _of_config(
+    document: Mapping[str, Any],
+    path: Path,
+    precision: str,
+    fused: bool | None,
+    sequence: int | None,
+    imbalance: float,
+) -> Model:
+    """Makes a model of Hugging Face's configuration; the rest is as in :func:`read_model`."""
+    words, differs = config_arguments(document, str(path), sequence)
+    name = path.absolute().parent.name if path.name == "config.json" else path.stem
+    model = arguments_model(words, name, precision, fused=fused, imbalance=imbalance)
+    # The trainer would build another model of these arguments.
+    return replace(model, arguments=()) if differs else model
 
 
 def _of_file(

@@ -71,6 +71,7 @@ class Plan:
         distributed_optimizer: whether replicas divide the optimizer state.
         overlap_reduce: whether gradients are reduced while backwards still run.
         sequence_parallel: whether activations outside of attention and MLP are divided by ``tp``.
+        expert_ranks: neighbouring replicas that experts are spread over.
         places: where each pipeline rank lies, ``[pp]``.
     """
 
@@ -87,6 +88,7 @@ class Plan:
     distributed_optimizer: bool = False
     overlap_reduce: bool = False
     sequence_parallel: bool = False
+    expert_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.global_batch % (self.dp * self.micro_batch):
@@ -316,6 +318,8 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
         "overlap_grad_reduce": plan.overlap_reduce,
         "sequence_parallel": plan.sequence_parallel,
     }
+    if plan.expert_ranks > 1:
+        document["degrees"]["expert"] = plan.expert_ranks
     if plan.pp * plan.chunks > 1:
         document["partition"] = list(inputs.model.counted(plan.partition))
     if not plan.uniform:
@@ -404,7 +408,20 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         tokens: of the whole run, for its price and time; 0 leaves them out.
     """
     priced = any(row.prediction.price_per_hour for row in rows)
-    head = ["", "tp", "dp", "pp", "batch", "schedule", "recompute", "optimizer", "step", "tokens/s"]
+    spread = inputs.model.has_experts
+    head = [
+        "",
+        "tp",
+        "dp",
+        "pp",
+        *["ep"] * spread,
+        "batch",
+        "schedule",
+        "recompute",
+        "optimizer",
+        "step",
+        "tokens/s",
+    ]
     head += ["bubble", "memory"]
     head += (
         ["price/step"] * priced + ["run"] * bool(tokens) + ["price/run"] * (priced and tokens > 0)
@@ -417,6 +434,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
         cells = [
             *(str(number), str(plan.tp), _replicas(plan), f"{plan.pp}{chunks}"),
+            *[str(plan.expert_ranks)] * spread,
             f"{plan.num_microbatches}x{plan.micro_batch}",
             *(plan.schedule, plan.recompute),
             "sharded" if plan.distributed_optimizer else "whole",

@@ -376,6 +376,13 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
             " contradict each other; lower one"
         )
     _check_batch(request.global_batch, options)
+    spreads = options.expert_ranks
+    if spreads and not set(spreads) & set(model.expert_ranks):
+        has = f"has none that they divide by: give of {_words(model.expert_ranks)}"
+        raise ConfigError(
+            f"--expert-parallel-size {_words(spreads)}: {model.name}"
+            f" {has if model.has_experts else 'has no experts; leave it out'}"
+        )
     for tp in options.tp:
         if model.max_tp % tp:
             raise ConfigError(

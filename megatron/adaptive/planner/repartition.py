@@ -1,10 +1,14 @@
 """Finds layers per stage for ranks whose speed was measured while they train.
 
-Layers are alike and stages keep their ranks, so a partition is a number of layers for each stage.
-The quickest pace, that of the slowest rank, is found exactly::
+Layers and stages keep their order and stages their ranks, so a partition is a number of layers for
+each stage. The quickest pace, that of the slowest rank, is found exactly where layers are alike::
 
     rank takes beside + layers x its layer     8  8  8  8  on ranks 1, 1.5, 1, 1: 12
     at pace T it holds (T - beside) / layer    9  6  9  8                          9
+
+Where they are of several kinds, stages are filled in order as far as a pace allows, which is exact
+too for one stage per rank. The stages of a rank share its time evenly, and then layers are moved
+one by one while that makes the slowest rank quicker.
 
 What a step takes also depends on the order of work, so the partitions near it are simulated under
 the job's own schedule. Of those that are as quick as the quickest, the one for which fewest layers
@@ -35,6 +39,9 @@ _ALIKE = 0.005
 _SIMULATIONS = 24
 _COMPILED_FROM = 20_000
 _LEAST_S = 1e-9
+_ROUNDING = 1e-6
+_UNLIMITED = 1e9
+_HALVINGS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,41 +51,45 @@ class Loads:
     Attributes:
         placement: which rank holds which stage.
         partition: layers of each stage as they were measured.
-        layer_s: what a layer takes, per rank.
+        layer_s: what a layer of each kind takes, per rank.
         beside_s: what a stage takes beside its layers, per stage.
-        most_layers: layers that a rank's memory allows, per rank.
+        most_layers: layers that a rank's memory allows, per rank, in its mean ones.
+        kinds: of all layers in order, from 0; empty where they are alike.
+        sizes: what a layer of each kind takes of ``most_layers``, per rank; empty for 1.
     """
 
     placement: Placement
     partition: Partition
-    layer_s: tuple[Times, ...]
+    layer_s: tuple[tuple[Times, ...], ...]
     beside_s: tuple[Times, ...]
     most_layers: tuple[float, ...]
+    kinds: tuple[int, ...] = ()
+    sizes: tuple[tuple[float, ...], ...] = ()
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Time of a layer on each rank, over that on the middle one of them."""
-        layers = [sum(times) for times in self.layer_s]
+        """Time of all layers on each rank, over that on the middle one of them."""
+        (counts,) = self._counts((sum(self.partition),))
+        layers = [_dot(counts, map(sum, each)) for each in self.layer_s]
         middle = sorted(layers)[(len(layers) - 1) // 2]
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
         """Returns the seconds of each stage under a partition."""
-        forward, backward, weight = (
-            tuple(
-                layers * self.layer_s[self._rank_of(stage)][kind] + self.beside_s[stage][kind]
-                for stage, layers in enumerate(partition)
-            )
-            for kind in range(3)
-        )
+        found = []
+        for stage, counts in enumerate(self._counts(partition)):
+            parts = zip(*self.layer_s[self._rank_of(stage)], strict=True)
+            pairs = zip(parts, self.beside_s[stage], strict=True)
+            found.append([_dot(counts, part) + beside for part, beside in pairs])
+        forward, backward, weight = zip(*found, strict=True)
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def paces(self, partition: Sequence[int]) -> list[float]:
         """Returns the seconds that each rank takes for a microbatch under a partition."""
         paces = self.beside()
-        for stage, layers in enumerate(partition):
+        for stage, counts in enumerate(self._counts(partition)):
             rank = self._rank_of(stage)
-            paces[rank] += layers * sum(self.layer_s[rank])
+            paces[rank] += _dot(counts, map(sum, self.layer_s[rank]))
         return paces
 
     def beside(self) -> list[float]:
@@ -91,13 +102,27 @@ class Loads:
 
     def fits(self, partition: Sequence[int]) -> bool:
         """Returns whether every rank's memory allows a partition."""
-        pairs = zip(self.layers_of(partition), self.most_layers, strict=True)
-        return all(layers <= most for layers, most in pairs)
+        sizes = self.sizes or ((1.0,) * len(self.layer_s[0]),) * len(self.layer_s)
+        taken = self._by_rank(
+            _dot(counts, sizes[self._rank_of(stage)])
+            for stage, counts in enumerate(self._counts(partition))
+        )
+        pairs = zip(taken, self.most_layers, strict=True)
+        return all(layers <= most + _ROUNDING for layers, most in pairs)
 
     def stages_of(self, rank: int) -> list[int]:
         """Returns the stages that a rank holds."""
         chunks = range(self.placement.num_chunks)
         return [self.placement.stage_of(rank, chunk) for chunk in chunks]
+
+    def _counts(self, partition: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yields the layers of each kind in every stage."""
+        end = 0
+        for layers in partition:
+            start, end = end, end + layers
+            own = self.kinds[start:end]
+            alike = len(self.layer_s[0]) == 1
+            yield [layers] if alike else [*map(own.count, range(len(self.layer_s[0])))]
 
     def _by_rank(self, values: Iterable[float]) -> list[float]:
         found = [0.0] * self.placement.num_ranks
@@ -107,6 +132,10 @@ class Loads:
 
     def _rank_of(self, stage: int) -> int:
         return self.placement.locate(stage)[0]
+
+
+def _dot(counts: Iterable[int], values: Iterable[float]) -> float:
+    return sum(count * value for count, value in zip(counts, values, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +162,10 @@ def quickest_pace(loads: Loads) -> float:
     """Returns the least seconds in which the slowest rank can do a microbatch, exactly.
 
     Returns:
-        The pace; infinite where memory does not hold all layers.
+        The pace for layers that are alike; infinite where memory does not hold all of them.
     """
     layers, beside = sum(loads.partition), loads.beside()
-    each = [max(sum(times), _LEAST_S) for times in loads.layer_s]
+    each = [max(sum(times), _LEAST_S) for (times,) in loads.layer_s]
     pairs = list(zip(beside, each, strict=True))
     paces = sorted({own + count * one for own, one in pairs for count in range(layers + 1)})
     least = max(beside)
@@ -152,8 +181,8 @@ def quickest_pace(loads: Loads) -> float:
 def _room(loads: Loads, pace: float) -> list[int]:
     """Returns the layers that each rank can do at a pace."""
     total, found = sum(loads.partition), []
-    for own, times, most in zip(loads.beside(), loads.layer_s, loads.most_layers, strict=True):
-        count = math.floor((pace - own) / max(sum(times), _LEAST_S) + 1e-6)
+    for own, (times,), most in zip(loads.beside(), loads.layer_s, loads.most_layers, strict=True):
+        count = math.floor((pace - own) / max(sum(times), _LEAST_S) + _ROUNDING)
         found.append(int(max(0, min(count, most, total))))
     return found
 
@@ -209,11 +238,12 @@ def propose(
         The proposal, ``None`` to stay.
     """
     present = loads.partition
-    pace = quickest_pace(loads)
+    unlike = _balanced_unlike(loads) if len(loads.layer_s[0]) > 1 else None
+    pace = max(loads.paces(unlike)) if unlike is not None else quickest_pace(loads)
     if not pace < max(loads.paces(present)) * (1 - gain / 2):
         return None  # nothing is simulated on a quiet job
     tried = {present: step_s(present)}
-    best = _balanced(loads, pace)
+    best = unlike if unlike is not None else _balanced(loads, pace)
     tried[best] = step_s(best)
     while len(tried) < _SIMULATIONS:
         better = None
@@ -260,6 +290,56 @@ def _balanced(loads: Loads, pace: float) -> Partition:
         layers[best] += 1
         room[loads.placement.locate(best)[0]] -= 1
     return tuple(layers)
+
+
+def _balanced_unlike(loads: Loads) -> Partition:
+    """Returns the quickest partition that is found for layers of several kinds."""
+    slowest, quickest = max(loads.paces(loads.partition)), max(loads.beside())
+    filled = loads.partition
+    for _ in range(_HALVINGS):
+        pace = (slowest + quickest) / 2
+        found = _filled(loads, pace)
+        if found is None:
+            quickest = pace
+        else:
+            filled, slowest = found, pace
+    ends = [_descended(loads, start) for start in (loads.partition, filled)]
+    return min(ends, key=lambda partition: max(loads.paces(partition)))
+
+
+def _filled(loads: Loads, pace: float) -> Partition | None:
+    """Fills stages in order as far as a pace and memory allow, ``None`` if layers are left."""
+    placement, kinds = loads.placement, loads.kinds
+    seconds = [pace - beside for beside in loads.beside()]
+    space = [min(most, _UNLIMITED) for most in loads.most_layers]
+    open_stages = [placement.num_chunks] * placement.num_ranks
+    layers, next_one = [0] * placement.num_stages, 0
+    for stage in range(placement.num_stages):
+        rank = placement.locate(stage)[0]
+        others = 1 - 1 / open_stages[rank]
+        least_s, least = seconds[rank] * others - _LEAST_S, space[rank] * others - _ROUNDING
+        open_stages[rank] -= 1
+        while next_one < len(kinds):
+            left_s = seconds[rank] - sum(loads.layer_s[rank][kinds[next_one]])
+            left = space[rank] - (loads.sizes[rank][kinds[next_one]] if loads.sizes else 1.0)
+            if left_s < least_s or left < least:
+                break
+            seconds[rank], space[rank] = left_s, left
+            layers[stage] += 1
+            next_one += 1
+    return tuple(layers) if next_one == len(kinds) else None
+
+
+def _descended(loads: Loads, partition: Partition) -> Partition:
+    """Moves layers one by one while that makes the slowest rank quicker."""
+    pace, better = max(loads.paces(partition)), True
+    while better:
+        better = False
+        for near in _neighbours(loads, partition):
+            if (found := max(loads.paces(near))) < pace * (1 - _ROUNDING):
+                partition, pace, better = near, found, True
+                break
+    return partition
 
 
 def _neighbours(loads: Loads, partition: Partition) -> Iterator[Partition]:

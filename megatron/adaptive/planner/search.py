@@ -78,7 +78,8 @@ class SearchOptions:
         recompute: of ``model.RECOMPUTE``.
         distributed_optimizer: which of off and on.
         overlap_reduce: whether the run overlaps the gradient reduction.
-        sequence_parallel: whether the run uses it.
+        sequence_parallel: whether the run uses it; with experts it does wherever ``tp`` is above 1.
+        expert_ranks: replicas that experts are spread over; empty for all that are possible.
         partition: layers of each stage, embedding and head included, if they are given.
         schedules: of ``SEARCHED``.
         all_nodes: whether every node has to be used.
@@ -98,6 +99,7 @@ class SearchOptions:
     distributed_optimizer: tuple[bool, ...] = (False, True)
     overlap_reduce: bool = False
     sequence_parallel: bool = False
+    expert_ranks: tuple[int, ...] = ()
     partition: tuple[int, ...] = ()
     schedules: tuple[str, ...] = ("1f1b",)
     all_nodes: bool = False
@@ -367,8 +369,15 @@ class Searcher:
         options, found = self.options, []
         for classes, microbatches in self._class_sets():
             known = tuple(one for one in classes if self._known(one))
-            ways = itertools.product(options.recompute, options.distributed_optimizer)
-            for recompute, sharded in ways if known else ():
+            spreads = [
+                spread
+                for spread in self.model.expert_ranks
+                if spread in (options.expert_ranks or self.model.expert_ranks)
+                and all(one.dp % spread == 0 for one in classes)
+            ]
+            ways = itertools.product(options.recompute, options.distributed_optimizer, spreads)
+            split = self.model.has_experts and any(one.tp > 1 for one in classes)
+            for recompute, sharded, spread in ways if known else ():
                 if sharded and all(one.dp == 1 for one in classes):
                     continue
                 choice = ShapeChoice(
@@ -376,7 +385,8 @@ class Searcher:
                     recompute=recompute,
                     distributed_optimizer=sharded,
                     overlap_reduce=options.overlap_reduce,
-                    sequence_parallel=options.sequence_parallel,
+                    sequence_parallel=options.sequence_parallel or split,
+                    expert_ranks=spread,
                 )
                 bound = self._work_s(known, choice, self._counts, self._most_stages(known))
                 found.append(SearchShape(classes=known, choice=choice, bound_s=bound))

@@ -26,6 +26,7 @@ from megatron.adaptive.planner.cluster import Cluster, NodeType
 from megatron.adaptive.planner.layers import (
     LayerTable,
     boundary_s,
+    divided_parameters,
     embedding_s,
     exposed_reduce_s,
     layer_table,
@@ -259,6 +260,7 @@ class ShapeChoice:
         distributed_optimizer: whether replicas divide the optimizer state.
         overlap_reduce: whether the reduction runs along with backwards.
         sequence_parallel: whether tensor parallelism divides all activations.
+        expert_ranks: replicas that experts are spread over.
     """
 
     microbatches: int
@@ -266,6 +268,7 @@ class ShapeChoice:
     distributed_optimizer: bool = False
     overlap_reduce: bool = False
     sequence_parallel: bool = False
+    expert_ranks: int = 1
 
     @property
     def of_plan(self) -> dict[str, Any]:
@@ -328,7 +331,12 @@ class Tables:
         Raises:
             ConfigError: the profile lacks a duration.
         """
-        key = (node.name, one.tp, one.micro_batch, choice.recompute, choice.sequence_parallel)
+        memory = choice.recompute, choice.sequence_parallel
+        key: Any = (node.name, one.tp, one.micro_batch, *memory)
+        others: list[NodeType] = []
+        if choice.expert_ranks > 1:
+            others = self.types(one) if one.nodes else [node]
+            key = (*key, choice.expert_ranks, *(other.name for other in others))
         if key not in self._layers:
             self._layers[key] = layer_table(
                 self.inputs,
@@ -337,6 +345,8 @@ class Tables:
                 micro_batch=one.micro_batch,
                 recompute=choice.recompute,
                 sequence_parallel=choice.sequence_parallel,
+                expert_ranks=choice.expert_ranks,
+                others=others,
             )
         return self._layers[key]
 
@@ -400,24 +410,25 @@ class Tables:
             "backward": backward,
             "weight": whole[2],
             "launch": np.array([forward - work[0], whole[1] + ranges - work[1]]),
-            "after": self._after(one, choice, rows[0][4], backward),
-            "base": [row[5] for row in rows],
-            "kept": [row[6] for row in rows],
+            "after": self._after(one, choice, rows[0][4], rows[0][5], backward),
+            "base": [row[6] for row in rows],
+            "kept": [row[7] for row in rows],
         }
 
     def ranges(self, node: NodeType, one: StageClass, choice: ShapeChoice) -> list[Any]:
         """Computes sums over every range of layers on one type of node, ``[n + 1, n + 1]`` each.
 
         Returns:
-            Seconds of forward, backward by inputs, by weights and of launching; parameters; bytes
-            without microbatches less the limit, infinite where layers may not share a stage; bytes
-            of one microbatch.
+            Seconds of forward, backward by inputs, by weights and of launching; parameters, and
+            those of experts; bytes without microbatches less the limit, infinite where layers may
+            not share a stage; bytes of one microbatch.
         """
         table = self.layers(node, one, choice)
         key = id(table)
         values = (table.forward_s, table.backward_s, table.weight_s, table.launch_s)
         sums = [self._sums((key, index), value) for index, value in enumerate(values)]
         parameters = self._sums((key, "parameters"), table.parameters)
+        experts = self._sums((key, "experts"), table.expert_parameters)
         need = stage_memory(
             self.model,
             parameters=parameters,
@@ -428,20 +439,28 @@ class Tables:
             distributed_optimizer=choice.distributed_optimizer,
             limit_bytes=node.memory_bytes,
             context_bytes=self.profile.context_bytes.get(node.gpu),
+            divided=divided_parameters(parameters, experts, choice.expert_ranks),
         )
         base = np.where(self.crossing, np.inf, need.total_bytes - node.memory_bytes)
-        return [*sums, parameters, base, self._sums((key, "kept"), table.kept_bytes)]
+        return [*sums, parameters, experts, base, self._sums((key, "kept"), table.kept_bytes)]
 
-    def _after(self, one: StageClass, choice: ShapeChoice, parameters: Any, backward: Any) -> Any:
-        key = (one.nodes, one.tp, one.dp)
+    def _after(
+        self, one: StageClass, choice: ShapeChoice, parameters: Any, experts: Any, backward: Any
+    ) -> Any:
+        ranks = choice.expert_ranks
+        key = (one.nodes, one.tp, one.dp, ranks)
         if key not in self._reduce:
             place = self.place(one)
             assert place is not None
-            # Sums of equal layers differ by rounding only.
-            values, where = np.unique(np.round(parameters, 3), return_inverse=True)
-            sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
-            times = list(map(reduction((place,), 0, self.inputs), sizes.tolist()))
-            self._reduce[key] = np.array(times)[where].reshape(parameters.shape)
+            alike = parameters - experts if ranks > 1 else parameters
+            whole = np.zeros_like(parameters)
+            for part, stride in ((alike, 1), (experts, ranks))[: 1 + (ranks > 1)]:
+                # Sums of equal layers differ by rounding only.
+                values, where = np.unique(np.round(part, 3), return_inverse=True)
+                sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
+                times = list(map(reduction((place,), 0, self.inputs, stride), sizes.tolist()))
+                whole = whole + np.array(times)[where].reshape(parameters.shape)
+            self._reduce[key] = whole
         whole = self._reduce[key]
         if choice.overlap_reduce:
             count = parameters.shape[0]
@@ -451,6 +470,8 @@ class Tables:
             optimizer_s(self.profile, node.gpu, 1.0, one.dp, choice.distributed_optimizer)
             for node in self.types(one)
         ]
+        if choice.distributed_optimizer:
+            parameters = divided_parameters(parameters, experts, ranks)
         return whole + np.maximum(parameters, 0.0) * max(updates)
 
     def _messages_of(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any]:
@@ -563,7 +584,7 @@ def capacity_bound(
 
 def _least_s(ranges: Sequence[Any], microbatches: int) -> Any:
     """Returns ``[n]``, ascending: least seconds for a stage of the class with 1, 2, ... layers."""
-    forward, backward, weight, _, _, base, kept = ranges
+    forward, backward, weight, _, _, _, base, kept = ranges
     whole = microbatches * (forward + backward + weight)
     whole = np.where(base + kept <= 0, whole, np.inf)
     each = np.array([np.diagonal(whole, size).min() for size in range(1, whole.shape[0])])

@@ -8,6 +8,7 @@ Megatron-LM around it :mod:`~megatron.adaptive.plugin.trace`.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -27,9 +28,11 @@ from megatron.adaptive.engine.build import (
     gather,
     gather_places,
     open_trace,
+    require_equal_settings,
 )
 from megatron.adaptive.engine.deferred_layers import attach_stores, why_not_split
 from megatron.adaptive.engine.executor import RankTimes
+from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.hang import HangGuard
 from megatron.adaptive.engine.job import Job, environment_of_rank
@@ -202,6 +205,7 @@ class Engine:
                 control_group=dist.group.WORLD,
                 places=gather_places(),
             )
+            require_equal_settings(_shared_settings(self._settings, config))
             self._splits = self._choose_split(config)
             self._orders = self._make_orders(config, placement)
             if self._settings.trace_dir is not None:
@@ -274,6 +278,7 @@ class Engine:
             work=sizes[1],
             pp_rank=orders.pp_rank,
         )
+        tracing.experts = measured_experts(self._chunks, self._accelerator)
         done = getattr(megatron_arguments(), "curr_iteration", None) or 0
         return StepTrace(tracing, self._settings, self._accelerator, done, self._finish_step)
 
@@ -446,6 +451,16 @@ def _this_device() -> Accelerator:
         return Accelerator(device=device, backend="gloo", name="CPU")
     backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
     return Accelerator(device=device, backend=backend, name=torch.cuda.get_device_name(device))
+
+
+def _shared_settings(settings: Settings, config: Any) -> dict[str, str]:
+    """Returns what all ranks must have alike, of the plug-in and of how experts communicate."""
+    own = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    for name in ("trace_dir", "schedule_file"):  # paths may differ
+        own.pop(name, None)
+    for name in ("overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type"):
+        own[name] = getattr(config, name, None)
+    return {name: f"{name}={value}" for name, value in own.items()}
 
 
 def _payload_shape(

@@ -14,6 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import truediv
 from typing import Any
 
@@ -242,12 +243,17 @@ class LayerShare:
     Args:
         models: the model and its block of layers, by local chunk.
         clock: of the device.
+        layers: the layers of chunks in which each is measured.
     """
 
     def __init__(
-        self, models: Mapping[int, tuple[torch.nn.Module, torch.nn.Module]], clock: Any
+        self,
+        models: Mapping[int, tuple[torch.nn.Module, torch.nn.Module]],
+        clock: Any,
+        layers: Mapping[int, Sequence[torch.nn.Module]] | None = None,
     ) -> None:
         self._clock = clock
+        self._layers = layers or {}
         self._marks: dict[int, list[list[Any]]] = {chunk: [] for chunk in models}
         self._handles = []
         for chunk, (model, block) in models.items():
@@ -256,6 +262,8 @@ class LayerShare:
                     module.register_forward_pre_hook(self._marking(chunk, module is model)),
                     module.register_forward_hook(self._marking(chunk)),
                 ]
+            for layer in self._layers.get(chunk, ()):
+                self._handles.append(layer.register_forward_hook(self._marking(chunk)))
 
     def begin(self) -> None:
         """Measures anew."""
@@ -267,27 +275,43 @@ class LayerShare:
 
         The device must have passed the forwards, as it has between two steps.
         """
-        resolve = self._clock.resolve_ns
-        shares = []
-        for marks in self._marks.get(chunk, ()):
-            if len(marks) == 4:
-                begin, enter, leave, end = map(resolve, marks)
-                shares.append((leave - enter) / max(1, end - begin))
+        shares = [
+            (times[-2] - times[1]) / max(1, times[-1] - times[0]) for times in self._times(chunk)
+        ]
         return statistics.median(shares) if shares else 1.0
+
+    def parts(self, chunk: int) -> tuple[float, ...]:
+        """Returns the share of each layer in that of all, empty where they are not measured."""
+        forwards = [
+            [end - start for start, end in pairwise(times[1:-2])] for times in self._times(chunk)
+        ]
+        layers = [statistics.median(durations) for durations in zip(*forwards, strict=True)]
+        return tuple(one / max(1, sum(layers)) for one in layers)
 
     def close(self) -> None:
         """Leaves the modules as they were."""
         for handle in self._handles:
             handle.remove()
 
+    def _complete(self, chunk: int) -> int:
+        return 4 + len(self._layers.get(chunk, ()))
+
+    def _times(self, chunk: int) -> list[list[int]]:
+        """Returns the times of complete forwards: start, block, each layer, block, end."""
+        resolve = self._clock.resolve_ns
+        marks, complete = self._marks.get(chunk, ()), self._complete(chunk)
+        return [[*map(resolve, own)] for own in marks if len(own) == complete]
+
     def _marking(self, chunk: int, begins: bool = False) -> Any:
         """Returns a hook that notes the time; ``begins``: of a new forward."""
+        complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:
             marks = self._marks[chunk]
             if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
-            if marks and len(marks) <= _FORWARDS:
+            # A layer that a backward computes again comes after its forward.
+            if marks and len(marks) <= _FORWARDS and len(marks[-1]) < complete:
                 marks[-1].append(self._clock.mark())
 
         return note

@@ -188,8 +188,10 @@ def memory_of(
         weights, gradients and optimizer state.
     """
     free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
-    held = tuple(
-        sum(p.numel() * (p.element_size() + _OPTIMIZER_BYTES) for p in chunk.parameters())
-        for chunk in chunks
-    )
+    held = tuple(map(held_bytes, chunks))
     return free, forward_backward.activation_bytes(), held
+
+
+def held_bytes(module: torch.nn.Module) -> int:
+    """Returns the bytes of weights, gradients and optimizer state of a module."""
+    return sum(p.numel() * (p.element_size() + _OPTIMIZER_BYTES) for p in module.parameters())

@@ -1,9 +1,11 @@
 """Parameters and their optimizer state by their names in the whole model, and their way elsewhere.
 
 A parameter is named by the number of its layer in the model, or by the stage whose it is where it
-belongs to no layer; neither changes when a layer goes to another stage. Of its optimizer state a
-rank holds a share: all of it, or with the distributed optimizer a run of elements that follows from
-the layout of the gradient buffers, which changes on every rank that gains or loses a layer::
+belongs to no layer, and by the part of it that a rank has: its tensor-parallel rank, of experts
+their expert-parallel one too. None of these changes when a layer goes to another stage. Of its
+optimizer state a rank holds a share: all of it, or with the distributed optimizer a run of elements
+that follows from the layout of the gradient buffers, which changes on every rank that gains or
+loses a layer::
 
     weight    all elements, on every replica
     state     main weight (of 16-bit parameters), moments: elements start..end
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
@@ -27,6 +30,7 @@ from megatron.adaptive.errors import TransportError
 
 MAIN = "main weight"
 _LAYERS = "decoder.layers."
+_NORM = "decoder.final_layernorm."
 _TAG = 71
 _MESSAGE_BYTES = 1 << 28
 
@@ -36,7 +40,7 @@ class Share:
     """A parameter on this rank and this rank's share of its optimizer state.
 
     Attributes:
-        weight: the parameter, or a copy of it.
+        weight: the parameter or buffer, or a copy of it.
         held: what the optimizer updates, ``None`` where no part of it is this rank's.
         start: first element of the share.
         end: one past the last.
@@ -55,7 +59,6 @@ class Table:
     """Lists the state that a rank had and wants, for the others.
 
     Attributes:
-        tp_rank: its position among tensor-parallel ranks; state passes only between equal ones.
         replica: its position among data- and context-parallel ranks.
         had: shares that it held, by parameter.
         wants: shares that it shall hold, by parameter.
@@ -63,7 +66,6 @@ class Table:
         steps: updates that the optimizer has done.
     """
 
-    tp_rank: int
     replica: int
     had: Mapping[str, tuple[int, int]]
     wants: Mapping[str, tuple[int, int]]
@@ -102,10 +104,12 @@ def shares_of(
         chunks: this rank's model chunks, wrapped or not.
         stages: the stage of each.
     """
-    (leaf,) = optimizer.chained_optimizers
     found = {}
     for name, weight in _named(chunks, stages):
         found[name] = share = Share(weight)
+        if not isinstance(weight, torch.nn.Parameter):
+            continue  # a buffer, such as a router's bias
+        leaf = leaf_of(optimizer, weight)
         share.held, share.start, share.end = _held(leaf, weight)
         if share.held is None:
             continue
@@ -118,20 +122,48 @@ def shares_of(
     return found
 
 
+def leaf_of(optimizer: Any, weight: torch.Tensor) -> Any:
+    """Returns the one of megatron-core's chained optimizers that updates a parameter."""
+    return optimizer.chained_optimizers[_is_spread(weight)]
+
+
+def _is_spread(weight: torch.Tensor) -> bool:
+    """Returns whether a parameter is of experts that other ranks have others of."""
+    return not getattr(weight, "allreduce", True)
+
+
 def _named(
     chunks: Sequence[torch.nn.Module], stages: Sequence[int]
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields parameters and the buffers that checkpoints hold, with their names."""
+    dense = f"of {parallel_state.get_tensor_model_parallel_rank()}"
+    spread = (
+        f"of {parallel_state.get_expert_tensor_parallel_rank()}, experts of "
+        f"{parallel_state.get_expert_model_parallel_rank()}"
+    )
     for chunk, stage in zip(chunks, stages, strict=True):
         model = unwrap_model(chunk)
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
+        for module in model.modules():
+            if hasattr(module, "_maintain_float32_expert_bias"):
+                module._maintain_float32_expert_bias()  # 16-bit models are cast when built
+        parameters = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+        for name, tensor in (*parameters, *_kept_buffers(model)):
+            part = spread if _is_spread(tensor) else dense
             if name.startswith(_LAYERS):
                 place, rest = name.removeprefix(_LAYERS).split(".", 1)
                 number = model.decoder.layers[int(place)].layer_number
-                yield f"layer {number} {rest}", parameter
+                yield f"layer {number} {rest} {part}", tensor
+            elif name.startswith(_NORM):  # goes with the last layer under multi-token prediction
+                yield f"{name} {part}", tensor
             else:
-                yield f"stage {stage} {name}", parameter
+                yield f"stage {stage} {name} {part}", tensor
+
+
+def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor | None, int, int]:
@@ -153,10 +185,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def steps_of(optimizer: Any) -> float:
     """Returns the updates that an optimizer has done, 0 where it does not count them."""
-    (leaf,) = optimizer.chained_optimizers
-    inner = leaf.optimizer
-    counted = [float(state["step"]) for state in inner.state.values() if "step" in state]
-    counted += [float(group["step"]) for group in inner.param_groups if group.get("step")]
+    counted = []
+    for leaf in optimizer.chained_optimizers:
+        inner = leaf.optimizer
+        counted += [float(state["step"]) for state in inner.state.values() if "step" in state]
+        counted += [float(group["step"]) for group in inner.param_groups if group.get("step")]
     return max(counted, default=0.0)
 
 
@@ -169,10 +202,10 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
     Args:
         tables: by global rank.
     """
-    holders: dict[tuple[int, str], list[int]] = defaultdict(list)
+    holders: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(tables):
         for name in tables[rank].had:
-            holders[tables[rank].tp_rank, name].append(rank)
+            holders[name].append(rank)
     found = []
     for target in sorted(tables):
         wishes = tables[target]
@@ -183,7 +216,7 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
             return rank != target, tables[rank].replica != wishes.replica, rank
 
         for name in sorted(wishes.wants):
-            sources = sorted(holders[wishes.tp_rank, name], key=nearness)
+            sources = sorted(holders[name], key=nearness)
             assert sources, f"nobody holds {name}"
             start, end = wishes.wants[name]
             if name not in wishes.had:

@@ -40,9 +40,15 @@ from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
-from megatron.adaptive.gpt.model import build_layer, build_optimizer, wrap
+from megatron.adaptive.gpt.model import build_layer, build_norm, build_optimizer, wrap
 from megatron.adaptive.gpt.placement import finalize_gradients, layout_of
-from megatron.adaptive.gpt.setup import Run, build_run, connect_chunks, open_run_trace
+from megatron.adaptive.gpt.setup import (
+    Run,
+    build_run,
+    connect_chunks,
+    measure_experts,
+    open_run_trace,
+)
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.profiling.memory import available_host_bytes
 from megatron.adaptive.rebalance.layer_state import (
@@ -50,6 +56,7 @@ from megatron.adaptive.rebalance.layer_state import (
     Share,
     Table,
     exchange,
+    leaf_of,
     passages,
     shares_of,
     steps_of,
@@ -93,7 +100,12 @@ def move_layers(run: Run, partition: Sequence[int]) -> Run:
     else:
         _stand_by(run)
         run = dataclasses.replace(run, job=job)
-    return _with_new_trace(run) if config.schedule.trace_dir is not None else run
+    if run.tracing.experts is not None:
+        run.tracing.experts.close()
+    if config.schedule.trace_dir is not None:
+        run = _with_new_trace(run)
+    measure_experts(job, run.tracing, run.chunks)
+    return run
 
 
 def with_schedule(job: TrainingJob, **changes: Any) -> TrainingJob:
@@ -188,7 +200,7 @@ def _stand_by(run: Run) -> None:
     """Takes part in what other ranks do together with all."""
     # megatron-core compares the groups of parameters over all ranks, once for dense parameters
     # and once for experts.
-    (leaf,) = run.optimizer.chained_optimizers
+    leaf = run.optimizer.chained_optimizers[0]
     overrides = core_optimizer.get_standard_config_overrides(leaf.config)
     for _ in range(2):
         core_optimizer._get_param_groups(run.chunks, leaf.config, overrides)
@@ -199,11 +211,13 @@ def _rebuilt(run: Run, job: TrainingJob, layers: Sequence[range]) -> Run:
     config = job.config
     state = _State.of(run)
     bare = [_unwrap(chunk) for chunk in run.chunks]
-    (leaf,) = run.optimizer.chained_optimizers
-    for name in ("buffers", "per_model_buffers", "per_model_bucket_groups"):
-        getattr(leaf, name, []).clear()  # what a distributed optimizer holds of them
+    for leaf in run.optimizer.chained_optimizers:
+        for name in ("buffers", "per_model_buffers", "per_model_bucket_groups"):
+            getattr(leaf, name, []).clear()  # what a distributed optimizer holds of them
     blocks = [unwrap_model(chunk).decoder for chunk in bare]
     here = {layer.layer_number: layer for block in blocks for layer in block.layers}
+    if config.model.mtp_num_layers is not None:
+        _set_norm(run, blocks, [config.model.num_layers in numbers for numbers in layers])
     for block, numbers in zip(blocks, layers, strict=True):
         _set_layers(run, config, block, numbers, here)
     chunks = wrap(config, run.core, bare)
@@ -224,26 +238,29 @@ class _State:
     Attributes:
         shares: parameters and this rank's shares of their state, by name.
         steps: updates that the optimizer has done.
-        groups: settings of its groups of parameters.
-        scaler: its loss scale, ``None`` where it has none.
+        groups: settings of its groups of parameters, by chained optimizer.
+        scalers: their loss scales, ``None`` where they have none.
     """
 
     shares: dict[str, Share]
     steps: float
-    groups: list[dict[str, Any]]
-    scaler: Any
+    groups: list[list[dict[str, Any]]]
+    scalers: list[Any]
 
     @classmethod
     def of(cls, run: Run) -> _State:
-        (leaf,) = run.optimizer.chained_optimizers
+        leaves = run.optimizer.chained_optimizers
         return cls(
             shares=shares_of(run.optimizer, run.chunks, _own_stages(run)),
             steps=steps_of(run.optimizer),
             groups=[
-                {key: value for key, value in group.items() if key != "params"}
-                for group in leaf.optimizer.param_groups
+                [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in leaf.optimizer.param_groups
+                ]
+                for leaf in leaves
             ],
-            scaler=getattr(leaf, "grad_scaler", None),
+            scalers=[getattr(leaf, "grad_scaler", None) for leaf in leaves],
         )
 
 
@@ -252,7 +269,6 @@ def _give(run: Run, state: _State, group: dist.ProcessGroup | None) -> None:
     job, old = run.job, state.shares
     new = shares_of(run.optimizer, run.chunks, _own_stages(run))
     table = Table(
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         had={name: (share.start, share.end) for name, share in old.items()},
         wants={name: (share.start, share.end) for name, share in new.items()},
@@ -276,8 +292,10 @@ def _unwrap(chunk: Any) -> torch.nn.Module:
     chunk.grad_accs.clear()  # with them its hooks
     if chunk.use_forward_hook:
         chunk.disable_forward_pre_hook(param_sync=False)
-    for group in (chunk.buffers, chunk.bucket_groups, chunk.params_with_grad):
-        group.clear()
+    for name in ("buffers", "bucket_groups"):
+        getattr(chunk, name).clear()
+        getattr(chunk, f"expert_parallel_{name}").clear()
+    chunk.params_with_grad.clear()
     chunk.param_to_bucket_group.clear()
     module: torch.nn.Module = chunk.module
     for parameter in module.parameters():
@@ -285,6 +303,15 @@ def _unwrap(chunk: Any) -> torch.nn.Module:
         if hasattr(parameter, "main_grad"):
             del parameter.main_grad
     return module
+
+
+def _set_norm(run: Run, blocks: Sequence[Any], wanted: Sequence[bool]) -> None:
+    """Lets the block with the last layer have the norm after it, as multi-token prediction asks."""
+    norms = [block.final_layernorm for block in blocks if block.final_layernorm is not None]
+    for block, has in zip(blocks, wanted, strict=True):
+        if has and not norms:
+            norms = [build_norm(run.core, run.job.accelerator, block)]
+        block.final_layernorm = norms[0] if has else None
 
 
 def _set_layers(
@@ -327,23 +354,24 @@ def _make_room(
 
 def _settle(state: _State, optimizer: Any, new: Mapping[str, Share], steps: float) -> None:
     """Gives the optimizer its state, and the former one's settings and loss scale."""
-    (leaf,) = optimizer.chained_optimizers
-    counts_alone = isinstance(leaf.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    leaves = optimizer.chained_optimizers
+    counts_alone = isinstance(leaves[0].optimizer, torch.optim.Adam | torch.optim.AdamW)
     for share in new.values():
         parts = {part: tensor for part, tensor in share.state.items() if part != MAIN}
         if share.held is None or not parts:
             continue
-        own = leaf.optimizer.state[share.held]
+        own = leaf_of(optimizer, share.weight).optimizer.state[share.held]
         for part, tensor in parts.items():
             own[part] = tensor.view(share.held.shape)
         if counts_alone:
             own["step"] = torch.tensor(float(steps))
-    for group, before in zip(leaf.optimizer.param_groups, state.groups, strict=True):
-        group.update(before)
-        if steps and not counts_alone and "step" in group:
-            group["step"] = int(steps)
-    if hasattr(leaf, "grad_scaler"):
-        leaf.grad_scaler = state.scaler
+    for leaf, groups, scaler in zip(leaves, state.groups, state.scalers, strict=True):
+        for group, before in zip(leaf.optimizer.param_groups, groups, strict=True):
+            group.update(before)
+            if steps and not counts_alone and "step" in group:
+                group["step"] = int(steps)
+        if hasattr(leaf, "grad_scaler"):
+            leaf.grad_scaler = scaler
 
 
 def _with_new_trace(run: Run) -> Run:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
@@ -40,7 +39,7 @@ from megatron.adaptive.planner.repartition import (
 )
 from megatron.adaptive.profiling.memory import KEPT_FREE
 from megatron.adaptive.profiling.pipeline import LayerShare, Sample
-from megatron.adaptive.rebalance.auto import LAST, memory_of
+from megatron.adaptive.rebalance.auto import LAST, held_bytes, memory_of
 from megatron.adaptive.rebalance.move_layers import with_schedule
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.compare import Candidate
@@ -52,6 +51,8 @@ _WARM_UP = 1
 _MOST_STEPS = 32
 _LEAST_STEPS = 3
 _SLOW = 1.05
+_FITS = 32
+_LEAST_S = 1e-12
 
 Lanes = dict[tuple[ActionKind, int], float]
 """Median nanoseconds of an action of a kind, by chunk."""
@@ -67,6 +68,9 @@ class StepMeasurements:
         spans_s: how long each step took it.
         shares: which part of a forward its layers take, by chunk.
         free_bytes, kept_bytes, held_bytes: see ``auto.memory_of``.
+        layer_bytes: what each layer holds, by chunk. Layers that hold as much are of one kind;
+            empty where all are.
+        parts: which part of a chunk's layers each takes, by chunk; empty where they are alike.
     """
 
     pp_rank: int
@@ -76,6 +80,14 @@ class StepMeasurements:
     free_bytes: int = 0
     kept_bytes: tuple[int, ...] = ()
     held_bytes: tuple[int, ...] = ()
+    layer_bytes: tuple[tuple[int, ...], ...] = ()
+    parts: tuple[tuple[float, ...], ...] = ()
+
+    def layers_in(self, chunk: int, count: int) -> Iterator[tuple[int, float]]:
+        """Yields the bytes and the part of the time of each of a chunk's layers."""
+        sizes = self.layer_bytes[chunk] if self.layer_bytes else (0,) * count
+        parts = self.parts[chunk] if self.parts else ()
+        return zip(sizes, parts or (1 / max(1, count),) * count, strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +161,8 @@ class Repartitioner:
         self._run = run
         if self._share is not None:
             self._share.close()
-        self._share = LayerShare(_outer_models(run), run.job.accelerator.clock())
+        self._layer_bytes = _layer_bytes(run)
+        self._share = _layer_share(run, self._layer_bytes)
         self._forget()
 
     def _forget(self) -> None:
@@ -221,6 +234,8 @@ class Repartitioner:
             free_bytes=free,
             kept_bytes=kept,
             held_bytes=held,
+            layer_bytes=self._layer_bytes,
+            parts=tuple(map(self._share.parts, chunks)),
         )
 
     def _decide(
@@ -282,14 +297,23 @@ def _propose(
     return found
 
 
-def _outer_models(run: Run) -> dict[int, tuple[Any, Any]]:
-    """Returns the chunks that hold more than layers, with their blocks of layers."""
-    models = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
-    return {
-        chunk: (model, model.decoder)
-        for chunk, model in models
-        if model.pre_process or model.post_process
+def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:
+    blocks = (unwrap_model(model).decoder for model in run.chunks)
+    return tuple(tuple(map(held_bytes, block.layers)) for block in blocks)
+
+
+def _layer_share(run: Run, layer_bytes: Sequence[Sequence[int]]) -> LayerShare:
+    """Measures chunks that hold more than layers, and each layer of those with several kinds."""
+    chunks = [(chunk, unwrap_model(model)) for chunk, model in enumerate(run.chunks)]
+    unlike = {
+        chunk: model.decoder.layers for chunk, model in chunks if len(set(layer_bytes[chunk])) > 1
     }
+    models = {
+        chunk: (model, model.decoder)
+        for chunk, model in chunks
+        if model.pre_process or model.post_process or model.mtp_process or chunk in unlike
+    }
+    return LayerShare(models, run.job.accelerator.clock(), unlike)
 
 
 def loads_of(
@@ -314,27 +338,29 @@ def loads_of(
     """
     stages, ranks = placement.num_stages, placement.num_ranks
     takes: list[Times] = [(0.0, 0.0, 0.0)] * stages
-    shares = [1.0] * stages
-    most = [math.inf] * ranks
+    shares, layers = [1.0] * stages, list[list[tuple[int, float]]]([[]] * stages)
     for own in measured:
-        most[own.pp_rank] = min(most[own.pp_rank], _most_layers(own, placement, partition, units))
         for chunk in range(placement.num_chunks):
             stage = placement.stage_of(own.pp_rank, chunk)
             typical = _typical(own.steps[steps], chunk)
-            if sum(typical) > sum(takes[stage]):
+            if not layers[stage] or sum(typical) > sum(takes[stage]):
                 takes[stage], shares[stage] = typical, own.shares[chunk]
-    layer_s: list[Times | None] = []
-    for rank in range(ranks):
-        mine = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-        held = sum(partition[stage] for stage in mine)
-        sums = [
-            sum(takes[stage][kind] * shares[stage] for stage in mine if partition[stage])
-            for kind in range(3)
-        ]
-        layer_s.append((sums[0] / held, sums[1] / held, sums[2] / held) if held else None)
-    known = sorted((times for times in layer_s if times is not None), key=sum)
-    usual = known[(len(known) - 1) // 2]
-    each = tuple(usual if times is None else times for times in layer_s)
+                layers[stage] = [*own.layers_in(chunk, partition[stage])]
+    sizes = [size for stage in layers for size, _ in stage]
+    numbers = {size: kind for kind, size in enumerate(sorted({*sizes} or {0}))}
+    kinds = tuple(numbers[size] for size in sizes)
+    found: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
+    for stage in range(stages):
+        rank = placement.locate(stage)[0]
+        for size, part in layers[stage]:
+            one = [take * shares[stage] * part for take in takes[stage]]
+            found[rank, numbers[size]].append(one)
+    each = _all_times(found, ranks, len(numbers))
+    most, relative = [math.inf] * ranks, [(1.0,) * len(numbers)] * ranks
+    for own in measured:
+        limit, wanted = _most_layers(own, placement, partition, units, sorted(numbers))
+        if limit < most[own.pp_rank]:
+            most[own.pp_rank], relative[own.pp_rank] = limit, wanted
     beside = []
     for stage in range(stages):
         rest = 1.0 - shares[stage] if partition[stage] else 1.0
@@ -346,7 +372,54 @@ def loads_of(
         layer_s=each,
         beside_s=tuple(beside),
         most_layers=tuple(most),
+        kinds=kinds,
+        sizes=tuple(relative),
     )
+
+
+def _all_times(
+    found: Mapping[tuple[int, int], Sequence[Sequence[float]]], ranks: int, kinds: int
+) -> tuple[tuple[Times, ...], ...]:
+    """Returns what a layer of each kind takes on each rank, also where none was measured.
+
+    A kind has a time and a rank a slowness, whose products come near what was measured. A rank
+    whose kinds no other has is taken for a usual one.
+
+    Args:
+        found: times of layers, by rank and kind.
+        ranks, kinds: their numbers.
+    """
+    means = {
+        place: [statistics.fmean(part) for part in zip(*layers, strict=True)]
+        for place, layers in found.items()
+    }
+    slowness = [1.0] * ranks
+
+    def middle(kind: int) -> tuple[float, int]:
+        """Returns the time of a kind on a usual rank, and the rank that it is of."""
+        takes = sorted(
+            (sum(m) / slowness[rank], rank) for (rank, own), m in means.items() if own == kind
+        )
+        return takes[(len(takes) - 1) // 2] if takes else (0.0, 0)
+
+    for _ in range(_FITS):
+        usual = [max(middle(kind)[0], _LEAST_S) for kind in range(kinds)]
+        for rank in range(ranks):
+            ratios = [
+                sum(times) / usual[kind]
+                for (own, kind), layers in found.items()
+                for times in layers
+                if own == rank
+            ]
+            slowness[rank] = max(statistics.fmean(ratios or [1.0]), _LEAST_S)
+
+    def times_of(rank: int, kind: int) -> Times:
+        source = rank if (rank, kind) in means else middle(kind)[1]
+        factor = slowness[rank] / slowness[source]
+        forward, backward, weight = means.get((source, kind), (0.0, 0.0, 0.0))
+        return forward * factor, backward * factor, weight * factor
+
+    return tuple(tuple(times_of(rank, kind) for kind in range(kinds)) for rank in range(ranks))
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
@@ -359,17 +432,33 @@ def _typical(steps: Sequence[Lanes], chunk: int) -> Times:
 
 
 def _most_layers(
-    own: StepMeasurements, placement: Placement, partition: Sequence[int], units: float
-) -> float:
-    """Returns the layers that a rank's memory allows; never fewer than it has."""
+    own: StepMeasurements,
+    placement: Placement,
+    partition: Sequence[int],
+    units: float,
+    kinds: Sequence[int],
+) -> tuple[float, tuple[float, ...]]:
+    """Returns the layers that a rank's memory allows; never fewer than it has.
+
+    Args:
+        own: of the rank.
+        placement, partition, units: as in :func:`loads_of`.
+        kinds: bytes that a layer of each kind holds.
+
+    Returns:
+        Their number, counted in the mean layer of the rank, and the size of each kind in those.
+    """
     chunks = range(placement.num_chunks)
-    layers = sum(partition[placement.stage_of(own.pp_rank, chunk)] for chunk in chunks)
+    counts = [partition[placement.stage_of(own.pp_rank, chunk)] for chunk in chunks]
+    layers = sum(counts)
     if not layers or not own.kept_bytes:
-        return math.inf
+        return math.inf, (1.0,) * len(kinds)
     kept = sum(own.kept_bytes) * units
     room = own.free_bytes * (1 - KEPT_FREE) - kept
-    each = (kept + sum(own.held_bytes)) / layers
-    return layers + max(0, math.floor(room / max(1.0, each)))
+    each = max(1.0, (kept + sum(own.held_bytes)) / layers)
+    here = [size for chunk in chunks for size, _ in own.layers_in(chunk, counts[chunk])]
+    sizes = tuple(1 + (size - statistics.fmean(here)) / each for size in kinds)
+    return layers + max(0, math.floor(room / each)), sizes
 
 
 def _reason(loads: Loads) -> str:

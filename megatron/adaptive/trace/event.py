@@ -87,6 +87,10 @@ Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, in
 clock in the places of ``start_ns`` and ``duration_ns``. Nothing is said by -1 for chunk,
 microbatch, peer and of, by 0 elsewhere."""
 
+Lengths: TypeAlias = tuple[tuple[int, ...], ...]
+"""By microbatch of a rank: its positions, then the tokens of each of its documents; what is left of
+the positions is padding. Empty where all microbatches are alike."""
+
 
 def trace_file_name(rank: int) -> str:
     """The name of the trace file of a global rank."""
@@ -184,6 +188,10 @@ class IterationStart:
         counts: how many spans of each of the header's kinds follow.
         size_bytes: length of their lines together, to pass over them.
         is_late: the iteration has a marker before this one, these spans belong to it as well.
+        exchange_ns: time that actions stood in exchanges of experts' tokens.
+        tokens: of each layer of experts: its number in the model from 0 (predicting layers behind
+            the others), the first expert of this rank, tokens of each of its experts.
+        lengths: of its microbatches.
     """
 
     iteration: int
@@ -192,6 +200,9 @@ class IterationStart:
     counts: tuple[int, ...] = ()
     size_bytes: int = -1
     is_late: bool = False
+    exchange_ns: int = 0
+    tokens: tuple[tuple[int, ...], ...] = ()
+    lengths: Lengths = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,32 +46,28 @@ class Outage:
         unit: what is counted, in the plural.
 
     Attributes:
+        is_on: whether it cannot be written now.
         lost: how much was lost since it could be written last.
     """
 
     def __init__(self, what: str | os.PathLike[str], unit: str) -> None:
         self._what = os.fspath(what)
         self._unit = unit
-        self._is_out = False
+        self.is_on = False
         self.lost = 0
-
-    @property
-    def is_on(self) -> bool:
-        """Whether it cannot be written now."""
-        return self._is_out
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
         """Counts what is lost, and says why where it is the first."""
         self.lost += count
-        if not self._is_out:
-            self._is_out = True
+        if not self.is_on:
+            self.is_on = True
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             self._say(f"warning: cannot write {self._what}: {reason}; the run goes on without it")
 
     def ends(self) -> None:
         """Says how much was lost, if something was."""
-        if self._is_out:
-            self._is_out = False
+        if self.is_on:
+            self.is_on = False
             self._say(f"note: {self._what} can be written again; lost: {self.lost} {self._unit}")
         self.lost = 0
 

@@ -5,7 +5,8 @@
     {"format": "megatron-adaptive-trace", "version": 2, "columns": [...], "kinds": [...],
      "reasons": [...], "run": ..., "rank": 0, ...}                                        header
     {"begin_iteration": 7, "num_microbatches": 8, "start_ns": 812, "counts": [8, 8, 0, ...],
-     "size_bytes": 1312}                                                                  marker
+     "size_bytes": 1312, "lengths": [[64, 40, 21], ...]}                                  marker
+    {"begin_iteration": 8, ..., "exchange_ns": 91000, "tokens": [[3, 0, 511, 498], ...]}   experts
     [0,0,3,0,5120,2210000,4096,67108864,1,-1,-1,8]                                          span
     {"after_iteration": 7, ...}                                     marker of more of its spans
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
@@ -14,9 +15,9 @@
 The header comes first; it comes again where a resumed run went on in the same file. A span's line
 holds whole numbers only, one per column of the header, without spaces; its start counts from the
 ``start_ns`` of the marker above it. A marker says how many bytes of spans follow, so that a reader
-passes over what it was not asked for. Readers ignore fields, columns and objects that they do not
-know, so the version only rises when an old one changes its meaning; a file of another version is
-refused.
+passes over what it was not asked for; a rank with experts adds what they did. Readers ignore
+fields, columns and objects that they do not know, so the version only rises when an old one changes
+its meaning; a file of another version is refused.
 
 This module opens no file and imports nothing heavy: the recorder writes with it.
 """
@@ -38,6 +39,7 @@ from megatron.adaptive.trace.event import (
     ClockSamples,
     Gap,
     IterationStart,
+    Lengths,
     Row,
     SpanFormat,
     TraceHeader,
@@ -77,6 +79,9 @@ def block_text(
     start_ns: int,
     rows: Sequence[Row],
     is_late: bool = False,
+    exchange_ns: int = 0,
+    tokens: Sequence[Sequence[int]] = (),
+    lengths: Lengths = (),
 ) -> str:
     """Returns a marker and the spans below it, ready to be appended.
 
@@ -86,6 +91,8 @@ def block_text(
         start_ns: what the spans' starts count from.
         rows: the spans.
         is_late: the iteration has a marker already.
+        exchange_ns, tokens: of experts, see ``event.IterationStart``.
+        lengths: of its microbatches, left out where they are alike.
     """
     counts = [0] * len(KINDS)
     lines = []
@@ -100,9 +107,13 @@ def block_text(
         )
     spans = "".join(lines)
     word = "after_iteration" if is_late else "begin_iteration"
+    more = f', "lengths": {json.dumps(lengths)}' if lengths else ""
+    experts = ""
+    if tokens:
+        experts = f', "exchange_ns": {exchange_ns}, "tokens": {json.dumps(tokens)}'
     return (
         f'{{"{word}": {iteration}, "num_microbatches": {num_microbatches}, "start_ns": {start_ns}, '
-        f'"counts": {counts}, "size_bytes": {len(spans)}}}\n{spans}'
+        f'"counts": {counts}, "size_bytes": {len(spans)}{experts}{more}}}\n{spans}'
     )
 
 
@@ -141,6 +152,9 @@ def parse_line(
                 counts=tuple(_value(record, "counts", "counts", origin, [])),
                 size_bytes=_value(record, "size_bytes", "int", origin),
                 is_late=word == "after_iteration",
+                exchange_ns=_value(record, "exchange_ns", "int", origin, 0),
+                tokens=tuple(map(tuple, _value(record, "tokens", "tokens", origin, []))),
+                lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
             )
     if "clock_samples" in record:
         samples = _value(record, "clock_samples", "samples", origin)
@@ -205,9 +219,20 @@ _EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_list(value, lambda n: type(n) in (int, float) and n >= 0),
         "numbers from 0",
     ),
+    "lengths": (
+        lambda value: _is_list(value, lambda one: bool(one) and _is_list(one, _is_int)),
+        "lists of whole numbers, none empty",
+    ),
     "samples": (
         lambda value: _is_list(value, lambda one: _is_list(one, _is_int) and len(one) == 4),
         "lists of four whole numbers",
+    ),
+    "tokens": (
+        lambda value: _is_list(
+            value,
+            lambda one: _is_list(one, lambda n: _is_int(n) and 0 <= n < 1 << 53) and len(one) > 2,
+        ),
+        "lists of three whole numbers from 0 at least",
     ),
 }
 """By kind of field: what is one, and the words for it."""

@@ -35,6 +35,7 @@ from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
 from megatron.adaptive.trace.table import TraceTable
+from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
 """Iterations that a text file holds unless one is asked for: as many as the program that the
@@ -42,8 +43,7 @@ form comes from looks at."""
 
 NS_PER_MS = 1_000_000
 
-_WORDS = {"F": "forward", "B": "backward", "W": "weight"}
-_ACTIONS = {word: action for action, word in _WORDS.items()}
+_ACTIONS = {word: action for action, word in ACTION_NAMES.items()}
 _NAME = re.compile(r"trace_pipeline_(\d+)_model_chunks_(\d+)")
 _ACTION_LINE = re.compile(r"(\d+), (\d+), (forward|backward|weight) (start|finished), (\d+\.\d+)%")
 _MARKER = re.compile(
@@ -180,7 +180,7 @@ def _step_lines(step: PipelineStep, start_ns: int) -> Iterator[str]:
         suffix = f"% iteration {step.iteration}"
         yield f"rank {rank} iteration starts at timestamp {_ms(start_ns + row[0].start_ns)}{suffix}"
         for span in row:
-            prefix = f"{rank}, {_pack(span, step)}, {_WORDS[span.action]}"
+            prefix = f"{rank}, {_pack(span, step)}, {ACTION_NAMES[span.action]}"
             yield f"{prefix} start, {_ms(start_ns + span.start_ns)}%"
             yield f"{prefix} finished, {_ms(start_ns + span.end_ns)}%"
         end_ns = max(span.end_ns for span in row)

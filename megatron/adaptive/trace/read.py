@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
-from megatron.adaptive.trace.event import IterationStart, Span, TraceHeader
+from megatron.adaptive.trace.event import IterationStart, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.table import TraceTable
@@ -76,11 +76,6 @@ class RankTrace:
         return self.index.headers[-1]
 
     @property
-    def truncated_lines(self) -> int:
-        """Lines lost at the end of the file."""
-        return self.index.truncated_lines
-
-    @property
     def iterations(self) -> tuple[int, ...]:
         """The iterations it recorded, ascending."""
         return tuple(sorted(self._blocks))
@@ -89,6 +84,17 @@ class RankTrace:
     def num_microbatches(self) -> Mapping[int, int]:
         """Microbatches by iteration."""
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
+
+    def lengths(self, iteration: int) -> Lengths:
+        """Returns the lengths of an iteration's microbatches; none where they are alike."""
+        blocks = self._blocks.get(iteration)
+        return blocks[0].marker.lengths if blocks else ()
+
+    @cached_property
+    def experts(self) -> Mapping[int, IterationStart]:
+        """Markers, with what the rank's experts did, of the iterations that say it."""
+        markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
+        return {i: marker for i, marker in markers if marker.tokens}
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
@@ -188,7 +194,7 @@ class RunTrace:
     @cached_property
     def truncated_lines(self) -> int:
         """Lines lost at file ends, over all ranks."""
-        return sum(trace.truncated_lines for trace in self.ranks.values())
+        return sum(trace.index.truncated_lines for trace in self.ranks.values())
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:

@@ -27,7 +27,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import ClockSamples, Gap, Row, TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import (
+    ClockSamples,
+    Gap,
+    Lengths,
+    Row,
+    TraceHeader,
+    trace_file_name,
+)
 from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.lines import (
     block_text,
@@ -50,6 +57,9 @@ class _Batch(NamedTuple):
     start_ns: int
     rows: Sequence[Row]
     is_late: bool
+    exchange_ns: int = 0
+    tokens: Sequence[Sequence[int]] = ()
+    lengths: Lengths = ()
 
 
 class Recorder(AbstractContextManager["Recorder"]):
@@ -87,7 +97,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._rank = header.rank
         self._read_state: ReadState | None = None
         self._begun: tuple[int, int, int] | None = None
+        self._lengths: Lengths = ()
         self._rows: list[Row] | None = None
+        self._experts: tuple[int, Sequence[Sequence[int]]] = (0, ())
         self._open = True
         self._gap: Gap | None = None  # of the writer's thread
         self._delay = Outage(self._path, "iterations")  # of the thread that records
@@ -109,7 +121,12 @@ class Recorder(AbstractContextManager["Recorder"]):
         return self._rows is not None
 
     def begin_iteration(
-        self, iteration: int, num_microbatches: int, *, start_ns: int | None = None
+        self,
+        iteration: int,
+        num_microbatches: int,
+        *,
+        start_ns: int | None = None,
+        lengths: Lengths = (),
     ) -> None:
         """Start an iteration; ends the one before it if :meth:`end_iteration` was not called.
 
@@ -117,11 +134,12 @@ class Recorder(AbstractContextManager["Recorder"]):
             iteration: number of the iteration, as in the training log.
             num_microbatches: microbatches of this iteration.
             start_ns: when it starts, on the clock of the spans; now where ``None``.
+            lengths: of its microbatches.
         """
         self.end_iteration()
         if self._open:
             start_ns = time.monotonic_ns() if start_ns is None else start_ns
-            self._begun = (iteration, num_microbatches, start_ns)
+            self._begun, self._lengths = (iteration, num_microbatches, start_ns), lengths
             self._rows = []
 
     def extend(self, rows: Iterable[Row]) -> None:
@@ -129,16 +147,20 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._rows is not None:
             self._rows.extend(rows)
 
+    def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
+        """Say what the rank's experts did in the iteration, see ``event.IterationStart``."""
+        self._experts = (exchange_ns, tokens)
+
     def end_iteration(self) -> None:
         """Hand the iteration's spans to the writer.
 
         Blocks only while the queue is full, for 10 s at most and once: from then on iterations are
         dropped until there is room.
         """
-        begun, rows = self._begun, self._rows
-        self._begun = self._rows = None
+        begun, rows, experts = self._begun, self._rows, self._experts
+        self._begun, self._rows, self._experts = None, None, (0, ())
         if begun is not None and rows is not None:
-            self._hand_over(_Batch(*begun, rows, False))
+            self._hand_over(_Batch(*begun, rows, False, *experts, self._lengths))
 
     def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[Row]) -> None:
         """Add spans to an iteration that has ended, or drop them if the writer is behind.

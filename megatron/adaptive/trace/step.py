@@ -14,7 +14,7 @@ from itertools import pairwise, zip_longest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, TraceHeader
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.figures import BACK_NS, RankFigures, rank_figures
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import TraceTable
@@ -38,6 +38,7 @@ class PipelineStep:
         clock_jumps: pipeline ranks whose clock was set back in the middle of it.
         dp_rank: which data-parallel replica this is.
         num_replicas: how many there are traces of.
+        lengths: of its microbatches, empty where they are alike.
     """
 
     iteration: int
@@ -51,6 +52,7 @@ class PipelineStep:
     clock_jumps: tuple[int, ...] = ()
     dp_rank: int = 0
     num_replicas: int = 1
+    lengths: Lengths = ()
 
     @property
     def num_ranks(self) -> int:
@@ -187,6 +189,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         ),
         dp_rank=dp_rank,
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
+        lengths=first.lengths(iteration),
     )
 
 

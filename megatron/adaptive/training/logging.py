@@ -350,7 +350,7 @@ class TrainingLog:
                 "global_batch_size",
             ),
             *_load_figures(report.load),
-            *(_Figure(curve=name, value=loss) for name, loss in report.losses.items()),
+            *(_Figure(curve=n, value=v) for n, v in (report.losses | report.curves).items()),
             *(_Figure(f"{name}: {{:.6E}}", loss) for name, loss in means.items()),
             _Figure(entry="loss", value=report.losses.get(_MAIN_LOSS)),
             _Figure("loss scale: {:.1f}", report.loss_scale, "loss-scale"),
@@ -508,6 +508,8 @@ def _load_figures(load: Load | None) -> list[_Figure]:
         _Figure("microbatches: {:d}", load.num_microbatches, "microbatches", "microbatches"),
         _Figure(value=load.longest, curve="longest-document", entry="longest_document"),
         _Figure(value=load.mean_length, curve="mean-document", entry="mean_document"),
+        _Figure(value=load.least_tokens, curve="least-microbatch", entry="least_microbatch"),
+        _Figure(value=load.most_tokens, curve="most-microbatch", entry="most_microbatch"),
     ]
 
 

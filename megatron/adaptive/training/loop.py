@@ -121,7 +121,10 @@ class Trainer:
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
             num_microbatches = len(microbatches)  # packed ones may be fewer
-        run.tracing.begin_iteration(iteration, num_microbatches, is_traced=is_traced)
+        lengths = getattr(microbatches, "contents", ())
+        run.tracing.begin_iteration(
+            iteration, num_microbatches, is_traced=is_traced, lengths=lengths
+        )
         result = live.step.train(
             microbatches, num_microbatches, iteration, live.snapshots.before_update, dealt
         )

@@ -17,9 +17,11 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span, trace_file_name
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.trace.step import pipeline_step
 from megatron.adaptive.trace.views import perfetto
 from megatron.adaptive.trace.views.perfetto import perfetto_events, write_perfetto
-from tests.trace.conftest import make_header, write_spans
+from tests.trace.conftest import make_header, record, write_spans
 from tests.trace.views import event_rules as rules
 
 
@@ -143,6 +145,27 @@ def test_spans_that_overlap_lie_on_threads_of_their_own(tmp_path: Path) -> None:
         *("ideal: nobody slower than others", "ideal: nobody slower than others 2"),
         *("inputs", "inputs 2", "step"),
     ]
+
+
+def test_what_microbatches_hold_is_with_their_actions(tmp_path: Path) -> None:
+    with Recorder(tmp_path, make_header(0, 1)) as recorder:
+        for iteration, lengths in ((1, ((16, 9, 4), (8, 8))), (2, ())):
+            start = 1000 * iteration
+            recorder.begin_iteration(iteration, 2, start_ns=start, lengths=lengths)
+            for microbatch in range(2):
+                at = start + 100 * microbatch
+                record(recorder, "data", -1, microbatch, at, at + 5)
+                record(recorder, "F", 0, microbatch, at + 10, at + 20)
+            recorder.end_iteration()
+    run = read_run(tmp_path)
+    assert pipeline_step(run, 1).lengths == ((16, 9, 4), (8, 8))
+    assert pipeline_step(run, 2).lengths == ()
+    found = defaultdict(list)
+    for event in of_phase(list(perfetto_events(run, [1, 2])), "X"):
+        given = event["args"]
+        found[event["cat"]].append([given.get(n) for n in ("tokens", "padding", "lengths")])
+    expected = [[13, 3, [9, 4]], [8, 0, [8]], [None] * 3, [None] * 3]
+    assert found == {"forward": expected, "data": expected}
 
 
 def test_times_survive_rounding_and_cutting_off() -> None:

@@ -30,7 +30,7 @@ from megatron.adaptive.trace.diagnose.robust import (
     noise,
     spread,
 )
-from megatron.adaptive.trace.event import DRAWN_ACTIONS
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, IterationStart
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import Ints
 from megatron.adaptive.trace.whatif.graph import Graph, build_graph
@@ -41,6 +41,7 @@ from megatron.adaptive.trace.whatif.operations import (
     pipelines_of,
     read_operations,
 )
+from megatron.adaptive.trace.whatif.replay import rule_saves_s
 
 WORTH_MOVING = 0.03
 """Least gain of pace for which another partition is named."""
@@ -66,11 +67,15 @@ def diagnose(run: RunTrace, iterations: Iterable[int] | None = None) -> Diagnosi
     times = stage_costs(measured)
     slow = find_slow_ranks(measured)
     found = [*slow, *find_slow_links(measured), *find_slow_reading(measured)]
-    found += find_spikes(measured)
+    found += [*find_spikes(measured), *find_overloaded_experts(measured)]
     if not any(f.period.kind in ("lasting", "begun") for f in slow) and times is not None:
         found += _uneven(measured, times)
     advised = [_advise(measured, times, finding) for finding in found]
-    costed = _with_costs(run, measured, times, advised)
+    costed = [
+        finding
+        for finding in _with_costs(run, measured, times, advised)
+        if finding.cause != "overloaded experts" or finding.cost_fraction >= OVERLOAD_OF_STEP
+    ]
     return Diagnosis(
         findings=tuple(sorted(costed, key=lambda finding: -finding.cost_ms)),
         iterations=tuple(measured.iterations.tolist()),
@@ -477,6 +482,87 @@ def _tail(count: int, seen: float, part: float) -> float:
     return max(0.0, 1 - below)
 
 
+OVERLOADED = 1.1
+"""Experts of a rank have at least so many times the mean of tokens to be called overloaded."""
+
+OVERLOAD_OF_STEP = 0.01
+"""A load that costs less of a step than this is not reported."""
+
+OVERLOAD_ERRORS = 3.0
+"""Others wait longer than the rank by so many standard errors."""
+
+
+def find_overloaded_experts(m: Measured) -> list[Finding]:
+    """Find, among ranks that share the experts of the same layers, those that others wait for.
+
+    A rank with more tokens than the others comes last to the exchange behind its experts, where
+    the others stand. What they stand there longer than it, as far as its tokens explain it, is
+    what the load costs.
+    """
+    layouts = [next((_layout(marker) for marker in known.values()), ()) for known in m.experts]
+    layers = [tuple(layer for layer, *_ in layout) for layout in layouts]
+    found = []
+    for shared in sorted(set(filter(None, layers))):
+        group = [column for column, own in enumerate(layers) if own == shared]
+        chosen = [
+            i
+            for i in m.iterations.tolist()
+            if all(i in m.experts[c] and _layout(m.experts[c][i]) == layouts[c] for c in group)
+        ]
+        if not chosen or len({layouts[column] for column in group}) < 2:
+            continue  # each has all experts
+        markers = [[m.experts[column][i] for column in group] for i in chosen]
+        tokens = np.array([[sum(map(_tokens_of, one.tokens)) for one in row] for row in markers])
+        stood_ns = np.array([[one.exchange_ns for one in row] for row in markers], dtype=np.float64)
+        shares = tokens.sum(axis=0) / max(1.0, float(tokens.sum(axis=0).mean()))
+        place = int(np.argmax(shares))
+        share, column = float(shares[place]), group[place]
+        behind = np.delete(stood_ns, place, axis=1).mean(axis=1) - stood_ns[:, place]
+        excess = float(np.median(behind))
+        error = 1.25 * noise(behind) / math.sqrt(len(behind)) + 1.0
+        # Of all microbatches, as far as tokens explain it.
+        explained = m.num_microbatches * float(m.microbatch_ns[column]) * (1 - 1 / share)
+        excess = min(excess, explained)
+        least = max(OVERLOAD_ERRORS * error, OVERLOAD_OF_STEP * m.step)
+        if share < OVERLOADED or excess < least:
+            continue
+        finding = m.finding(
+            "overloaded experts",
+            [column],
+            np.array(chosen),
+            "lasting",
+            against="others",
+            confidence=chance(excess / error),
+            factor=share,
+            delay_ms=excess / 1e6 / max(1, m.num_microbatches),
+            counts={"tokens": int(tokens[:, place].sum())},
+            detail=_heaviest(m, column, chosen),
+        )
+        found.append(finding)
+    return found
+
+
+def _layout(marker: IterationStart) -> tuple[tuple[int, ...], ...]:
+    """Returns the layers of experts of a rank, of each the first expert there and their number."""
+    return tuple((layer, first, len(counts)) for layer, first, *counts in marker.tokens)
+
+
+def _tokens_of(row: Sequence[int]) -> int:
+    """Returns the tokens of a layer's experts on a rank, of a row of ``IterationStart.tokens``."""
+    return sum(row[2:])
+
+
+def _heaviest(m: Measured, column: int, chosen: Sequence[int]) -> str:
+    """Names the expert of a rank with the largest part of its layer's tokens there."""
+    sums = [
+        (layer, first, np.sum([m.experts[column][i].tokens[number][2:] for i in chosen], axis=0))
+        for number, (layer, first, *_) in enumerate(m.experts[column][chosen[0]].tokens)
+    ]
+    layer, first, counts = max(sums, key=lambda one: int(one[2].max()))
+    expert, part = first + int(counts.argmax()), counts.max() / max(1, counts.sum())
+    return f"expert {expert} of layer {layer} has {part:.0%} of the rank's tokens there"
+
+
 class StageCosts:
     """Holds nanoseconds of a layer on each stage, and of the stage beside its layers.
 
@@ -602,7 +688,10 @@ def _with_costs(
             found.append(finding)
             continue
         before_s, after_s = graph.simulate([ops.duration_s, without]).mean(axis=0).tolist()
-        share = 1 - after_s / before_s if before_s else 0.0
+        saved_s = rule_saves_s(m.places[0], ops, without, np.unique(ops.iteration).tolist())
+        if saved_s is None or finding.cause == "spikes":  # these are in few of the steps
+            saved_s = before_s - after_s
+        share = saved_s / before_s if before_s else 0.0
         found.append(replace(finding, cost_fraction=share, cost_ms=share * m.step / 1e6))
     return found
 
@@ -635,6 +724,13 @@ def _without(
                 rows = np.flatnonzero(mine & (ops.chunk == chunk) & (ops.kind == kind))
                 usual = float(np.median(takes[rows])) if len(rows) else 0.0
                 takes[rows[takes[rows] > math.exp(SPIKE_LEAST) * usual]] = usual
+    elif finding.cause == "overloaded experts":
+        # All ranks of the stage wait for it.
+        column = m.column[finding.ranks[0]]
+        stage = [n for n, place in enumerate(at) if place.pp_rank == places[0].pp_rank]
+        takes[computes & np.isin(ops.worker, stage)] *= max(
+            0.0, 1 - delay_s * 1e9 / max(1.0, float(m.microbatch_ns[column]))
+        )
     elif times is not None and finding.partition:
         layers = np.asarray([m.layers, finding.partition])
         now, then = layers * times.layer_ns + times.beside_ns
@@ -673,6 +769,12 @@ def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:
         ]
     elif finding.cause == "slow data":
         advice += ["read ahead with more processes (--num-workers) or from a faster disk"]
+    elif finding.cause == "overloaded experts":
+        advice += [
+            "balance the router: a larger --moe-aux-loss-coeff, or --moe-router-enable-expert-bias "
+            "with --moe-router-score-function sigmoid",
+            "limit the tokens of an expert, --moe-expert-capacity-factor 1.25: the rest is dropped",
+        ]
     else:
         advice += [
             "choose the order at run time (--pipeline-schedule adaptive), which fills such gaps",

@@ -8,7 +8,9 @@ from typing import Any
 
 from megatron.adaptive.trace.read import describe_numbers
 
-CAUSES_FOUND = ("slow rank", "slow link", "slow data", "spikes", "uneven stages")
+CAUSES_FOUND = (
+    *("slow rank", "slow link", "slow data", "spikes", "uneven stages", "overloaded experts"),
+)
 """Causes of findings."""
 
 
@@ -47,8 +49,10 @@ class Finding:
         ranks: global ranks; of a link its sender and its receiver.
         stages: pipeline stages on these ranks.
         hosts: their machines, by rank.
-        factor: how many times as long the work takes, ``None`` where ``delay_ms`` says it.
-        delay_ms: how much later a message, a microbatch or an action is.
+        factor: how many times as long the work takes, of experts how many times the mean number of
+            tokens they have; ``None`` where ``delay_ms`` says it.
+        delay_ms: how much later a message, a microbatch or an action is; of experts, how much
+            longer others stand in exchanges for each microbatch.
         period: when.
         against: what it was compared with: ``peers``, ``plan``, ``history`` or ``others``.
         confidence: 0.5 to 0.99, how sure it is that this is so and no chance.
@@ -112,6 +116,8 @@ class Finding:
         return f"rank {self.ranks[0]} ({stages}, {self.hosts[0]})"
 
     def _size(self) -> str:
+        if self.cause == "overloaded experts":
+            return f"has {self.factor:.2f} times the mean of tokens"
         if self.factor is not None:
             verb = "take" if self.cause == "uneven stages" and len(self.stages) > 1 else "takes"
             return f"{verb} {self.factor:.2f} times as long"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.finding import Finding, Period
 from megatron.adaptive.trace.diagnose.robust import Floats, middle
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, TraceHeader
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, IterationStart, TraceHeader
 from megatron.adaptive.trace.figures import compute_ns
 from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RunTrace
@@ -53,6 +53,7 @@ class Measured:
         step_ns: ``[iterations]``, first action to last, longest pipeline.
         messages: of some iterations.
         clock_error_ns: how far two ranks' clocks may be apart beyond what is known.
+        experts: of each rank, markers of the iterations in which it says what its experts did.
     """
 
     places: tuple[TraceHeader, ...]
@@ -68,6 +69,7 @@ class Measured:
     step_ns: Ints
     messages: Messages
     clock_error_ns: float
+    experts: tuple[Mapping[int, IterationStart], ...]
 
     @cached_property
     def median_ns(self) -> Floats:
@@ -199,6 +201,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         step_ns=np.max([*steps, np.zeros(len(chosen), dtype=np.int64)], axis=0),
         messages=match_messages(tables),
         clock_error_ns=_clock_error(run),
+        experts=tuple(run.ranks[rank].experts for rank in ranks),
     )
 
 

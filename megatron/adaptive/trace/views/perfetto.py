@@ -26,12 +26,13 @@ from typing import Any, TextIO
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS, Lengths
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.step import stages_text
 from megatron.adaptive.trace.table import KIND, Ints, TraceTable, wait_before
+from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.graph import IdealStep, ideal_steps
 
 MAX_SPANS = 1_500_000
@@ -51,7 +52,6 @@ THREADS: dict[str, tuple[str, ...]] = {
 LANES = 10_000
 """Thread ids of one kind of a rank."""
 
-_WORDS = {"F": "forward", "B": "backward", "W": "weight"}
 
 Event = dict[str, Any]
 
@@ -114,7 +114,7 @@ def perfetto_events(
         trace = run.ranks[rank]
         yield from _names_of(run, trace, place)
         table = trace.table(iterations)
-        yield from _slices(rank, table, origin_ns, ends)
+        yield from _with_lengths(trace, _slices(rank, table, origin_ns, ends))
         yield from _counters(rank, table, origin_ns)
         if ideal is not None:
             yield from _ideal(rank, ideal, origin_ns)
@@ -232,6 +232,21 @@ def _slices(
                     yield {**end, **where}
 
 
+def _with_lengths(trace: RankTrace, events: Iterable[Event]) -> Iterator[Event]:
+    """Adds to actions and reads what their microbatches hold, where these differ."""
+    known: dict[int, Lengths] = {}
+    for event in events:
+        arguments = event.get("args", {})
+        iteration, microbatch = arguments.get("iteration"), arguments.get("microbatch", -1)
+        if iteration is not None and iteration not in known:
+            known[iteration] = trace.lengths(iteration)
+        if event.get("cat") in _OF_LENGTHS and 0 <= microbatch < len(known[iteration]):
+            positions, *lengths = known[iteration][microbatch]
+            tokens = sum(lengths)
+            arguments.update(tokens=tokens, padding=positions - tokens, lengths=lengths)
+        yield event
+
+
 def _ideal(rank: int, ideal: IdealStep, origin_ns: int) -> Iterator[Event]:
     """Yields computes of a rank in steps in which nobody is slower, on threads of their own."""
     rows = np.flatnonzero(ideal.rank == rank)
@@ -264,6 +279,8 @@ def _ideal(rank: int, ideal: IdealStep, origin_ns: int) -> Iterator[Event]:
 _SIDE_BY_SIDE = ("inputs", "sends")
 """Threads whose spans have nothing to do with those around them."""
 _MESSAGES = (KIND["send"], KIND["receive"])
+_OF_LENGTHS = (*ACTION_NAMES.values(), "data")
+"""Categories of what is done with the tokens of one microbatch."""
 
 
 def _slice(row: tuple[int, ...]) -> Event:
@@ -287,14 +304,14 @@ def _slice(row: tuple[int, ...]) -> Event:
         arguments["cause" if word == "wait" else "reason"] = REASONS[reason]
     return {
         "name": _name(word, chunk, microbatch, iteration, REASONS[reason], arguments.get("of", "")),
-        "cat": _WORDS.get(word, word),
+        "cat": ACTION_NAMES.get(word, word),
         "args": arguments,
     }
 
 
 def _name(word: str, chunk: int, microbatch: int, iteration: int, cause: str, of: str) -> str:
-    if word in _WORDS:
-        return f"{_WORDS[word]} {chunk}-{microbatch}"
+    if word in ACTION_NAMES:
+        return f"{ACTION_NAMES[word]} {chunk}-{microbatch}"
     if word == "step":
         return f"iteration {iteration}"
     if word == "wait":

@@ -41,7 +41,7 @@ from megatron.adaptive.trace.whatif.operations import (
     read_operations,
     usual_s,
 )
-from megatron.adaptive.trace.whatif.replay import recorded_times
+from megatron.adaptive.trace.whatif.replay import recorded_times, rule_saves_s
 
 SPANS_AT_ONCE = 1_000_000
 """Steps are read and their dependencies found so many spans at a time."""
@@ -55,6 +55,8 @@ SLOW = 1.05
 CAUSE_SHARE = 0.3
 WORTH = 0.002
 """Share of a step that a repair must gain to be named."""
+REPLAYED = 4
+"""Steps that are replayed under other schedules."""
 RECORDED_SPAN_S = 1e-6
 """Processor time of recording and writing a span, measured with the recorder."""
 
@@ -361,8 +363,8 @@ class _Answers:
         }
         whole = float(simulated.mean())
         found_repairs = [
-            Repair(what, flag, float(after["repair", what].mean()), 0.0)
-            for what, (flag, _) in repairs.items()
+            Repair(what, flag, self._mended_s(whole, takes, after["repair", what]), 0.0)
+            for what, (flag, takes) in repairs.items()
         ]
         found_repairs += self._replays(simulated) + self._recording(whole)
         ordered = sorted(found_repairs, key=lambda repair: repair.step_s)
@@ -390,6 +392,13 @@ class _Answers:
             stage_heat=stage_heat,
             notes=tuple(notes),
         )
+
+    def _mended_s(self, whole: float, takes: Durations, steps: Floats) -> float:
+        """Returns the mean step with a repair; under a run-time rule the order changes with it."""
+        header, part = next(iter(self._run.ranks.values())).header, self._parts[-1]
+        iterations = np.unique(part.ops.iteration).tolist()
+        saved = rule_saves_s(header, part.ops, takes(part), iterations)
+        return float(steps.mean()) if saved is None else whole - saved
 
     def _simulate(self, sets: Mapping[tuple[str, str], Durations]) -> dict[tuple[str, str], Floats]:
         names = list(sets)
@@ -500,7 +509,7 @@ class _Answers:
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
         """Returns repairs by name: the flag that does it, and the durations then."""
         where, found = self._where, dict[str, tuple[str, Durations]]()
-        takes = self._cells.sum(axis=(1, 2))
+        takes = self._own_cells.sum(axis=(1, 2))
         usual = self._stage_takes()
         is_alone = not where.replica.any()
         for worker in slowest[:3]:
@@ -558,28 +567,40 @@ class _Answers:
         return f"--partition {format_partition(better)}", after / usual
 
     def _replays(self, simulated: Floats) -> list[Repair]:
-        """Replays the median step: another schedule, microbatches dealt over replicas, and both."""
-        times = recorded_times([part.ops for part in self._parts])
+        """Replays some steps: another schedule, microbatches dealt over replicas, and both."""
+        header = next(iter(self._run.ranks.values())).header
+        times = recorded_times([part.ops for part in self._parts], header.work)
         if times is None or self._where.num_stages == 1:
             return []
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
-        middle = sorted(zip(simulated.tolist(), steps, strict=True))[len(steps) // 2][1]
-        if middle not in times.steps:
+        by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
+        # One from each part of the steps, by their length.
+        places = (np.arange(REPLAYED) + 0.5) * len(by_length) / REPLAYED
+        some = {by_length[int(place)] for place in places} & set(times.steps)
+        if not some:
             return []
-        is_several = len(times.steps[middle]) > 1
-        now = times.step_s(middle, "1f1b", dealt=False)
-        whole = float(simulated.mean())
+
+        def mean_s(schedule: str, chunks: int, dealt: bool) -> float:
+            return float(
+                np.mean([times.step_s(s, schedule, chunks=chunks, dealt=dealt) for s in some])
+            )
+
+        own = "adaptive" if header.schedule == "adaptive" else "1f1b"
+        now, whole = mean_s(own, 1, False), float(simulated.mean())
         order = "--pipeline-schedule adaptive with two chunks per rank"
         deal = "--balance-replicas both"
         found = []
-        for what, flag, schedule, dealt in (
-            ("adaptive order", order, "adaptive", False),
-            ("microbatches dealt over replicas", deal, "1f1b", True),
-            ("both: adaptive order and dealt microbatches", f"{order}, {deal}", "adaptive", True),
+        for what, flag, how in (
+            ("adaptive order", order, ("adaptive", 2, False)),
+            ("microbatches dealt over replicas", deal, (own, 1, True)),
+            (
+                "both: adaptive order and dealt microbatches",
+                f"{order}, {deal}",
+                ("adaptive", 2, True),
+            ),
         ):
-            if is_several or not dealt:
-                then = times.step_s(middle, schedule, dealt=dealt)
-                found.append(Repair(what, flag, whole - now + then, 0.0))
+            if self._where.replica.any() or not how[2]:
+                found.append(Repair(what, flag, whole - now + mean_s(*how), 0.0))
         return found
 
     def _recording(self, whole_s: float) -> list[Repair]:

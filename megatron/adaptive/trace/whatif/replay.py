@@ -4,6 +4,8 @@ A recorded duration is split into what the stage takes (the median of its replic
 as long its rank takes, and the rest, which is the microbatch's own: its length, and chance. Stages
 cut in two take half each; a rank keeps its factor whatever it works on, a microbatch its own part
 on any replica.
+
+Under a run-time rule the order itself follows from the times: with others it is chosen anew.
 """
 
 from __future__ import annotations
@@ -14,23 +16,30 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron.adaptive.schedule.compare import make_candidate
+from megatron.adaptive.schedule.compare import Candidate, make_candidate
 from megatron.adaptive.schedule.dealing import deal
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
+from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.table import Ints
 from megatron.adaptive.trace.whatif.operations import (
     BACKWARD,
     BACKWARD_COMM,
     FORWARD,
     FORWARD_COMM,
+    NS_PER_S,
     WEIGHT,
     Floats,
     Operations,
 )
 
 SCHEDULES = ("1f1b", "adaptive")
+RULE_STEPS = 3
+"""So many steps are replayed under the run's own rule."""
+ALIKE = 0.1
+"""A replay with recorded times is off by no more than this part of the recorded step, else the
+rule had another cap, or other times than those of the spans count."""
 MANY_ACTIONS = 60_000
 """So many are simulated by compiled code, which takes a second to start."""
 
@@ -42,10 +51,13 @@ class RecordedTimes:
     Attributes:
         steps: by iteration and replica, ``[2, stages, microbatches]``, forward and whole backward.
         transfer_s: median transfer of a message.
+        work: what the stages should take, in any unit; empty where nobody says it; parts a slow
+            rank from a stage with more to do where there are too few replicas to compare with.
     """
 
     steps: Mapping[int, tuple[Floats, ...]]
     transfer_s: float
+    work: tuple[float, ...] = ()
 
     @cached_property
     def stage_s(self) -> Floats:
@@ -56,7 +68,10 @@ class RecordedTimes:
     @cached_property
     def rank_factor(self) -> Floats:
         """``[replicas, stages]``: how many times as long each rank takes as its siblings."""
-        factor: Floats = self._means.sum(axis=1) / self.stage_s.sum(axis=0)
+        takes, stage = self._means.sum(axis=1), self.stage_s.sum(axis=0)
+        if len(takes) < 3 and len(self.work) == len(stage) and min(self.work) > 0:
+            stage = np.array(self.work) * np.median(takes / self.work)
+        factor: Floats = takes / stage
         return factor
 
     @cached_property
@@ -71,23 +86,27 @@ class RecordedTimes:
         own: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return own
 
-    def step_s(self, iteration: int, schedule: str, *, dealt: bool, pieces: int = 1) -> float:
+    def step_s(
+        self, iteration: int, schedule: str, *, dealt: bool, pieces: int = 1, chunks: int = 2
+    ) -> float:
         """Simulates a step; it takes as long as its slowest replica.
 
         Args:
             iteration: of those recorded.
-            schedule: one of :data:`SCHEDULES`; the latter with two chunks per rank in a V.
+            schedule: one of :data:`SCHEDULES`.
             dealt: microbatches go to the replica that is done with them first, else where they
                 were; those of a replica then come in the order that suits a pipeline.
             pieces: parts of each weight gradient where the schedule splits backwards.
+            chunks: per rank of ``adaptive``, two of them in a V; with one, backwards are whole.
         """
+        pieces = pieces if chunks > 1 else 0
         replicas = len(self.steps[iteration])
         own = [self.own_part(iteration, replica) for replica in range(replicas)]
         if dealt:
             own = self._dealt(np.concatenate(own, axis=2))
         actions = sum(part[0].size for part in own) * (4 + 2 * pieces)
         return max(
-            self._pipeline_s(part, self.rank_factor[replica], schedule, pieces, actions)
+            self._pipeline_s(part, self.rank_factor[replica], schedule, pieces, chunks, actions)
             for replica, part in enumerate(own)
         )
 
@@ -106,10 +125,10 @@ class RecordedTimes:
         return dealt
 
     def _pipeline_s(
-        self, own: Floats, factor: Floats, schedule: str, pieces: int, actions: int
+        self, own: Floats, factor: Floats, schedule: str, pieces: int, chunks: int, actions: int
     ) -> float:
         ranks, count = own.shape[1:]
-        candidate = make_candidate(schedule, ranks, 2, count, weight_pieces=pieces)
+        candidate = make_candidate(schedule, ranks, chunks, count, weight_pieces=pieces)
         place = candidate.placement
         cut = place.num_stages // ranks
         rank_of = [place.locate(stage)[0] for stage in range(place.num_stages)]
@@ -121,26 +140,99 @@ class RecordedTimes:
         for stage in range(place.num_stages - 1):
             if rank_of[stage] != rank_of[stage + 1]:
                 delays[0, stage] = delays[1, stage + 1] = delay
-        result = simulate(
-            place,
-            count,
-            make_policies(
-                schedule, place, count, cap=candidate.cap, weight_pieces=candidate.weight_pieces
-            ),
-            Workload(
-                durations_ps=np.rint(durations * PS_PER_S).astype(np.int64),
-                delays_ps=delays,
-                occupancy_ps=np.zeros((ranks, ranks), dtype=np.int64),
-            ),
-            cap=candidate.cap,
-            weight_pieces=candidate.weight_pieces,
-            compiled=actions > MANY_ACTIONS,
-        )
-        return result.makespan_s
+        return _simulated_s(candidate, durations, delays, actions)
 
 
-def recorded_times(parts: Sequence[Operations]) -> RecordedTimes | None:
+def _simulated_s(candidate: Candidate, durations_s: Floats, delays_ps: Ints, actions: int) -> float:
+    place, count = candidate.placement, durations_s.shape[2]
+    cap, pieces = candidate.cap, candidate.weight_pieces
+    result = simulate(
+        place,
+        count,
+        make_policies(candidate.name, place, count, cap=cap, weight_pieces=pieces),
+        Workload(
+            durations_ps=np.rint(durations_s * PS_PER_S).astype(np.int64),
+            delays_ps=delays_ps,
+            occupancy_ps=np.zeros((place.num_ranks,) * 2, dtype=np.int64),
+        ),
+        cap=cap,
+        weight_pieces=pieces,
+        compiled=actions > MANY_ACTIONS,
+    )
+    return result.makespan_s
+
+
+def rule_saves_s(
+    header: TraceHeader, ops: Operations, then_s: Floats, iterations: Sequence[int]
+) -> float | None:
+    """Returns what a step takes less with other times, the rule ``adaptive`` choosing anew.
+
+    Args:
+        header: of any rank.
+        ops: recorded operations.
+        then_s: ``[operations]``, the other times.
+        iterations: some of those that ``ops`` has, the last few of which are replayed.
+
+    Returns:
+        Seconds, the mean over steps; ``None`` under another schedule, where a rank lacks actions,
+        or where the replay with recorded times is not :data:`ALIKE` the recorded step.
+    """
+    if header.schedule != "adaptive" or ops.where.num_stages == 1:
+        return None
+    saved = []
+    for iteration in iterations[-RULE_STEPS:]:
+        both: list[tuple[float, float]] = []
+        for replica in range(int(ops.where.replica.max()) + 1):
+            mine = ops.where.replica[ops.worker] == replica
+            rows = np.flatnonzero(mine & (ops.iteration == iteration))
+            computes = rows[ops.kind[rows] <= WEIGHT]
+            times = [_replayed_s(header, ops, rows, s) for s in (ops.duration_s, then_s)]
+            if not len(computes) or times[0] is None or times[1] is None:
+                return None
+            span_s = (ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S
+            if abs(times[0] - span_s) > ALIKE * span_s:
+                return None
+            both.append((times[0], times[1]))
+        saved.append(max(now for now, _ in both) - max(then for _, then in both))
+    return float(np.mean(saved))
+
+
+def _replayed_s(header: TraceHeader, ops: Operations, rows: Ints, times_s: Floats) -> float | None:
+    """Simulates a replica's step in an order of its rule; ``None`` where actions are missing."""
+    kind, stage, microbatch = ops.kind[rows], ops.stage[rows], ops.microbatch[rows]
+    shape = (3, ops.where.num_stages, int(microbatch.max(initial=0)) + 1)
+    durations, counts = np.zeros(shape), np.zeros(shape, dtype=np.int64)
+    work = kind <= WEIGHT
+    at = kind[work], stage[work], microbatch[work]
+    np.add.at(durations, at, times_s[rows[work]])
+    np.add.at(counts, at, 1)
+    pieces = int(counts[2].max())
+    if (counts[:2] != 1).any() or (counts[2] != pieces).any():
+        return None
+    delays = np.zeros((2, *shape[1:]), dtype=np.int64)
+    for way, of in enumerate((FORWARD_COMM, BACKWARD_COMM)):
+        came = kind == of
+        source = stage[came] + (-1, 1)[way]
+        delays[way, source, microbatch[came]] = np.rint(times_s[rows[came]] * PS_PER_S)
+    candidate = make_candidate(
+        header.schedule,
+        header.num_ranks,
+        header.num_chunks,
+        shape[2],
+        placement_kind="v" if header.placement == "v" else "loop",
+        weight_pieces=pieces,
+    )
+    return _simulated_s(candidate, durations, delays, int(counts.sum()))
+
+
+def recorded_times(
+    parts: Sequence[Operations], work: tuple[float, ...] = ()
+) -> RecordedTimes | None:
     """Collects the times of microbatches.
+
+    Args:
+        parts: all operations.
+        work: see :class:`RecordedTimes`.
 
     Returns:
         Those of the steps in which every rank has each microbatch of its replica; ``None`` without
@@ -160,7 +252,8 @@ def recorded_times(parts: Sequence[Operations]) -> RecordedTimes | None:
             if found is not None:
                 steps[iteration] = found
     known = np.concatenate(transfers)
-    return RecordedTimes(steps, float(np.median(known)) if len(known) else 0.0) if steps else None
+    transfer_s = float(np.median(known)) if len(known) else 0.0
+    return RecordedTimes(steps, transfer_s, work) if steps else None
 
 
 def _step(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | None:
