@@ -124,7 +124,7 @@ def _rule(name: str, kind: PlacementKind, cell: Cell, per_rank: float, shares: b
         weight_pieces=4,
         cap=min(per_rank * cell.ranks, float(cell.microbatches)),
         shares=shares,
-        latency=cell.latency if name == "hinted" else 0.0,
+        pace=(cell.latency, WORK[cell.work].get("backward_s", 1.0), 1.0),
     )
 
 

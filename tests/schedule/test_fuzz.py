@@ -79,7 +79,7 @@ def run_random(name: str, cases: int) -> None:
                 cap=cap,
                 weight_pieces=pieces,
                 shares=case % 3 > 0,
-                latency=link.latency_s,
+                pace=(link.latency_s, rng.uniform(0, 3), 1.0),
             )
         result = simulate(
             placement,

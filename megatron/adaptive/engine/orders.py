@@ -19,7 +19,7 @@ from megatron.adaptive.schedule.file import load
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
-from megatron.adaptive.schedule.registry import is_rule, make_policies, make_schedule
+from megatron.adaptive.schedule.registry import EQUAL, is_rule, make_policies, make_schedule
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.widths import Widths
@@ -108,7 +108,8 @@ class Orders:
         self.widths = widths
         self.beside = beside
         self._cap = cap
-        self._shares, self._latency = True, 0.0
+        self._shares, self._pace = True, EQUAL
+        self._hint: Schedule | None = None
         self._group_size = group_size
         self._given = given
         self.replay = replay
@@ -165,7 +166,8 @@ class Orders:
         self.schedule = candidate.name
         self.weight_pieces = candidate.weight_pieces
         self._cap = candidate.cap
-        self._shares, self._latency = candidate.shares, candidate.latency
+        self._shares, self._pace = candidate.shares, candidate.pace
+        self._hint = candidate.hint
         self._policies.clear()
 
     def candidate(self, num_microbatches: int) -> Candidate:
@@ -177,7 +179,8 @@ class Orders:
             weight_pieces=self.weight_pieces,
             cap=self._cap_for(num_microbatches) if is_rule(name) else None,
             shares=self._shares,
-            latency=self._latency,
+            pace=self._pace,
+            hint=self._hint,
         )
 
     def inputs_in_flight(self, num_microbatches: int, *, smallest: float = 1.0) -> int:
@@ -240,6 +243,7 @@ class Orders:
             cap=self._cap_for(num_microbatches),
             weight_pieces=self.weight_pieces,
             shares=self._shares,
-            latency=self._latency,
+            pace=self._pace,
+            hint=self._hint,
         )
         return policies[self.pp_rank]

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.anneal import improve
 from megatron.adaptive.schedule.compare import (
     DEFAULT_PIECES,
     Candidate,
@@ -25,7 +26,7 @@ from megatron.adaptive.schedule.compare import (
 )
 from megatron.adaptive.schedule.memory import default_cap, with_rounding
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
-from megatron.adaptive.schedule.registry import is_rule, make_schedule
+from megatron.adaptive.schedule.registry import ANNEALED, EQUAL, Pace, make_schedule
 from megatron.adaptive.schedule.workload import StageProfile
 
 STATIC = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-v", "v-half", "dualpipe-v")
@@ -65,7 +66,7 @@ def candidates(
     most: float,
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
-    latency: float = 0.0,
+    pace: Pace = EQUAL,
 ) -> list[Candidate]:
     """List what could run on a pipeline whose stages lie so; layers cannot be cut anew.
 
@@ -75,7 +76,7 @@ def candidates(
         most: most activations that memory allows, in whole-rank microbatches.
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
-        latency: of a message, in forwards of a stage.
+        pace: of the stages.
     """
     found = []
     for name in STATIC:
@@ -96,7 +97,7 @@ def candidates(
             weight_pieces=cut,
             cap=cap,
             shares=shares,
-            latency=latency if name == "hinted" else 0.0,
+            pace=pace if name == "hinted" else EQUAL,
         )
         for cap in caps
         if 1.0 <= cap <= with_rounding(most)
@@ -136,10 +137,6 @@ def choose(
         or profile.latency_sigma
         or profile.microbatch_factors
     )
-    forward_s = statistics.fmean(profile.times.forward_s)
-    message_s = max(
-        one.latency_s + one.occupancy_s for one in (profile.link, *profile.links.values())
-    )
     seeds = range(DRAWS if spread else 1)
     outcomes: list[CandidateOutcome] = []
     for kind, limit in most.items():
@@ -149,10 +146,15 @@ def choose(
             most=limit,
             splittable=splittable,
             pieces=pieces,
-            latency=round(message_s / forward_s, 2) if forward_s else 0.0,
+            pace=_pace(profile),
         )
-        found = (evaluate(o, num_microbatches, profile, seeds) for o in offered)
-        outcomes += [o for o in found if o.peak_units <= with_rounding(limit)]
+
+        def fitting(offered: Iterable[Candidate], limit: float = limit) -> list[CandidateOutcome]:
+            found = (evaluate(one, num_microbatches, profile, seeds) for one in offered)
+            return [one for one in found if one.peak_units <= with_rounding(limit)]
+
+        found = fitting(offered)
+        outcomes += found + fitting(_annealed(found, num_microbatches, profile, limit, pieces))
     if not outcomes:
         raise ScheduleError(
             f"memory for {max(most.values()):g} microbatches: no schedule of {present.num_ranks}"
@@ -186,6 +188,47 @@ def choose(
     )
 
 
+def _pace(profile: StageProfile) -> Pace:
+    times = profile.times
+    forward_s = statistics.fmean(times.forward_s)
+    if not forward_s:
+        return EQUAL
+    message_s = max(
+        one.latency_s + one.occupancy_s for one in (profile.link, *profile.links.values())
+    )
+    others = (statistics.fmean(some or (0.0,)) for some in (times.backward_s, times.weight_s))
+    latency, backward, weight = (round(one / forward_s, 2) for one in (message_s, *others))
+    return latency, backward, weight
+
+
+def _annealed(
+    outcomes: Sequence[CandidateOutcome],
+    num_microbatches: int,
+    profile: StageProfile,
+    limit: float,
+    pieces: int,
+) -> list[Candidate]:
+    """Returns ``hinted`` with an order made for the mean times, from the best that is known."""
+    quiet = replace(
+        profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()
+    )
+    splits = any(one.candidate.weight_pieces for one in outcomes)
+    starts = [one.candidate for one in outcomes if one.candidate.weight_pieces == int(splits)]
+    if not starts:
+        return []
+    runs = (evaluate(one, num_microbatches, quiet, (0,)).example for one in starts)
+    best = min(runs, key=lambda run: run.makespan_s)
+    cap = min(limit, float(num_microbatches))
+    hint = improve(best.to_schedule("best"), best.workload, cap)
+    if hint is None:
+        return []
+    made = Candidate(
+        name=ANNEALED, placement=hint.placement, weight_pieces=int(splits), cap=cap, hint=hint
+    )
+    cuts = {1, pieces} if splits else {0}
+    return [made, *(replace(made, name="hinted", weight_pieces=cut) for cut in sorted(cuts))]
+
+
 def _fastest(
     outcomes: Sequence[CandidateOutcome],
 ) -> tuple[CandidateOutcome, CandidateOutcome | None] | None:
@@ -193,7 +236,7 @@ def _fastest(
     if not outcomes:
         return None
     fastest = outcomes[0]
-    fixed = next((o for o in outcomes if not is_rule(o.candidate.name)), None)
+    fixed = next((o for o in outcomes if o.candidate.name in STATIC), None)
     if fixed is not None and fastest.mean_s > fixed.mean_s * (1 - GAIN):
         return fixed, fixed
     return fastest, fixed

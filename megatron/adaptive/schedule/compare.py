@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.registry import (
+    ANNEALED,
+    EQUAL,
+    Pace,
     is_rule,
     make_policies,
     placement_for,
     splits_backward,
 )
+from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.workload import Jitter, StageProfile, draw
 
@@ -37,7 +41,9 @@ class Candidate:
         cap: of every rank in whole-rank microbatches, ``None`` for a static schedule, whose memory
             is its own.
         shares: whether chunks have shares of the cap under ``adaptive``.
-        latency: of a message, in forwards of a stage, by which ``hinted`` chooses its hint.
+        pace: of the stages, by which ``hinted`` chooses its hint.
+        hint: what ``hinted`` or ``annealed`` follows in steps of as many microbatches; ``None`` for
+            a choice of its own.
     """
 
     name: str
@@ -45,7 +51,8 @@ class Candidate:
     weight_pieces: int
     cap: float | None
     shares: bool = True
-    latency: float = 0.0
+    pace: Pace = EQUAL
+    hint: Schedule | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         chunks = self.placement.num_chunks
@@ -54,6 +61,8 @@ class Candidate:
             text += f", W in {self.weight_pieces}"
         if not self.shares:
             text += ", no shares"
+        if self.hint is not None and self.name != ANNEALED:
+            text += ", annealed hint"
         return text + (f", cap {self.cap:g})" if self.cap is not None else ")")
 
 
@@ -155,7 +164,8 @@ def evaluate(
         cap=candidate.cap,
         weight_pieces=candidate.weight_pieces,
         shares=candidate.shares,
-        latency=candidate.latency,
+        pace=candidate.pace,
+        hint=candidate.hint,
     )
     results = []
     for seed in seeds:

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from megatron.adaptive.schedule import engine, machine, rules
@@ -19,12 +19,13 @@ from megatron.adaptive.schedule import engine, machine, rules
 Rule = Callable[[machine.State, Sequence[int]], int]
 """``rule(s, hint)``, see ``rules``."""
 
+Modules = tuple[ModuleType, ...]
 _MODULES = (machine, rules, engine)
 
 
 def plain_loop(rule: Rule) -> Callable[[engine.World], int]:
     """``engine.run`` as plain Python, about 10 us an action, with any callable as rule."""
-    return _bind(rule, lambda function: function)
+    return _bind(_MODULES, engine.run, lambda function: function, rule=rule)
 
 
 def is_known(rule: Rule) -> bool:
@@ -41,38 +42,44 @@ def compiled_loop(rule: Rule) -> Callable[[engine.World], int]:
     Raises:
         ImportError: numba is not installed.
     """
+    return _bind(_MODULES, engine.run, _jit(_MODULES, engine.run, rule.__name__), rule=rule)
+
+
+def compile_function(module: ModuleType, main: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function of a module, with what it calls there; see ``compiled_loop``."""
+    return _bind((module,), main, _jit((module,), main, ""))
+
+
+def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[..., Any]:
     from numba import njit  # half a second to import
 
-    digest = _digest()
+    source = "".join(map(inspect.getsource, modules))
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
 
     def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.__qualname__ = f"{function.__name__}_{rule.__name__}_{digest}"
-        # Only the loop is called from outside; what it calls is compiled into it.
+        function.__qualname__ = f"{function.__name__}_{label}_{digest}"
+        # Only the main function is called from outside; what it calls is compiled into it.
         # Nothing is allocated, so that no references need counting: half the time.
-        options: dict[str, Any] = {"cache": function.__name__ == "run", "_nrt": False}
+        options: dict[str, Any] = {"cache": function.__name__ == main.__name__, "_nrt": False}
         compiled: Callable[..., Any] = njit(function, **options)
         return compiled
 
-    return _bind(rule, jit)
+    return jit
 
 
-def _bind(rule: Rule, make: Callable[..., Any]) -> Callable[[engine.World], int]:
-    """Copy all functions into one namespace of their own, where ``rule`` is the given one."""
+def _bind(
+    modules: Modules, main: Callable[..., Any], make: Callable[..., Any], **instead: Any
+) -> Callable[..., Any]:
+    """Copies all functions into one namespace of their own, some replaced, and returns ``main``."""
     namespace: dict[str, Any] = {}
-    for module in _MODULES:
+    for module in modules:
         namespace |= vars(module)
-    namespace["rule"] = rule
-    ours = {module.__name__ for module in _MODULES}
+    namespace |= instead
+    ours = {module.__name__ for module in _MODULES + modules}
     for name, function in list(namespace.items()):
         if inspect.isfunction(function) and function.__module__ in ours:
             copy = FunctionType(function.__code__, namespace, function.__name__)
             copy.__module__ = function.__module__
             namespace[name] = make(copy)
-    loop: Callable[[engine.World], int] = namespace["run"]
-    return loop
-
-
-@lru_cache
-def _digest() -> str:
-    source = "".join(inspect.getsource(module) for module in _MODULES)
-    return hashlib.sha256(source.encode()).hexdigest()[:12]
+    made: Callable[..., Any] = namespace[main.__name__]
+    return made

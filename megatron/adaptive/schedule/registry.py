@@ -96,7 +96,13 @@ _RULES = {
 _BEST_IN_A_V = ("adaptive", "hinted")
 _HINTS = ("zb-v", "v-half", "zb-h1", "interleaved", "interleaved-zb", "dualpipe-v")
 """Schedules that may be hints, the usual one of each placement first."""
+ANNEALED = "annealed"
+"""Name of a list that ``auto`` makes for one pipeline (see ``anneal``); users cannot ask for it. In
+steps of other numbers of microbatches it is ``hinted``."""
 _COMPILED_FROM = 20_000
+Pace = tuple[float, float, float]
+"""Latency of a message, backward by inputs and weight gradients, in forwards of a stage."""
+EQUAL: Pace = (0.0, 1.0, 1.0)
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -115,7 +121,7 @@ def is_rule(name: str) -> bool:
     Raises:
         ScheduleError: unknown name.
     """
-    return _static(name) is None
+    return name == ANNEALED or _static(name) is None
 
 
 def splits_backward(name: str) -> bool:
@@ -186,7 +192,8 @@ def make_policies(
     cap: float | None = None,
     weight_pieces: int = 0,
     shares: bool = True,
-    latency: float = 0.0,
+    pace: Pace = EQUAL,
+    hint: Schedule | None = None,
 ) -> tuple[Policy, ...]:
     """Make one policy per rank: followers of a static schedule, or the rule of that name.
 
@@ -197,11 +204,18 @@ def make_policies(
         cap: of the run, for a rule that shares it or chooses a hint by it; None for no limit.
         weight_pieces: of the run, likewise.
         shares: whether chunks have shares of the cap under ``adaptive`` (see ``memory``).
-        latency: of a message, in forwards of a stage, for ``hinted``.
+        pace: of the stages, by which ``hinted`` chooses its hint.
+        hint: of ``hinted``, and the list of ``annealed``, in steps of as many microbatches; in
+            others both choose a hint.
 
     Raises:
         ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
     """
+    is_given = hint is not None and hint.num_microbatches == num_microbatches
+    if name == ANNEALED:
+        if hint is not None and is_given:
+            return tuple(Follow(order, name) for order in hint.orders)
+        name = "hinted"
     if _static(name) is not None:
         schedule = make_schedule(name, placement, num_microbatches)
         return tuple(Follow(order, name) for order in schedule.orders)
@@ -212,28 +226,32 @@ def make_policies(
         )
     if name != "hinted":
         return (RulePolicy(name, _RULES[name]),) * placement.num_ranks
-    hint = hint_for(placement, num_microbatches, cap, latency)
-    return tuple(
-        RulePolicy(name, rules.hinted, hint_codes(order, placement.num_chunks, weight_pieces))
-        for order in hint.orders
-    )
+    if hint is None or not is_given:
+        hint = hint_for(placement, num_microbatches, cap, pace, weight_pieces)
+    return _hinted(hint, weight_pieces)
 
 
 @lru_cache(maxsize=64)
 def hint_for(
-    placement: Placement, num_microbatches: int, cap: float | None, latency: float = 0.0
+    placement: Placement,
+    num_microbatches: int,
+    cap: float | None,
+    pace: Pace = EQUAL,
+    weight_pieces: int = 1,
 ) -> Schedule:
     """Returns the best order for a pipeline that the cap allows.
 
     It is the usual fixed one where that fits and is known to be best. With few microbatches, in a
-    loop without memory to spare, and where nothing fits, it is the fastest on equal stages of those
-    that fit and of those that ``adaptive`` makes under the cap, with shares and without.
+    loop without memory to spare, and where nothing fits, it is the one with which ``hinted`` is
+    fastest on equal stages of that pace, of those that fit and of those that ``adaptive`` makes
+    under the cap, with shares and without.
 
     Args:
         placement: which rank holds which stage.
         num_microbatches: microbatches per step.
         cap: most activations, in whole-rank microbatches.
-        latency: of a message, in forwards of a stage.
+        pace: of the stages.
+        weight_pieces: parts of each weight gradient, 0 for whole backwards.
 
     Raises:
         ScheduleError: no microbatch, or the cap is below the least cap.
@@ -252,27 +270,39 @@ def hint_for(
     ):
         return found[0]
 
-    def run(policies: Sequence[Policy], pieces: int, cap: float | None = None) -> SimResult:
+    def run(policies: Sequence[Policy], pieces: int, pace: Pace = pace) -> SimResult:
+        latency, backward, weight = pace
         return simulate(
             placement,
             num_microbatches,
             policies,
-            StageTimes.equal(placement.num_stages, forward_s=1.0, backward_s=1.0, weight_s=1.0),
+            StageTimes.equal(
+                placement.num_stages, forward_s=1.0, backward_s=backward, weight_s=weight
+            ),
             latency_s=latency,
             cap=cap,
             weight_pieces=pieces,
             compiled=3 * num_microbatches * placement.num_stages >= _COMPILED_FROM,
         )
 
-    results = [
-        (run([Follow(o, one.name) for o in one.orders], one.weight_pieces).makespan_s, one)
-        for one in found
-    ]
     for shares in (True, False):
         rules_ = make_policies("adaptive", placement, num_microbatches, cap=cap, shares=shares)
-        made = run(rules_, 1, cap)
-        results.append((made.makespan_s, made.to_schedule("adaptive")))
-    return min(results, key=lambda one: one[0])[1]
+        # An order made for equal kinds of work may also be the best one for others.
+        for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
+            found.append(run(rules_, 1, times).to_schedule("adaptive"))
+
+    def hinted_s(hint: Schedule) -> float:
+        return run(_hinted(hint, weight_pieces), weight_pieces).makespan_s
+
+    return min(found, key=hinted_s)
+
+
+def _hinted(hint: Schedule, weight_pieces: int) -> tuple[Policy, ...]:
+    chunks = hint.placement.num_chunks
+    return tuple(
+        RulePolicy("hinted", rules.hinted, hint_codes(order, chunks, weight_pieces))
+        for order in hint.orders
+    )
 
 
 def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> tuple[int, ...]:
