@@ -668,7 +668,8 @@ def _with_costs(
 ) -> list[Finding]:
     """Adds what the last iterations of each finding would save without it, by simulation.
 
-    Where the trace cannot be simulated, as without a known placement, nothing is added.
+    Where the trace cannot be simulated, as without a known placement, nothing is added. A partition
+    that gains nothing in the simulation is no finding.
     """
 
     @cache
@@ -691,7 +692,9 @@ def _with_costs(
         saved_s = rule_saves_s(m.places[0], ops, without, np.unique(ops.iteration).tolist())
         if saved_s is None or finding.cause == "spikes":  # these are in few of the steps
             saved_s = before_s - after_s
-        share = saved_s / before_s if before_s else 0.0
+        if saved_s <= 0 and finding.cause == "uneven stages":
+            continue
+        share = max(0.0, saved_s / before_s) if before_s else 0.0
         found.append(replace(finding, cost_fraction=share, cost_ms=share * m.step / 1e6))
     return found
 
