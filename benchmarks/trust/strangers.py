@@ -404,7 +404,7 @@ def listening(process: psutil.Process) -> list[int]:
 
 
 def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
-    flags = ["--train-iters", "1000000", "--save-interval", "100000"]
+    flags = ["--train-iters", "100000", "--save-interval", "100000"]
     ports = folder / "ports"
     variables = {"OBSERVED_PORTS": str(ports), "OBSERVED_STEP_S": str(_STEP_S)}
     for path in (folder / "elastic", ports):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import hashlib
 import json
 import os
 import shutil
@@ -86,8 +87,10 @@ class HangGuard:
         self._turn, self._store = (local.index(rank), len(local)), store
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-        # All ranks of a machine find it without a word to each other.
-        mine = f"megatron-adaptive-{os.geteuid()}-"
+        # All ranks of a machine find it without a word to each other. Containers may share the
+        # memory of their host, but not the numbers of their processes.
+        among = hashlib.sha256(machines[rank].encode()).hexdigest()[:12]
+        mine = f"megatron-adaptive-{os.geteuid()}-{among}-"
         self._folder = base / f"{mine}{places[local[0]]['pid']}"
         if after_s == 0 or len(places) < 2:
             return
