@@ -103,12 +103,13 @@ class HangGuard:
             if self._folder.is_symlink() or self._folder.stat().st_uid != os.geteuid():
                 return  # somebody else's
             self._stacks = (self._folder / f"stack_{rank}.txt").open("ab")
-        except OSError:
+            if rank == local[0]:
+                self._process = self._start(places, local, after_s, on_hang, page_folder)
+        except OSError as error:
+            print(f"warning: nobody watches for hangs: {error}", file=sys.stderr, flush=True)
             return
         faulthandler.register(SIGNAL, self._stacks, all_threads=True)
         self._file = NowFile(self._folder, rank)
-        if rank == local[0]:
-            self._process = self._start(places, local, after_s, on_hang, page_folder)
         self._thread = threading.Thread(target=self._run, name="hang-guard", daemon=True)
         self._thread.start()
 
