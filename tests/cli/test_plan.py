@@ -156,7 +156,7 @@ def test_two_plans_are_compared(
     assert main(["--compare", *map(str, files)]) == 0
     said = capsys.readouterr().out
     assert re.search(r"tensor +1 +2\n", said)
-    assert re.search(r"step .* \([+-][\d.]+%\)", said)
+    assert re.search(r"step, s .* \([+-][\d.]+%\)", said)
     assert re.search(r"b.json is (slower|faster) than .*a.json: \w+ [+-]", said)
     files[1].write_text('{"format": 1}')
     with pytest.raises(ConfigError, match="does not say what is predicted"):

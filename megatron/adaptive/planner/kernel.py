@@ -38,13 +38,15 @@ _INF = np.inf
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-_compiling = event.TimingListener()
-event.register("numba:compile", _compiling)
+_events: Any = event
+_compiling = _events.TimingListener()
+_events.register("numba:compile", _compiling)
 
 
 def search_s() -> float:
     """Returns CPU seconds of the process without those that compiling took, once for a machine."""
-    return time.process_time() - (_compiling.duration if _compiling.done else 0.0)
+    compiled_s: float = _compiling.duration if _compiling.done else 0.0
+    return time.process_time() - compiled_s
 
 
 def _compiled(function: _Function) -> _Function:

@@ -547,23 +547,21 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     for key in dict.fromkeys(itertools.chain(*settings)):
         values = [one.get(key, "-") for one in settings]
         lines += [[key, *values]] * (len(set(values)) > 1)
-    for what, text, values in (
-        ("step", seconds_text, [one["step_s"] for one in seen]),
-        ("tokens/s", "{:,.0f}".format, [one["tokens_per_s"] for one in seen]),
-        (
-            "fullest GPU",
-            lambda value: f"{value / _GB:.1f} GB",
-            [max(one["memory_bytes"]) for one in seen],
-        ),
-        ("price/step", "{:.4g}".format, [one["price_per_step"] for one in seen]),
-    ):
-        if any(values):
-            lines.append([what, *map(text, values)])
-            if values[0]:
-                lines[-1][2:] = [
-                    f"{cell} ({value / values[0] - 1:+.1%})"
-                    for cell, value in zip(lines[-1][2:], values[1:], strict=True)
-                ]
+    figures = [
+        {
+            "step, s": float(one["step_s"]),
+            "tokens/s": float(one["tokens_per_s"]),
+            "fullest GPU, GB": max(one["memory_bytes"]) / _GB,
+            "price/step": float(one["price_per_step"]),
+        }
+        for one in seen
+    ]
+    for what, base in figures[0].items():
+        values = [one[what] for one in figures]
+        change = [f" ({value / base - 1:+.1%})" if base else "" for value in values[1:]]
+        shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in values]
+        cells = [one + more for one, more in zip(shown, ["", *change], strict=True)]
+        lines += [[what, *cells]] * any(values)
     text = _aligned(lines, left=1)
     first = seen[0]["parts_s"]
     for (name, _), one in zip(files[1:], seen[1:], strict=True):

@@ -200,7 +200,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
         request: what was asked for.
         best: the plan.
     """
-    plan, whole = best.plan, replace(request.options, top=1, most_cpu_s=_MOST_CPU_S)
+    plan, whole = best.plan, replace(request.options, top=1, most_cpu_s=_NEIGHBOUR_CPU_S)
     choices: list[tuple[str, str, Any]] = []
     for name in ("tp", "dp", "pp", "micro_batch"):
         value = getattr(plan, name)
@@ -600,6 +600,7 @@ _MOST_BARS = 20_000
 _NEAR = 0.01
 _FEW_LEVELS = 500
 _MOST_CPU_S = 2.0
+_NEIGHBOUR_CPU_S = 0.5
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
