@@ -557,11 +557,11 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         for one in seen
     ]
     for what, base in figures[0].items():
-        values = [one[what] for one in figures]
-        change = [f" ({value / base - 1:+.1%})" if base else "" for value in values[1:]]
-        shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in values]
+        numbers = [one[what] for one in figures]
+        change = [f" ({value / base - 1:+.1%})" if base else "" for value in numbers[1:]]
+        shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in numbers]
         cells = [one + more for one, more in zip(shown, ["", *change], strict=True)]
-        lines += [[what, *cells]] * any(values)
+        lines += [[what, *cells]] * any(numbers)
     text = _aligned(lines, left=1)
     first = seen[0]["parts_s"]
     for (name, _), one in zip(files[1:], seen[1:], strict=True):
