@@ -439,13 +439,18 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float]:
-    """Returns seconds of processor time of a process, and bytes that it has read and written."""
-    stat, moved = _stat(pid), 0
+    """Returns seconds of processor time of a process, and bytes that it has read and written.
+
+    Its main thread's waits for a processor, on a machine that has too few, count as if it had one.
+    """
+    stat, moved, waited_ns = _stat(pid), 0, 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        waited_ns = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/io").read_text().split("\n")
         moved = sum(int(line.split()[1]) for line in lines if line[1:5] == "char")
     ticks = sum(map(int, stat[11:13])) if len(stat) > 12 else 0
-    return ticks / os.sysconf("SC_CLK_TCK"), moved
+    return ticks / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9, moved
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
