@@ -8,8 +8,7 @@ around their backward. Where a file has ranges on a GPU's time line, these count
 Messages carry no microbatch: one received is for the next compute, one sent is the result of the
 last; the rest is as in a published table (see ``published``).
 
-Spans are those of OpenTelemetry that Megatron-LM makes, in files of any exporter, see
-:func:`_spans`; batch by batch, and only those of :data:`_SPANS` are kept.
+Spans are those of OpenTelemetry that Megatron-LM makes, see :func:`_spans` and :data:`_SPANS`.
 """
 
 from __future__ import annotations
@@ -90,6 +89,8 @@ def _kind_pattern() -> re.Pattern[str]:
 
 
 _KIND = _kind_pattern()
+_NAMES = {name.split("-")[0]: name for name in _COMPUTES}
+_NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 
 @dataclass
@@ -166,13 +167,9 @@ def read_profiles(place: Path, pipeline: int | None = None) -> RunTrace | None:
                 kineto.append(path)
             elif b'"resourceSpans"' in head or (b'"trace_id"' in head and b'"start_time"' in head):
                 spans.append(path)
-    if kineto:
-        files = [_read(path) for path in kineto]
-        _check_one_job(place, files)
-    elif spans:
-        files = _read_spans(spans)
-    else:
+    if not (files := [_read(path) for path in kineto] or _read_spans(spans)):
         return None
+    _check_one_job(place, files)
     cut = dict.fromkeys(one.path.name for one in files if one.is_cut)
     notes = [f"{name} ends in the middle; what it has is used" for name in cut]
     rows = [row for one in files for row in _columns(one, *_place(one, pipeline))]
@@ -411,12 +408,7 @@ def _take_event(one: _RankFile, event: Mapping[str, Any]) -> None:
         kind = {"send": "send", "recv": "recv"}.get(
             str(arguments.get("Collective name", "")), "both"
         )
-    for words in _COMPUTES:
-        if match.groupdict().get(words.split("-")[0]) is not None:
-            kind = words
-    for number, word in enumerate(_COLLECTIVES):
-        if match.groupdict().get(f"c{number}") is not None:
-            kind = word
+    kind = _NAMES.get(kind, kind)
     one.events.append(_Event(kind, category, start, length, stage, microbatch, root))
 
 
@@ -431,10 +423,8 @@ def _check_one_job(folder: Path, files: list[_RankFile]) -> None:
         seen[one.rank] = one.path
     sizes = {one.world_size for one in files if one.world_size}
     if len(sizes) > 1:
-        raise TraceError(
-            f"{folder} mixes jobs of {' and '.join(map(str, sorted(sizes)))} ranks; keep the files "
-            "of one"
-        )
+        both = " and ".join(map(str, sorted(sizes)))
+        raise TraceError(f"{folder} mixes jobs of {both} ranks; keep the files of one")
 
 
 def _place(one: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
