@@ -11,7 +11,7 @@ begin with a checkpoint that is written behind training, and end when it is comp
 nothing of it is left to the next. ``copying``: two ranks, each on a node of its own as far as
 copies go, each with a keeper in a process of its own as the node's agent has it, send each other
 all that they copy, at every step or at the first of ten; processor time is that of ranks and
-keepers. ``watched``: windows of some seconds with the watch for hangs, its process and threads, or
+keepers. ``watched``: windows of ten steps with the watch for hangs, its process and threads, or
 without; processor time is that of ranks and of the process.
 """
 
@@ -298,7 +298,7 @@ class WatchedRank(_Rank):
             self._guard.snapshot = lambda: {**run.tracing.now(), **own()}
 
         def work() -> None:
-            for _ in range(5 * WINDOW):
+            for _ in range(WINDOW):
                 self._iteration += 1
                 run.tracing.begin_iteration(self._iteration, self._microbatches, is_traced=False)
                 self.train()
@@ -308,7 +308,7 @@ class WatchedRank(_Rank):
         if is_watched:
             self._guard.close()
             self._guard = None
-        return seconds / WINDOW / 5, processor / WINDOW / 5
+        return seconds / WINDOW, processor / WINDOW
 
     def _processor_s(self) -> float:
         watch = None if self._guard is None else self._guard._process
