@@ -133,7 +133,7 @@ class Pauses:
 
     def begins(self, iteration: int) -> None:
         """Pauses before a step; the first one is long, as where programs are compiled."""
-        time.sleep(min(3.0, self.draw.expovariate(1.0)))
+        time.sleep(min(4.0, self.draw.expovariate(0.6)))
         kinds = ["none", "slow action", "rest", "computes", "writes"]
         (kind,) = self.draw.choices(kinds, (80, 12, 2, 3, 3))
         who, action = self.draw.randrange(dist.get_world_size()), self.draw.randrange(6)

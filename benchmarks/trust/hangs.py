@@ -343,7 +343,7 @@ class _Kept:
             file.write(json.dumps(self.rows[key]) + "\n")
 
 
-QUIET_AT_ONCE = 20
+QUIET_AT_ONCE = 30
 QUIET_LIMITS_S = (8.0, 12.0, 20.0)
 """``--hang-after-s`` of quiet jobs."""
 
