@@ -471,7 +471,8 @@ def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list
     computes = _outermost([event for event in events if event.kind.endswith("-compute")])
     others = [event for event in events if not event.kind.endswith("-compute")]
     named = [event for event in others if event.kind.endswith(("-send", "-recv"))]
-    found = computes + [e for e in others if e.kind not in _MESSAGES and e not in named]
+    messages = {*_MESSAGES, *(event.kind for event in named)}
+    found = computes + [event for event in others if event.kind not in messages]
     for end in ("send", "recv"):
         for way in ("forward", "backward"):
             mine = [event for event in named if event.kind == f"{way}-{end}"]
