@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -551,7 +552,7 @@ def _messages(
     known = {(e.step, e.way, e.stage, e.microbatch): e for e in computes}
     found = []
     for number, message in enumerate(messages):
-        near = int(np.searchsorted(starts, message.start, "right")) - (end == "send")
+        near = bisect_right(starts, message.start) - (end == "send")
         compute = computes[near] if 0 <= near < len(computes) else None
         if len(labels) == len(messages):
             label = labels[number]
