@@ -434,8 +434,8 @@ def _speed(one: Any, place: str, *, shared: bool = True) -> Any:
         one = {key: value for key, value in one.items() if key not in ("rails", "oversubscription")}
         if "sizes" in one or "by_pairs" in one:
             raise ConfigError(
-                f"{place}: rails and oversubscription stand beside one bandwidth: leave out sizes and"
-                " by_pairs, which say what was measured"
+                f"{place}: sizes and by_pairs hold what was measured: leave them out, or rails and"
+                " oversubscription"
             )
         more = [{"pairs": count, "bandwidth": count * speed} for count in range(2, rails + 1)]
         one |= {"bandwidth": speed, "by_pairs": more}
