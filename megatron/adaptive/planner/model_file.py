@@ -37,7 +37,7 @@ _VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
     ("llama", "llama2", "mistral", "mixtral"), 32000
 )
 _SMALL_VOCABULARY = 50303
-_ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 
 
 def _only_planned(
@@ -153,7 +153,7 @@ def arguments_model(
         kept += [] if precision == "fp32" else [f"--{precision}"]
     if "--vocab-size" not in names:
         kept += ["--vocab-size", str(_vocabulary(only_groups(arguments, (), ("vocab_file",))))]
-    more = [*kept, *_ANY_RUN]
+    more = [*kept, *ANY_RUN]
     if not names & {"--transformer-impl", "--use-flash-attn", "--attention-backend"}:
         engine = Installed.detect().transformer_engine if fused is None else fused
         more += ["--transformer-impl", "transformer_engine" if engine else "local"]

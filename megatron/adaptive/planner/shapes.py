@@ -636,17 +636,17 @@ def capacity_bound(
     waits = math.inf
     for index, group in enumerate(cluster.groups):
         for tp, dp, micro_batch in widths:
-            if group.type.gpus % tp == 0:
+            one = StageClass((), tp, dp, micro_batch, 1)
+            sums = [
+                tables.totals(group.type, some, choice)
+                for some in classes
+                if some.nodes[index] and some.widths == one.widths
+            ]
+            if sums:
                 stages = group.count * group.type.gpus / (tp * dp)
-                one = StageClass((), tp, dp, micro_batch, 1)
-                sums = [
-                    tables.totals(group.type, some, choice)
-                    for some in classes
-                    if some.nodes[index] and some.widths == one.widths
-                ]
                 row = _least_s(tables, group.type, one, choice, sums)
                 least.setdefault(index, []).append((stages, row))
-                waits = min(waits, min((some.least_s for some in sums), default=0.0))
+                waits = min(waits, min(some.least_s for some in sums))
     # Microbatches are smaller where stages differ and these are dealt out.
     waits = waits if len(widths) == 1 and math.isfinite(waits) else 0.0
 
@@ -686,7 +686,7 @@ def _least_s(
     ``sums``: of the classes with such nodes, for the seconds after the pipeline.
     """
     forward, backward, weight, _, parameters, _, base, kept = tables.ranges(node, one, choice)
-    each = min((some.after_s for some in sums), default=0.0) / max(float(parameters[0, -1]), 1.0)
+    each = min(some.after_s for some in sums) / max(float(parameters[0, -1]), 1.0)
     whole = choice.microbatches * (forward + backward + weight) + each * parameters
     whole = np.where(base + kept <= 0, whole, np.inf)
     whole = whole[1:-1, 1:-1]
