@@ -496,6 +496,7 @@ def _titan_toml(document: Mapping[str, Any]) -> str:
             "tensor_parallel_degree": degrees["tensor"],
             "pipeline_parallel_degree": pp,
             "expert_parallel_degree": degrees.get("expert", 1),
+            "context_parallel_degree": degrees.get("context", 1),
         },
         "activation_checkpoint": {"mode": document["recompute"]},
     }
