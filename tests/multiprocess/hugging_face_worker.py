@@ -8,7 +8,6 @@ logits and gradients are, relative to the largest number among those expected.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -30,7 +29,6 @@ from megatron.adaptive.checkpoint import hugging_face, state  # noqa: E402
 from megatron.adaptive.checkpoint.training import Checkpoints  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.config.hugging_face import load_config  # noqa: E402
 from megatron.adaptive.gpt.model import (  # noqa: E402
     build_chunks,
     build_optimizer,
@@ -115,7 +113,6 @@ class Loaded:
             if isinstance(shard, hugging_face.ShardedTensor):
                 target = whole.setdefault(shard.key, torch.zeros(shard.global_shape))
                 target[shard.global_slice()] = shard.data
-        document, _ = load_config(folder)
         found: dict[str, torch.Tensor] = {}
         with hugging_face.HuggingFaceReader(folder, self.config) as reader:
             for name, shape in hugging_face.their_shapes(reader.tensors).items():
@@ -145,8 +142,6 @@ def main() -> None:
         tokens, logits = expected.pop("tokens"), expected.pop("logits")
         flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
         loaded = Loaded(jobs, flags)
-        with contextlib.suppress(KeyError):
-            expected.pop("unused")
         found = loaded.logits(tokens)
         name = f"{case['model']} {' '.join(case['flags'])}"
         if found is not None:

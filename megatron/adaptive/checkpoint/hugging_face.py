@@ -133,9 +133,7 @@ _NORMS = {
     "pre_mlp_layernorm": ("post_attention_layernorm",),
 }
 _LLAMA = Names(inside={**_ATTENTION, **_FEED_FORWARD, **_NORMS}, outside=_LLAMA_OUTSIDE)
-_DEEPSEEK = Names(
-    inside={**_LATENT, **_FEED_FORWARD, **_EXPERTS, **_NORMS}, outside=_LLAMA_OUTSIDE
-)
+_DEEPSEEK = Names(inside={**_LATENT, **_FEED_FORWARD, **_EXPERTS, **_NORMS}, outside=_LLAMA_OUTSIDE)
 FAMILIES: Mapping[str, Names] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
@@ -362,7 +360,9 @@ def _saved_module(ours: str, config: TrainerConfig, layer: int) -> str:
     into = {
         "input_layernorm": "" if latent else "self_attention.linear_qkv",
         "pre_mlp_layernorm": "mlp.linear_fc1" if engine or not latent else "",
-        "self_attention.q_layernorm": "self_attention.linear_q_up_proj" if engine and latent else "",
+        "self_attention.q_layernorm": "self_attention.linear_q_up_proj"
+        if engine and latent
+        else "",
         "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj" if engine else "",
     }
     if engine and ours == "pre_mlp_layernorm" and _has_experts(config, layer):

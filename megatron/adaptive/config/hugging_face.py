@@ -59,8 +59,14 @@ _EPSILON = {"rms_norm_eps": 1e-6}
 _GROUPS_32 = {**_EPSILON, "num_key_value_heads": 32}
 _V2 = {**_EPSILON, "q_lora_rank": 1536, "norm_topk_prob": False}
 _V3 = {
-    **{**_V2, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    **{"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "rope_interleave": True},
+    **_V2,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "rope_interleave": True,
 }
 _GPT_2 = {"activation_function": "gelu_new", "attn_pdrop": 0.1, "resid_pdrop": 0.1}
 _MISTRAL = {**_EPSILON, "num_key_value_heads": 8}
@@ -204,14 +210,12 @@ def config_arguments(
                 raise ConfigError(f"{where}: {' or '.join(keys)} is missing; a model has it")
             if found is None:
                 found = _DEFAULTS.get(flag)
+            of_groups = flag.endswith(("groups", "group-topk"))
             # A model without groups has one.
-            if found is None or (
-                flag.endswith(("groups", "group-topk", "mtp-num-layers")) and not found
-            ):
+            if found is None or ((of_groups or flag.endswith("mtp-num-layers")) and not found):
                 continue
-            if flag.startswith("--moe-router-") and config.get("topk_method") == "greedy":
-                if flag.endswith(("groups", "group-topk")):
-                    continue
+            if of_groups and config.get("topk_method") == "greedy":
+                continue
             words += [flag, str(int(found) if flag == "--rotary-base" else found)]
     heads, groups = _number(config, "num_attention_heads", where), config.get("num_key_value_heads")
     if groups is not None and groups != heads and not latent:
@@ -284,7 +288,7 @@ def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[st
         ConfigError: see :func:`load_config`.
     """
     places = [at for at, word in enumerate(argv) if word.split("=", 1)[0] == LOAD_FLAG]
-    if not places or not argv[places[-1] :][1:] and "=" not in argv[places[-1]]:
+    if not places or (not argv[places[-1] :][1:] and "=" not in argv[places[-1]]):
         return list(argv)
     _, equals, folder = argv[places[-1]].partition("=")
     _, words = load_config(Path(folder if equals else argv[places[-1] + 1]))

@@ -17,13 +17,13 @@ from typing import Any
 from megatron.adaptive.config.arguments import only_groups, parse
 from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.hugging_face import config_arguments, is_config
 from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import PrecisionConfig
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import check_form, read_file
-from megatron.adaptive.config.hugging_face import config_arguments, is_config
 from megatron.adaptive.planner.model import (
     LayerKind,
     Model,
