@@ -21,11 +21,11 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -55,6 +55,7 @@ _BESIDE = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("chat_template.jinja", "chat_template.json", "tekken.json"),
 )
+FORMAT = CheckpointingConfig("torch_dist", 1)
 _SHARD = "__0_0.distcp"
 _ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 # Settings of megatron-core that say what is computed with the weights.
@@ -67,133 +68,117 @@ CORE_MEANINGS = (
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Names:
+class Names(NamedTuple):
     """Their names in one family.
 
     Attributes:
-        layer: begins the names of a layer's modules; has its number.
         inside: their modules of a layer by ours, in the order of the model; one module for all
             blocks of rows, or one for each.
         outside: their modules by ours.
+        layer: begins the names of a layer's modules; has its number.
         turned: whether matrices of linear layers are stored as ``[inputs, outputs]``.
         grouped: whether rows of queries, keys and values alternate as ours do.
     """
 
+    inside: Mapping[str, list[str]]
+    outside: Mapping[str, list[str]]
     layer: str = "model.layers.{}."
-    inside: Mapping[str, tuple[str, ...]]
-    outside: Mapping[str, str]
     turned: bool = False
     grouped: bool = False
 
 
-_LLAMA_OUTSIDE = {
-    "embedding.word_embeddings": "model.embed_tokens",
-    "decoder.final_layernorm": "model.norm",
-    "output_layer": "lm_head",
-}
-_ATTENTION = {
-    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.linear_proj": ("self_attn.o_proj",),
-    "self_attention.q_layernorm": ("self_attn.q_norm",),
-    "self_attention.k_layernorm": ("self_attn.k_norm",),
-}
-_LATENT = {
-    "self_attention.linear_q_proj": ("self_attn.q_proj",),
-    "self_attention.linear_q_down_proj": ("self_attn.q_a_proj",),
-    "self_attention.q_layernorm": ("self_attn.q_a_layernorm",),
-    "self_attention.linear_q_up_proj": ("self_attn.q_b_proj",),
-    "self_attention.linear_kv_down_proj": ("self_attn.kv_a_proj_with_mqa",),
-    "self_attention.kv_layernorm": ("self_attn.kv_a_layernorm",),
-    "self_attention.linear_kv_up_proj": ("self_attn.kv_b_proj",),
-    "self_attention.linear_proj": ("self_attn.o_proj",),
-}
-_FEED_FORWARD = {
-    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.linear_fc2": ("mlp.down_proj",),
-}
-_EXPERTS = {
-    "mlp.router": ("mlp.gate",),
-    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",),
-    "mlp.experts.experts.linear_fc1": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-    "mlp.experts.experts.linear_fc2": ("mlp.experts.{}.down_proj",),
-    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "mlp.shared_experts.linear_fc2": ("mlp.shared_experts.down_proj",),
-}
-_MIXTRAL = {
-    "mlp.router": ("block_sparse_moe.gate",),
-    "mlp.experts.experts.linear_fc1": (
-        "block_sparse_moe.experts.{}.w1",
-        "block_sparse_moe.experts.{}.w3",
-    ),
-    "mlp.experts.experts.linear_fc2": ("block_sparse_moe.experts.{}.w2",),
-}
-_NORMS = {
-    "input_layernorm": ("input_layernorm",),
-    "pre_mlp_layernorm": ("post_attention_layernorm",),
-}
-_LLAMA = Names(inside={**_ATTENTION, **_FEED_FORWARD, **_NORMS}, outside=_LLAMA_OUTSIDE)
-_DEEPSEEK = Names(inside={**_LATENT, **_FEED_FORWARD, **_EXPERTS, **_NORMS}, outside=_LLAMA_OUTSIDE)
+def _table(text: str) -> dict[str, list[str]]:
+    lines = (line.partition(" = ") for line in text.strip().splitlines())
+    return {ours.strip(): theirs.split() for ours, _, theirs in lines}
+
+
+_ATTENTION = """
+self_attention.linear_qkv = self_attn.q_proj self_attn.k_proj self_attn.v_proj
+self_attention.linear_proj = self_attn.o_proj
+self_attention.q_layernorm = self_attn.q_norm
+self_attention.k_layernorm = self_attn.k_norm
+"""
+_LATENT = """
+self_attention.linear_q_proj = self_attn.q_proj
+self_attention.linear_q_down_proj = self_attn.q_a_proj
+self_attention.q_layernorm = self_attn.q_a_layernorm
+self_attention.linear_q_up_proj = self_attn.q_b_proj
+self_attention.linear_kv_down_proj = self_attn.kv_a_proj_with_mqa
+self_attention.kv_layernorm = self_attn.kv_a_layernorm
+self_attention.linear_kv_up_proj = self_attn.kv_b_proj
+self_attention.linear_proj = self_attn.o_proj
+"""
+_DENSE = """
+mlp.linear_fc1 = mlp.gate_proj mlp.up_proj
+mlp.linear_fc2 = mlp.down_proj
+"""
+_NORMS = """
+input_layernorm = input_layernorm
+pre_mlp_layernorm = post_attention_layernorm
+"""
+_EXPERTS = """
+mlp.router = mlp.gate
+mlp.router.expert_bias = mlp.gate.e_score_correction_bias
+mlp.experts.experts.linear_fc1 = mlp.experts.{}.gate_proj mlp.experts.{}.up_proj
+mlp.experts.experts.linear_fc2 = mlp.experts.{}.down_proj
+mlp.shared_experts.linear_fc1 = mlp.shared_experts.gate_proj mlp.shared_experts.up_proj
+mlp.shared_experts.linear_fc2 = mlp.shared_experts.down_proj
+"""
+_MIXTRAL = """
+mlp.router = block_sparse_moe.gate
+mlp.experts.experts.linear_fc1 = block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3
+mlp.experts.experts.linear_fc2 = block_sparse_moe.experts.{}.w2
+"""
+_PHI = """
+self_attention.linear_proj = self_attn.o_proj
+self_attention.linear_qkv = self_attn.qkv_proj
+mlp.linear_fc1 = mlp.gate_up_proj
+mlp.linear_fc2 = mlp.down_proj
+"""
+_GPT_2 = """
+input_layernorm = ln_1
+self_attention.linear_qkv = attn.c_attn
+self_attention.linear_proj = attn.c_proj
+pre_mlp_layernorm = ln_2
+mlp.linear_fc1 = mlp.c_fc
+mlp.linear_fc2 = mlp.c_proj
+"""
+_NEOX = """
+self_attention.linear_qkv = attention.query_key_value
+self_attention.linear_proj = attention.dense
+mlp.linear_fc1 = mlp.dense_h_to_4h
+mlp.linear_fc2 = mlp.dense_4h_to_h
+"""
+_OUTSIDE = _table("""
+embedding.word_embeddings = model.embed_tokens
+decoder.final_layernorm = model.norm
+output_layer = lm_head
+""")
+_GPT_2_OUTSIDE = _table("""
+embedding.word_embeddings = transformer.wte
+embedding.position_embeddings = transformer.wpe
+decoder.final_layernorm = transformer.ln_f
+output_layer = lm_head
+""")
+_NEOX_OUTSIDE = _table("""
+embedding.word_embeddings = gpt_neox.embed_in
+decoder.final_layernorm = gpt_neox.final_layer_norm
+output_layer = embed_out
+""")
+_LLAMA = Names(_table(_ATTENTION + _DENSE + _NORMS), _OUTSIDE)
+_DEEPSEEK = Names(_table(_LATENT + _DENSE + _EXPERTS + _NORMS), _OUTSIDE)
 FAMILIES: Mapping[str, Names] = {
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "mixtral": Names(inside={**_ATTENTION, **_MIXTRAL, **_NORMS}, outside=_LLAMA_OUTSIDE),
-    "qwen3_moe": Names(
-        inside={**_ATTENTION, **_FEED_FORWARD, **_EXPERTS, **_NORMS}, outside=_LLAMA_OUTSIDE
-    ),
-    "phi3": Names(
-        inside={
-            "self_attention.linear_proj": ("self_attn.o_proj",),
-            "self_attention.linear_qkv": ("self_attn.qkv_proj",),
-            "mlp.linear_fc1": ("mlp.gate_up_proj",),
-            "mlp.linear_fc2": ("mlp.down_proj",),
-            **_NORMS,
-        },
-        outside=_LLAMA_OUTSIDE,
-    ),
-    "gpt2": Names(
-        layer="transformer.h.{}.",
-        inside={
-            "input_layernorm": ("ln_1",),
-            "self_attention.linear_qkv": ("attn.c_attn",),
-            "self_attention.linear_proj": ("attn.c_proj",),
-            "pre_mlp_layernorm": ("ln_2",),
-            "mlp.linear_fc1": ("mlp.c_fc",),
-            "mlp.linear_fc2": ("mlp.c_proj",),
-        },
-        outside={
-            "embedding.word_embeddings": "transformer.wte",
-            "embedding.position_embeddings": "transformer.wpe",
-            "decoder.final_layernorm": "transformer.ln_f",
-            "output_layer": "lm_head",
-        },
-        turned=True,
-    ),
-    "gpt_neox": Names(
-        layer="gpt_neox.layers.{}.",
-        inside={
-            **_NORMS,
-            "self_attention.linear_qkv": ("attention.query_key_value",),
-            "self_attention.linear_proj": ("attention.dense",),
-            "mlp.linear_fc1": ("mlp.dense_h_to_4h",),
-            "mlp.linear_fc2": ("mlp.dense_4h_to_h",),
-        },
-        outside={
-            "embedding.word_embeddings": "gpt_neox.embed_in",
-            "decoder.final_layernorm": "gpt_neox.final_layer_norm",
-            "output_layer": "embed_out",
-        },
-        grouped=True,
-    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    "mixtral": Names(_table(_ATTENTION + _MIXTRAL + _NORMS), _OUTSIDE),
+    "qwen3_moe": Names(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),
+    "phi3": Names(_table(_PHI + _NORMS), _OUTSIDE),
+    "gpt2": Names(_table(_GPT_2), _GPT_2_OUTSIDE, "transformer.h.{}.", turned=True),
+    "gpt_neox": Names(_table(_NORMS + _NEOX), _NEOX_OUTSIDE, "gpt_neox.layers.{}.", grouped=True),
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
+class Size(NamedTuple):
     """Size of a module of ours.
 
     Attributes:
@@ -211,8 +196,7 @@ class Size:
     experts: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
+class Rows(NamedTuple):
     """Says where some rows of a tensor of ours are among theirs.
 
     Attributes:
@@ -231,8 +215,7 @@ class Rows:
     turned: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class OurTensor:
+class OurTensor(NamedTuple):
     """A tensor of ours.
 
     Attributes:
@@ -258,63 +241,52 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, Size]:
     """Returns the modules of a layer, or of what is outside of layers, with their sizes."""
     model, core = config.model, config.core
     hidden, heads, biased = model.hidden_size, model.num_attention_heads, model.add_bias_linear
-    norm = Size(blocks=(hidden,), has_bias=model.normalization == "LayerNorm")
+    norm = Size((hidden,), has_bias=model.normalization == "LayerNorm")
     if layer is None:
-        rows = (config.data.vocab_size or 0,)
-        found = {"embedding.word_embeddings": Size(blocks=rows, columns=hidden)}
+        matrix = Size((config.data.vocab_size or 0,), hidden)
+        found = {"embedding.word_embeddings": matrix, "decoder.final_layernorm": norm}
         if model.position_embedding_type == "learned_absolute":
-            positions = (model.max_position_embeddings,)
-            found["embedding.position_embeddings"] = Size(blocks=positions, columns=hidden)
-        found["decoder.final_layernorm"] = norm
+            positions = Size((model.max_position_embeddings,), hidden)
+            found["embedding.position_embeddings"] = positions
         if model.untie_embeddings_and_output_weights:
-            found["output_layer"] = Size(blocks=rows, columns=hidden)
+            found["output_layer"] = matrix
         return found
     found = {"input_layernorm": norm, "pre_mlp_layernorm": norm}
     attention: dict[str, Size] = {}
     if core.multi_latent_attention:
-        key, rank = core.qk_head_dim + core.qk_pos_emb_head_dim, core.q_lora_rank
+        rotated, down, rank = core.qk_pos_emb_head_dim, core.kv_lora_rank, core.q_lora_rank
+        queries, value = heads * (core.qk_head_dim + rotated), core.v_head_dim
         if rank is None:
-            attention["linear_q_proj"] = Size(blocks=(heads * key,), columns=hidden)
+            attention["linear_q_proj"] = Size((queries,), hidden)
         else:
-            attention["linear_q_down_proj"] = Size(blocks=(rank,), columns=hidden)
-            attention["linear_q_up_proj"] = Size(blocks=(heads * key,), columns=rank)
-            attention["q_layernorm"] = Size(blocks=(rank,))
-        down, value = core.kv_lora_rank, core.v_head_dim
-        attention["linear_kv_down_proj"] = Size(
-            blocks=(down + core.qk_pos_emb_head_dim,), columns=hidden
-        )
-        attention["linear_kv_up_proj"] = Size(
-            blocks=(heads * (core.qk_head_dim + value),), columns=down
-        )
-        attention["kv_layernorm"] = Size(blocks=(down,))
+            attention["linear_q_down_proj"] = Size((rank,), hidden)
+            attention["linear_q_up_proj"] = Size((queries,), rank)
+            attention["q_layernorm"] = Size((rank,))
+        attention["linear_kv_down_proj"] = Size((down + rotated,), hidden)
+        attention["linear_kv_up_proj"] = Size((heads * (core.qk_head_dim + value),), down)
+        attention["kv_layernorm"] = Size((down,))
     else:
         value, groups = model.kv_channels, model.query_groups
-        attention["linear_qkv"] = Size(
-            blocks=(heads * value, groups * value, groups * value),
-            columns=hidden,
-            has_bias=model.add_qkv_bias,
-            groups=groups,
-        )
+        blocks = (heads * value, groups * value, groups * value)
+        attention["linear_qkv"] = Size(blocks, hidden, model.add_qkv_bias, groups)
         if model.qk_layernorm:
-            vector = dataclasses.replace(norm, blocks=(value,))
-            attention |= {"q_layernorm": vector, "k_layernorm": vector}
-    attention["linear_proj"] = Size(blocks=(hidden,), columns=heads * value, has_bias=biased)
+            attention["q_layernorm"] = attention["k_layernorm"] = norm._replace(blocks=(value,))
+    attention["linear_proj"] = Size((hidden,), heads * value, biased)
     found |= {f"self_attention.{name}": size for name, size in attention.items()}
 
     def feed_forward(name: str, width: int, experts: int = 0) -> None:
-        gated = 2 if model.swiglu or model.quick_geglu else 1
-        first = Size(blocks=(width,) * gated, columns=hidden, has_bias=biased, experts=experts)
-        second = Size(blocks=(hidden,), columns=width, has_bias=biased, experts=experts)
-        found.update({f"{name}.linear_fc1": first, f"{name}.linear_fc2": second})
+        blocks = (width,) * (2 if model.swiglu or model.quick_geglu else 1)
+        found[f"{name}.linear_fc1"] = Size(blocks, hidden, biased, experts=experts)
+        found[f"{name}.linear_fc2"] = Size((hidden,), width, biased, experts=experts)
 
     if not _has_experts(config, layer):
         feed_forward("mlp", model.ffn_hidden_size)
         return found
-    width = core.moe_ffn_hidden_size or model.ffn_hidden_size
-    feed_forward("mlp.experts.experts", width, core.num_moe_experts)
-    found["mlp.router"] = Size(blocks=(core.num_moe_experts,), columns=hidden)
+    experts = core.num_moe_experts
+    feed_forward("mlp.experts.experts", core.moe_ffn_hidden_size or model.ffn_hidden_size, experts)
+    found["mlp.router"] = Size((experts,), hidden)
     if core.moe_router_enable_expert_bias:
-        found["mlp.router.expert_bias"] = Size(blocks=(core.num_moe_experts,))
+        found["mlp.router.expert_bias"] = Size((experts,))
     if core.moe_shared_expert_intermediate_size:
         feed_forward("mlp.shared_experts", core.moe_shared_expert_intermediate_size)
     return found
@@ -336,21 +308,21 @@ def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
     """
     names, found = FAMILIES[family], dict[str, OurTensor]()
     outside = _sizes(config, None)
-    for ours in ("embedding.word_embeddings", "embedding.position_embeddings"):
-        if ours in outside:
-            _add(found, ours, outside[ours], (names.outside[ours],), names, ours)
+
+    def add(*modules: str) -> None:
+        for ours in modules:
+            if ours in outside:
+                _add(found, ours, outside[ours], names.outside[ours], names, ours)
+
+    add("embedding.word_embeddings", "embedding.position_embeddings")
     for layer in range(config.model.num_layers):
         sizes, prefix = _sizes(config, layer), names.layer.format(layer)
         for ours, theirs in names.inside.items():
-            if ours not in sizes:
-                continue
-            saved = f"decoder.layers.{layer}.{ours}"
-            renamed = _saved_module(ours, config, layer)
-            full = tuple(prefix + one for one in theirs)
-            _add(found, saved, sizes[ours], full, names, f"decoder.layers.{layer}.{renamed}")
-    for ours in ("decoder.final_layernorm", "output_layer"):
-        if ours in outside:
-            _add(found, ours, outside[ours], (names.outside[ours],), names, ours)
+            if ours in sizes:
+                saved = f"decoder.layers.{layer}.{_saved_module(ours, config, layer)}"
+                full = [prefix + one for one in theirs]
+                _add(found, ours, sizes[ours], full, names, saved)
+    add("decoder.final_layernorm", "output_layer")
     return found
 
 
@@ -391,19 +363,12 @@ def _add(
                 if len(theirs) == 1:
                     before = sum(size.blocks[:block])
                 name = (module if is_whole else f"{module}.{part}").format(expert)
-                one = Rows(
-                    at=at,
-                    count=count,
-                    expert=expert,
-                    name=name,
-                    first=before + first,
-                    turned=names.turned and bool(columns) and "linear" in ours,
-                )
+                turned = names.turned and bool(columns) and "linear" in ours
+                one = Rows(at, count, expert, name, before + first, turned)
                 rows.append(one)
         separator = "" if is_whole or saved.endswith("_") else "."
-        found[f"{saved}{separator}{'' if is_whole else part}"] = OurTensor(
-            experts=size.experts, height=sum(size.blocks), columns=columns, rows=rows
-        )
+        name = f"{saved}{separator}{'' if is_whole else part}"
+        found[name] = OurTensor(size.experts, sum(size.blocks), columns, rows)
 
 
 def _runs(size: Size, *, is_one: bool) -> Iterator[tuple[int, int, int, int]]:
@@ -622,21 +587,15 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
         rows = padded_vocab_size(reader.tensors[_EMBEDDING].height, multiple, 1)
         entries: list[Entry] = []
         for name, our in reader.tensors.items():
-            shape = our.shape
+            whole, lead = our.shape, 1 if our.experts else 0
             if name in (_EMBEDDING, _HEAD):
-                shape[0] = rows
-            lead = [1] if our.experts else []
+                whole[0] = rows
+            size = [1] * lead + whole[lead:]
             dtype = str(reader.dtype(name)).removeprefix("torch.")
             for expert in range(our.experts or 1):
-                entries.append(
-                    {
-                        "name": name,
-                        "offset": ([expert] if lead else []) + [0] * (len(shape) - len(lead)),
-                        "size": lead + shape[len(lead) :],
-                        "whole": shape,
-                        "type": dtype,
-                    }
-                )
+                offset = [expert] * lead + [0] * (len(whole) - lead)
+                entry = {"name": name, "offset": offset, "size": size, "whole": whole}
+                entries.append({**entry, "type": dtype})
 
         def tensors() -> Iterator[torch.Tensor]:
             for entry in entries:
@@ -654,20 +613,9 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
                 "iteration": 0,
                 "opt_param_scheduler": {"num_steps": 0},
             }
-            once = {
-                **indices_of(entries),
-                "common.values": values.dumps(common),
-                "common.pt": pickled(common),
-                "metadata.json": json.dumps(
-                    {
-                        "sharded_backend": "torch_dist",
-                        "sharded_backend_version": 1,
-                        "common_backend": "torch",
-                        "common_backend_version": 1,
-                    }
-                ).encode(),
-            }
-            write_files(partial, once)
+            once = {"common.values": values.dumps(common), "common.pt": pickled(common)}
+            form = json.dumps(dataclasses.asdict(FORMAT)).encode()
+            write_files(partial, {**indices_of(entries), **once, "metadata.json": form})
             manifest = Manifest(
                 progress={},
                 config=config.to_dict(),
