@@ -1,7 +1,7 @@
 """Weights of Hugging Face models: read into a model or a checkpoint of ours, and written back.
 
 One table per family (:data:`FAMILIES`) names our modules and theirs; each of our tensors is put
-together from rows of theirs, and the same list of :class:`Rows` serves both directions::
+together from rows of theirs, and the same list of :class:`RowRun` serves both directions::
 
     ours, [rows, columns]                                   theirs
     linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or all in one
@@ -68,7 +68,7 @@ CORE_MEANINGS = (
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-class Names(NamedTuple):
+class FamilyNames(NamedTuple):
     """Their names in one family.
 
     Attributes:
@@ -165,20 +165,20 @@ embedding.word_embeddings = gpt_neox.embed_in
 decoder.final_layernorm = gpt_neox.final_layer_norm
 output_layer = embed_out
 """)
-_LLAMA = Names(_table(_ATTENTION + _DENSE + _NORMS), _OUTSIDE)
-_DEEPSEEK = Names(_table(_LATENT + _DENSE + _EXPERTS + _NORMS), _OUTSIDE)
-FAMILIES: Mapping[str, Names] = {
+_LLAMA = FamilyNames(_table(_ATTENTION + _DENSE + _NORMS), _OUTSIDE)
+_DEEPSEEK = FamilyNames(_table(_LATENT + _DENSE + _EXPERTS + _NORMS), _OUTSIDE)
+FAMILIES: Mapping[str, FamilyNames] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
-    "mixtral": Names(_table(_ATTENTION + _MIXTRAL + _NORMS), _OUTSIDE),
-    "qwen3_moe": Names(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),
-    "phi3": Names(_table(_PHI + _NORMS), _OUTSIDE),
-    "gpt2": Names(_table(_GPT_2), _GPT_2_OUTSIDE, "transformer.h.{}.", turned=True),
-    "gpt_neox": Names(_table(_NORMS + _NEOX), _NEOX_OUTSIDE, "gpt_neox.layers.{}.", grouped=True),
+    "mixtral": FamilyNames(_table(_ATTENTION + _MIXTRAL + _NORMS), _OUTSIDE),
+    "qwen3_moe": FamilyNames(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),
+    "phi3": FamilyNames(_table(_PHI + _NORMS), _OUTSIDE),
+    "gpt2": FamilyNames(_table(_GPT_2), _GPT_2_OUTSIDE, "transformer.h.{}.", turned=True),
+    "gpt_neox": FamilyNames(_table(_NORMS + _NEOX), _NEOX_OUTSIDE, "gpt_neox.layers.{}.", grouped=True),
 }
 
 
-class Size(NamedTuple):
+class ModuleSize(NamedTuple):
     """Size of a module of ours.
 
     Attributes:
@@ -196,7 +196,7 @@ class Size(NamedTuple):
     experts: int = 0
 
 
-class Rows(NamedTuple):
+class RowRun(NamedTuple):
     """Says where some rows of a tensor of ours are among theirs.
 
     Attributes:
@@ -228,7 +228,7 @@ class OurTensor(NamedTuple):
     experts: int
     height: int
     columns: int
-    rows: Sequence[Rows]
+    rows: Sequence[RowRun]
 
     @property
     def shape(self) -> list[int]:
@@ -237,56 +237,56 @@ class OurTensor(NamedTuple):
         return [*lead, self.height, *([self.columns] if self.columns else [])]
 
 
-def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, Size]:
+def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
     """Returns the modules of a layer, or of what is outside of layers, with their sizes."""
     model, core = config.model, config.core
     hidden, heads, biased = model.hidden_size, model.num_attention_heads, model.add_bias_linear
-    norm = Size((hidden,), has_bias=model.normalization == "LayerNorm")
+    norm = ModuleSize((hidden,), has_bias=model.normalization == "LayerNorm")
     if layer is None:
-        matrix = Size((config.data.vocab_size or 0,), hidden)
+        matrix = ModuleSize((config.data.vocab_size or 0,), hidden)
         found = {"embedding.word_embeddings": matrix, "decoder.final_layernorm": norm}
         if model.position_embedding_type == "learned_absolute":
-            positions = Size((model.max_position_embeddings,), hidden)
+            positions = ModuleSize((model.max_position_embeddings,), hidden)
             found["embedding.position_embeddings"] = positions
         if model.untie_embeddings_and_output_weights:
             found["output_layer"] = matrix
         return found
     found = {"input_layernorm": norm, "pre_mlp_layernorm": norm}
-    attention: dict[str, Size] = {}
+    attention: dict[str, ModuleSize] = {}
     if core.multi_latent_attention:
         rotated, down, rank = core.qk_pos_emb_head_dim, core.kv_lora_rank, core.q_lora_rank
         queries, value = heads * (core.qk_head_dim + rotated), core.v_head_dim
         if rank is None:
-            attention["linear_q_proj"] = Size((queries,), hidden)
+            attention["linear_q_proj"] = ModuleSize((queries,), hidden)
         else:
-            attention["linear_q_down_proj"] = Size((rank,), hidden)
-            attention["linear_q_up_proj"] = Size((queries,), rank)
-            attention["q_layernorm"] = Size((rank,))
-        attention["linear_kv_down_proj"] = Size((down + rotated,), hidden)
-        attention["linear_kv_up_proj"] = Size((heads * (core.qk_head_dim + value),), down)
-        attention["kv_layernorm"] = Size((down,))
+            attention["linear_q_down_proj"] = ModuleSize((rank,), hidden)
+            attention["linear_q_up_proj"] = ModuleSize((queries,), rank)
+            attention["q_layernorm"] = ModuleSize((rank,))
+        attention["linear_kv_down_proj"] = ModuleSize((down + rotated,), hidden)
+        attention["linear_kv_up_proj"] = ModuleSize((heads * (core.qk_head_dim + value),), down)
+        attention["kv_layernorm"] = ModuleSize((down,))
     else:
         value, groups = model.kv_channels, model.query_groups
         blocks = (heads * value, groups * value, groups * value)
-        attention["linear_qkv"] = Size(blocks, hidden, model.add_qkv_bias, groups)
+        attention["linear_qkv"] = ModuleSize(blocks, hidden, model.add_qkv_bias, groups)
         if model.qk_layernorm:
             attention["q_layernorm"] = attention["k_layernorm"] = norm._replace(blocks=(value,))
-    attention["linear_proj"] = Size((hidden,), heads * value, biased)
+    attention["linear_proj"] = ModuleSize((hidden,), heads * value, biased)
     found |= {f"self_attention.{name}": size for name, size in attention.items()}
 
     def feed_forward(name: str, width: int, experts: int = 0) -> None:
         blocks = (width,) * (2 if model.swiglu or model.quick_geglu else 1)
-        found[f"{name}.linear_fc1"] = Size(blocks, hidden, biased, experts=experts)
-        found[f"{name}.linear_fc2"] = Size((hidden,), width, biased, experts=experts)
+        found[f"{name}.linear_fc1"] = ModuleSize(blocks, hidden, biased, experts=experts)
+        found[f"{name}.linear_fc2"] = ModuleSize((hidden,), width, biased, experts=experts)
 
     if not _has_experts(config, layer):
         feed_forward("mlp", model.ffn_hidden_size)
         return found
     experts = core.num_moe_experts
     feed_forward("mlp.experts.experts", core.moe_ffn_hidden_size or model.ffn_hidden_size, experts)
-    found["mlp.router"] = Size((experts,), hidden)
+    found["mlp.router"] = ModuleSize((experts,), hidden)
     if core.moe_router_enable_expert_bias:
-        found["mlp.router.expert_bias"] = Size((experts,))
+        found["mlp.router.expert_bias"] = ModuleSize((experts,))
     if core.moe_shared_expert_intermediate_size:
         feed_forward("mlp.shared_experts", core.moe_shared_expert_intermediate_size)
     return found
@@ -345,9 +345,9 @@ def _saved_module(ours: str, config: TrainerConfig, layer: int) -> str:
 def _add(
     found: dict[str, OurTensor],
     ours: str,
-    size: Size,
+    size: ModuleSize,
     theirs: Sequence[str],
-    names: Names,
+    names: FamilyNames,
     saved: str,
 ) -> None:
     """Adds weight and bias of a module of ours that is saved under a name."""
@@ -356,7 +356,7 @@ def _add(
     for part, columns in (("weight", size.columns), ("bias", 0)):
         if part == "bias" and not size.has_bias:
             continue
-        rows: list[Rows] = []
+        rows: list[RowRun] = []
         for expert in range(size.experts or 1):
             for at, count, block, first in _runs(size, is_one=is_grouped):
                 module, before = theirs[min(block, len(theirs) - 1)], 0
@@ -364,14 +364,14 @@ def _add(
                     before = sum(size.blocks[:block])
                 name = (module if is_whole else f"{module}.{part}").format(expert)
                 turned = names.turned and bool(columns) and "linear" in ours
-                one = Rows(at, count, expert, name, before + first, turned)
+                one = RowRun(at, count, expert, name, before + first, turned)
                 rows.append(one)
         separator = "" if is_whole or saved.endswith("_") else "."
         name = f"{saved}{separator}{'' if is_whole else part}"
         found[name] = OurTensor(size.experts, sum(size.blocks), columns, rows)
 
 
-def _runs(size: Size, *, is_one: bool) -> Iterator[tuple[int, int, int, int]]:
+def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[tuple[int, int, int, int]]:
     """Yields runs of rows: where they are in ours, how many, and in which block from which row."""
     if is_one:
         yield 0, sum(size.blocks), 0, 0
@@ -525,7 +525,7 @@ def _rows_of(words: Sequence[str]) -> int:
 
 def _meet(
     our: OurTensor, offset: Sequence[int], target: torch.Tensor
-) -> Iterator[tuple[Rows, int, int, torch.Tensor]]:
+) -> Iterator[tuple[RowRun, int, int, torch.Tensor]]:
     """Yields the runs of rows that a part has: row and column of ours in theirs, and the region.
 
     Rows of the part that only pad a vocabulary become zero.
@@ -667,7 +667,7 @@ def export_folder(
         raise CheckpointError(f"{output} holds a model already: name another --output")
     data = dataclasses.replace(config.data, vocab_size=_rows_of(words))
     ours = our_tensors(dataclasses.replace(config, data=data), str(document["model_type"]))
-    holders: dict[str, list[tuple[str, Rows]]] = {}
+    holders: dict[str, list[tuple[str, RowRun]]] = {}
     for name, our in ours.items():
         for one in our.rows:
             holders.setdefault(one.name, []).append((name, one))
