@@ -22,15 +22,13 @@ from . import tiny_models
 
 WORKER = Path(__file__).parents[1] / "multiprocess" / "hugging_face_worker.py"
 LOGITS, GRADIENTS = 1e-5, 1e-4
-# One more id comes on top, for the end of documents.
-IDS = ["--vocab-size", str(tiny_models.VOCABULARY - 1)]
 MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
     """Runs models in shapes and compares what they compute; each is to have said it."""
     (folder / "cases.json").write_text(
-        json.dumps([{"model": name, "flags": [*flags, *IDS]} for name, flags in cases])
+        json.dumps([{"model": name, "flags": flags} for name, flags in cases])
     )
     log = folder.with_name(f"{folder.name}-{world_size}.log")
     command = [str(WORKER), str(folder)]
@@ -53,6 +51,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in tiny_models.FAMILIES:
         tiny_models.make(folder / name, name)
     return folder
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+def test_random_configurations_compute_the_same(tmp_path: Path) -> None:
+    """One of each family; ``benchmarks/hugging_face.py --part random`` takes more."""
+    for name in tiny_models.FAMILIES:
+        tiny_models.make(tmp_path / name, name, 7, **tiny_models.random_sizes(name, 7))
+    compare(tmp_path, [(name, load(name)) for name in tiny_models.FAMILIES], 1)
 
 
 def load(name: str) -> list[str]:

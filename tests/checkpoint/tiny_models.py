@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
             if key.endswith("e_score_correction_bias"):
                 one.copy_(0.2 * torch.randn_like(one))
     model.save_pretrained(folder)
-    tokens = torch.randint(0, VOCABULARY, (2, 12))
+    tokens = torch.randint(0, config.vocab_size, (2, 12))
     found = {"tokens": tokens, "logits": model(tokens).logits.detach()}
     logits = model(tokens[:, :-1]).logits
     labels = tokens[:, 1:].reshape(-1)
@@ -127,3 +128,68 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
     found |= revert_weight_conversion(model, gradients)
     copies = {key: one.detach().contiguous().clone() for key, one in found.items()}
     save_file(copies, folder / "expected.safetensors")
+
+
+def random_sizes(name: str, seed: int) -> dict[str, Any]:
+    """Draws sizes and switches of a configuration that two ranks can share."""
+    draw = random.Random(f"{name} {seed}")
+    heads = draw.choice((2, 4, 6))
+    width = draw.choice((4, 8, 10, 16))
+    sizes: dict[str, Any] = {
+        "vocab_size": draw.randrange(VOCABULARY // 2, VOCABULARY) * 2,
+        "initializer_range": draw.choice((0.05, 0.2)),
+    }
+    if name == "gpt2":
+        inner = draw.choice((None, 2 * draw.randrange(8, 40)))
+        activation = draw.choice(("gelu_new", "gelu"))
+        more = {"n_embd": heads * width, "n_head": heads, "n_inner": inner}
+        return {**sizes, **more, "activation_function": activation}
+    sizes |= {
+        "hidden_size": heads * width,
+        "intermediate_size": 2 * draw.randrange(8, 40),
+        "num_attention_heads": heads,
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+    base = float(draw.choice((1000, 10000, 500000)))
+    if name == "gpt_neox":
+        share = draw.choice((0.25, 0.5, 1.0)) if width > 4 and width != 10 else 1.0
+        rotation = {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": share}
+        activation = draw.choice(("gelu", "gelu_new"))
+        return {**sizes, "rope_parameters": rotation, "hidden_act": activation}
+    sizes["rms_norm_eps"] = draw.choice((1e-6, 1e-5))
+    if name in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
+        experts = draw.choice((4, 8))
+        chosen = 2 if name.startswith("deepseek") else draw.randrange(1, 4)
+        sizes |= {"num_experts_per_tok": chosen, "moe_intermediate_size": 2 * draw.randrange(4, 20)}
+        kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+        sizes[kind.get(name, "n_routed_experts")] = experts
+        if name == "qwen3_moe":
+            sizes["norm_topk_prob"] = draw.random() < 0.5
+            sizes["mlp_only_layers"] = draw.sample(range(LAYERS), draw.randrange(3))
+    if name.startswith("deepseek"):
+        sizes |= {
+            "num_key_value_heads": heads,
+            "kv_lora_rank": 2 * draw.randrange(4, 12),
+            "q_lora_rank": draw.choice((None, 12)),
+            "qk_nope_head_dim": width,
+            "qk_rope_head_dim": draw.choice((4, 8)),
+            "v_head_dim": draw.choice((6, 8, 12)),
+            "n_shared_experts": draw.randrange(1, 3),
+            "rms_norm_eps": 1e-6,
+            "first_k_dense_replace": draw.randrange(3),
+            "routed_scaling_factor": 1.7,
+        }
+        return sizes
+    sizes["num_key_value_heads"] = draw.choice([n for n in (2, heads) if heads % n == 0])
+    rotation = {"rope_type": "default", "rope_theta": base}
+    if name in ("llama", "qwen2", "qwen3", "mistral") and draw.random() < 0.5:
+        rotation = draw.choice((_LLAMA_3, {**rotation, "rope_type": "linear", "factor": 2.0}))
+    sizes["rope_parameters"] = rotation
+    if name not in ("phi3", "qwen2"):
+        sizes["head_dim"] = draw.choice((4, 8, 12))
+    if name in ("mistral", "phi3", "mixtral"):
+        sizes["sliding_window"] = draw.choice((None, 1, 3, 7, 64))
+    if name in ("qwen2", "qwen3") and draw.random() < 0.5:
+        window = {"use_sliding_window": True, "sliding_window": 4}
+        sizes |= {**window, "max_window_layers": draw.randrange(LAYERS)}
+    return sizes

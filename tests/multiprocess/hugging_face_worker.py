@@ -141,7 +141,8 @@ def main() -> None:
         expected = load_file(model / "expected.safetensors")
         tokens, logits = expected.pop("tokens"), expected.pop("logits")
         flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
-        loaded = Loaded(jobs, flags)
+        # One more id comes on top, for the end of documents.
+        loaded = Loaded(jobs, [*flags, "--vocab-size", str(logits.shape[-1] - 1)])
         found = loaded.logits(tokens)
         name = f"{case['model']} {' '.join(case['flags'])}"
         if found is not None:

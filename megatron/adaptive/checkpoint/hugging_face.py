@@ -174,7 +174,9 @@ FAMILIES: Mapping[str, FamilyNames] = {
     "qwen3_moe": FamilyNames(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),
     "phi3": FamilyNames(_table(_PHI + _NORMS), _OUTSIDE),
     "gpt2": FamilyNames(_table(_GPT_2), _GPT_2_OUTSIDE, "transformer.h.{}.", turned=True),
-    "gpt_neox": FamilyNames(_table(_NORMS + _NEOX), _NEOX_OUTSIDE, "gpt_neox.layers.{}.", grouped=True),
+    "gpt_neox": FamilyNames(
+        _table(_NORMS + _NEOX), _NEOX_OUTSIDE, "gpt_neox.layers.{}.", grouped=True
+    ),
 }
 
 
