@@ -46,7 +46,7 @@ from megatron.adaptive.config.core import LATENT_SETTINGS, parse_pattern
 from megatron.adaptive.config.hugging_face import CONFIG, load_config
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.tokenizer import padded_vocab_size
-from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.errors import CheckpointError, ConfigError
 
 # Buffers that older versions of transformers saved, and later ones compute.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
@@ -334,11 +334,10 @@ def _saved_module(ours: str, config: TrainerConfig, layer: int) -> str:
     into = {
         "input_layernorm": "" if latent else "self_attention.linear_qkv",
         "pre_mlp_layernorm": "mlp.linear_fc1" if engine or not latent else "",
-        "self_attention.q_layernorm": "self_attention.linear_q_up_proj"
-        if engine and latent
-        else "",
-        "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj" if engine else "",
     }
+    if engine and latent:
+        into["self_attention.q_layernorm"] = "self_attention.linear_q_up_proj"
+        into["self_attention.kv_layernorm"] = "self_attention.linear_kv_up_proj"
     if engine and ours == "pre_mlp_layernorm" and _has_experts(config, layer):
         return ours
     return f"{into[ours]}.layer_norm_" if into.get(ours) else ours
@@ -544,10 +543,11 @@ def _meet(
     begin, end = place[1], place[1] + target.shape[1]
     if end > our.height:
         target[:, max(0, our.height - begin) :].zero_()
-    for one in our.rows:
-        low, high, expert = max(begin, one.at), min(end, one.at + one.count), one.expert - place[0]
-        if low < high and 0 <= expert < target.shape[0]:
-            region = target[expert, low - begin : high - begin]
+    each = len(our.rows) // (our.experts or 1)  # in the order of experts
+    for one in our.rows[each * place[0] : each * (place[0] + target.shape[0])]:
+        low, high = max(begin, one.at), min(end, one.at + one.count)
+        if low < high:
+            region = target[one.expert - place[0], low - begin : high - begin]
             yield one, one.first + low - one.at, place[2], region
 
 
@@ -561,6 +561,12 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: Traine
     apply_factories(weights)
     shards = [one for one in nested_values(weights) if isinstance(one, ShardedTensor)]
     with HuggingFaceReader(folder, config) as reader:
+        rows, given = reader.tensors[_EMBEDDING].height, state.padded_vocab_size(chunks)
+        if given < rows:
+            raise ConfigError(
+                f"--vocab-size {config.data.vocab_size} makes {given} rows of the embedding, and"
+                f" {folder} has {rows}: leave it out"
+            )
         for shard in shards:
             lead = shard.prepend_axis_num
             reader.read(shard.key, shard.global_offset, shard.data.detach()[(None,) * lead])
@@ -678,6 +684,11 @@ def export_folder(
         absent = [name for name in ours if name not in reader.tensors]
         if absent:
             raise CheckpointError(f"{path} has no {absent[0]}: it is of another model than {like}")
+        if more := [name for name in reader.tensors if _is_weight(name) and name not in ours]:
+            raise CheckpointError(
+                f"{path} has {more[0]}, which models of type {document['model_type']} have no place"
+                " for: export a run without it"
+            )
         kinds = {name: reader.tensors[parts[0][0]].dtype for name, parts in holders.items()}
 
         def read(name: str) -> torch.Tensor:
@@ -706,6 +717,10 @@ def export_folder(
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
 
 
+def _is_weight(name: str) -> bool:
+    return name.startswith(("decoder.", "mtp.", "embedding.", "output_layer."))
+
+
 def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
     """Returns the file as it is, but for the type of the tensors where that is another."""
     key = "dtype" if "dtype" in document else "torch_dtype"
@@ -725,7 +740,9 @@ def require_same(config: TrainerConfig, words: Sequence[str], where: str, path: 
         for name in names:
             saved = getattr(getattr(config, group), name)
             given = getattr(getattr(their, group), name)
-            if saved != given:
+            # As far as the rotation goes, so do positions.
+            is_free = name == "max_position_embeddings" and "rope" in words
+            if saved != given and not is_free:
                 raise CheckpointError(
                     f"{path} has {name.replace('_', ' ')} {saved}, and {where} {given}: give the"
                     " configuration of its own model as --config"
