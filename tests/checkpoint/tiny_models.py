@@ -80,7 +80,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_pdrop": 0,
         },
     ),
-    "gpt_neox": ("GPTNeoXConfig", {"use_parallel_residual": False}),
+    "gpt_neox": ("GPTNeoXConfig", {"use_parallel_residual": True}),
     "phi3": ("Phi3Config", {}),
     "deepseek_v2": (
         "DeepseekV2Config",
@@ -102,7 +102,9 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
     kind, own = FAMILIES[name]
-    sizes = {} if name == "gpt2" else _SIZES
+    sizes = {} if name == "gpt2" else dict(_SIZES)
+    if name == "gpt_neox":
+        del sizes["num_key_value_heads"]
     torch.manual_seed(seed)
     plain = {key: _SIZES[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
     config = getattr(transformers, kind)(**{**plain, **sizes, **own, **more})
@@ -155,6 +157,7 @@ def random_sizes(name: str, seed: int) -> dict[str, Any]:
         share = draw.choice((0.25, 0.5, 1.0)) if width > 4 and width != 10 else 1.0
         rotation = {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": share}
         activation = draw.choice(("gelu", "gelu_new"))
+        sizes["use_parallel_residual"] = draw.random() < 0.5
         return {**sizes, "rope_parameters": rotation, "hidden_act": activation}
     sizes["rms_norm_eps"] = draw.choice((1e-6, 1e-5))
     if name in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"):

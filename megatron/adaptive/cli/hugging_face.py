@@ -58,6 +58,6 @@ def export_hf(argv: Sequence[str]) -> None:
     from megatron.adaptive.checkpoint.hugging_face import export_folder
 
     like = None if options.config is None else Path(options.config)
-    size = int(options.shard_gb * _GB)
+    size = round(options.shard_gb * _GB)
     export_folder(Path(options.checkpoints), options.step, like, Path(options.output), size)
     show(f"{options.output}: written")

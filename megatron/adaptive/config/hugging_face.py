@@ -54,7 +54,6 @@ _GEMMA = (
     "gates with GELU (hidden_activation), norms behind attention and feed-forward block, and"
     " embeddings scaled by the root of hidden_size"
 )
-_PARALLEL = "attention and feed-forward block side by side"
 _EPSILON = {"rms_norm_eps": 1e-6}
 _GROUPS_32 = {**_EPSILON, "num_key_value_heads": 32}
 _V2 = {**_EPSILON, "q_lora_rank": 1536, "norm_topk_prob": False}
@@ -77,11 +76,11 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma2": _Family(_GATED, tied=True, differs=_GEMMA, window_period=2),
     "gemma3_text": _Family(f"{_GATED} --qk-layernorm", tied=True, differs=_GEMMA, window_period=6),
     "gpt2": _Family("", tied=True, default=_GPT_2),
-    "gpt_neox": _Family(_BIASED, differs=_PARALLEL, default={"rotary_pct": 0.25}, nearest="gpt2"),
+    "gpt_neox": _Family(_BIASED, default={"rotary_pct": 0.25, "use_parallel_residual": True}),
     "llama": _Family(_GATED, default=_EPSILON),
     "mistral": _Family(_GATED, default={**_MISTRAL, "sliding_window": 4096}),
     "mixtral": _Family(_GATED, default={"num_key_value_heads": 8, "rope_theta": 1e6}),
-    "phi": _Family(_BIASED, differs=_PARALLEL, nearest="phi3"),
+    "phi": _Family(_BIASED, differs="one norm for both blocks of a layer", nearest="phi3"),
     "phi3": _Family(_GATED),
     "qwen2": _Family(f"{_GATED} --add-qkv-bias", default=_GROUPS_32),
     "qwen2_moe": _Family(
@@ -143,7 +142,6 @@ _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _ONLY: Mapping[str, tuple[Any, str]] = {
     "attention_bias": (False, "a bias of the output projection"),
     "mlp_bias": (False, "a bias of the feed-forward block"),
-    "use_parallel_residual": (False, _PARALLEL),
     "scale_attn_weights": (True, "scores that are not scaled"),
     "scale_attn_by_inverse_layer_idx": (False, "scores that are scaled by layer"),
     "rope_interleave": (True, "rotation of another order"),
@@ -230,15 +228,11 @@ def config_arguments(
     words += _rotation(config, latent=latent) if "rope" in words else []
     if next((config[key] for key in _ACTIVATION if config.get(key)), None) in _TANH:
         words += [] if "--swiglu" in words else ["--openai-gelu"]
+    words += ["--parallel-residual"] if config.get("use_parallel_residual") else []
     words += ["--make-vocab-size-divisible-by", "1"]
     longest = int(words[words.index("--max-position-embeddings") + 1])
     words += ["--seq-length", str(sequence or min(longest, _LONGEST))]
-    differs = "" if family.differs == _PARALLEL and _is_serial(config) else family.differs
-    return words, differs
-
-
-def _is_serial(config: Mapping[str, Any]) -> bool:
-    return config.get("use_parallel_residual") is False
+    return words, family.differs
 
 
 def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, Any], list[str]]:

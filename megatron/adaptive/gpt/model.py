@@ -156,6 +156,25 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.leave_layer()
 
 
+class ParallelLayer(TransformerLayer):  # type: ignore[misc]
+    """Feeds the feed-forward block with the layer's own input, beside attention.
+
+    What both add to the input is summed up as in other layers.
+    """
+
+    def _forward_attention(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._own_input: torch.Tensor | None = hidden_states
+        return super()._forward_attention(hidden_states, *args, **kwargs)
+
+    def _forward_pre_mlp_layernorm(self, hidden_states: torch.Tensor) -> Any:
+        own, self._own_input = self._own_input, None
+        return super()._forward_pre_mlp_layernorm(own)
+
+
+class KeyedParallelLayer(ParallelLayer, KeyedTransformerLayer):
+    """Does both."""
+
+
 class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
     """Gives each layer's own configuration what draws its first weights."""
 
@@ -593,7 +612,10 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    kinds = _KEYED if core.use_cpu_initialization else _EXPERTS
+    kinds: dict[type, type] = dict(_KEYED if core.use_cpu_initialization else _EXPERTS)
+    if model.parallel_residual:
+        keyed = core.use_cpu_initialization
+        kinds[TransformerLayer] = KeyedParallelLayer if keyed else ParallelLayer
     return [completed(spec, kinds) for spec in specs]
 
 
