@@ -223,7 +223,8 @@ def write_folder(
         shards[-1].append(name)
         filled += size
     shards = [one for one in shards if one]
-    count, table = len(shards), {}
+    count = len(shards)
+    table: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         table.update(dict.fromkeys(names, file))

@@ -54,7 +54,7 @@ _GEMMA = (
     "gates with GELU (hidden_activation), norms behind attention and feed-forward block, and"
     " embeddings scaled by the root of hidden_size"
 )
-_EPSILON = {"rms_norm_eps": 1e-6}
+_EPSILON: Mapping[str, Any] = {"rms_norm_eps": 1e-6}
 _GROUPS_32 = {**_EPSILON, "num_key_value_heads": 32}
 _V2 = {**_EPSILON, "q_lora_rank": 1536, "norm_topk_prob": False}
 _V3 = {
