@@ -64,7 +64,7 @@ from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.local_layers import completed
+from megatron.adaptive.gpt.local_layers import ParallelLayer, completed
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     layout_of,
@@ -154,21 +154,6 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.enter_layer(layer_number + get_transformer_layer_offset(config, vp_stage))
         super().__init__(config, submodules, layer_number=layer_number, vp_stage=vp_stage, **kwargs)
         init.leave_layer()
-
-
-class ParallelLayer(TransformerLayer):  # type: ignore[misc]
-    """Feeds the feed-forward block with the layer's own input, beside attention.
-
-    What both add to the input is summed up as in other layers.
-    """
-
-    def _forward_attention(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._own_input: torch.Tensor | None = hidden_states
-        return super()._forward_attention(hidden_states, *args, **kwargs)
-
-    def _forward_pre_mlp_layernorm(self, hidden_states: torch.Tensor) -> Any:
-        own, self._own_input = self._own_input, None
-        return super()._forward_pre_mlp_layernorm(own)
 
 
 class KeyedParallelLayer(ParallelLayer, KeyedTransformerLayer):
