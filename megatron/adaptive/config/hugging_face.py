@@ -367,7 +367,7 @@ def _rotation(config: Mapping[str, Any], *, latent: bool) -> list[str]:
     }
     if kind == "llama3" and all(scaling.get(key) == value for key, value in expected.items()):
         return ["--use-rope-scaling", "--rope-scaling-factor", str(factor)]
-    if kind == "linear" and float(factor or 0).is_integer():
+    if kind == "linear" and factor and float(factor).is_integer():
         return ["--rotary-seq-len-interpolation-factor", str(int(factor))]
     return []
 
