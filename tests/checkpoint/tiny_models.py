@@ -108,7 +108,7 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
     torch.manual_seed(seed)
     plain = {key: _SIZES[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
     config = getattr(transformers, kind)(**{**plain, **sizes, **own, **more})
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for key, one in model.named_parameters():
