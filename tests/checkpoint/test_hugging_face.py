@@ -227,6 +227,7 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"model_type": "gemma2"}, "gemma2 asks for gates with GELU .* nearest"),
         ("llama", {"model_type": "phi"}, "phi asks for one norm .* read is phi3"),
         ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop 0.1 asks for another dropout"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 asks for one expert"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob False asks for"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method .* greedy"),
     ],

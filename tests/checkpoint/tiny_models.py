@@ -162,10 +162,12 @@ def random_sizes(name: str, seed: int) -> dict[str, Any]:
     sizes["rms_norm_eps"] = draw.choice((1e-6, 1e-5))
     if name in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
         experts = draw.choice((4, 8))
-        chosen = 2 if name.startswith("deepseek") else draw.randrange(1, 4)
+        chosen = 2 if name.startswith("deepseek") else draw.randrange(2, 4)
         sizes |= {"num_experts_per_tok": chosen, "moe_intermediate_size": 2 * draw.randrange(4, 20)}
         kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
         sizes[kind.get(name, "n_routed_experts")] = experts
+        if name == "mixtral":
+            del sizes["moe_intermediate_size"]  # its experts have the width of the others' block
         if name == "qwen3_moe":
             sizes["norm_topk_prob"] = draw.random() < 0.5
             sizes["mlp_only_layers"] = draw.sample(range(LAYERS), draw.randrange(3))

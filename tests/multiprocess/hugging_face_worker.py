@@ -130,7 +130,7 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     if found.shape != expected.shape:
         raise SystemExit(f"{found.shape} instead of {expected.shape}")
     scale = max(float(expected.abs().max()), 1e-30)
-    return float((found.double() - expected.double()).abs().max()) / scale
+    return float((found.detach().double() - expected.double()).abs().max()) / scale
 
 
 def main() -> None:
@@ -143,7 +143,8 @@ def main() -> None:
         flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
         # One more id comes on top, for the end of documents.
         loaded = Loaded(jobs, [*flags, "--vocab-size", str(logits.shape[-1] - 1)])
-        found = loaded.logits(tokens)
+        with torch.no_grad():
+            found = loaded.logits(tokens)
         name = f"{case['model']} {' '.join(case['flags'])}"
         if found is not None:
             found = found[..., : logits.shape[-1]]

@@ -323,6 +323,8 @@ def _refuse(
     elif key == "norm_topk_prob" and "--num-experts" in words:
         raw = "--moe-router-pre-softmax" in words
         is_well, why, nearest = bool(value) != raw, "weights scaled otherwise", str(raw).lower()
+    elif key == "num_experts_per_tok" and "--moe-router-pre-softmax" not in words:
+        is_well, why, nearest = value != 1, "one expert whose weight is always 1", "2"
     elif key == "topk_method":
         is_well, why, nearest = value in ("greedy", "noaux_tc"), "another choice", "greedy"
     elif key == "topk_group" and "--moe-router-group-topk" in words and value:
