@@ -210,8 +210,7 @@ def _show(
         from megatron.adaptive.trace.views.perfetto import write_perfetto
 
         write_perfetto(selection.run, target, written, dp_rank=selection.step.dp_rank)
-    warnings = selection.warnings() + (selection.figures.notes() if report else [])
-    for line in dict.fromkeys(warnings):
+    for line in [*selection.run.notes(), *selection.figures.notes()]:
         show(f"warning: {line}", file=sys.stderr)
     views = (_write_view(name, selection, stem) for name in chosen)
     if report and arguments.json:
@@ -363,16 +362,6 @@ class _Selection:
         traces = self.run.replica(self.step.dp_rank)
         ranks = [trace.header.rank for trace in traces if trace is not None]
         return run_figures(self.run, self.iterations, ranks=ranks)
-
-    def warnings(self) -> list[str]:
-        """Returns caveats about the trace behind a view, a line each."""
-        lines = self.run.notes()
-        if self.step.clock_jumps:
-            lines.append(
-                f"the clock of pipeline ranks {describe_numbers(self.step.clock_jumps)} was set "
-                f"back in iteration {self.step.iteration}; its times mean nothing"
-            )
-        return lines
 
 
 def _select(arguments: argparse.Namespace) -> _Selection:
