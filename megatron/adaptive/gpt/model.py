@@ -702,14 +702,19 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
 
 
+def layer_work(cfg: TrainerConfig) -> list[float]:
+    """Return the multiply-adds of each stage's layers, in those of a plain layer."""
+    each = iter(one / _layer(cfg) for one in _layers(cfg))
+    return [sum(itertools.islice(each, layers), 0.0) for layers in cfg.layers_per_stage]
+
+
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
     """Return how much each stage should have to do, in layers.
 
     By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
     the loss move through memory comes on top.
     """
-    each = iter(one / _layer(cfg) for one in _layers(cfg))
-    work = [sum(itertools.islice(each, layers), 0.0) for layers in cfg.layers_per_stage]
+    work = layer_work(cfg)
     predicted, hidden = cfg.model.mtp_num_layers or 0, cfg.model.hidden_size
     work[-1] += (1 + predicted) * hidden * padded_vocab_size / _layer(cfg)
     if cfg.mtp_stage is not None:
