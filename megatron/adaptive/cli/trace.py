@@ -151,27 +151,24 @@ def _import(argv: Sequence[str]) -> int:
         "source",
         type=Path,
         metavar="SOURCE",
-        help="table of operations (.parquet or .csv), or a folder with the JSON of torch.profiler "
-        "(.json or .json.gz, a file per rank); see docs/traces.md",
+        help="table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a "
+        "file per rank), or spans of Megatron-LM; see docs/traces.md",
     )
     parser.add_argument(
         "--pipeline",
         type=count,
         metavar="P",
-        help="pipeline ranks, where files of torch.profiler do not say it; ranks of a stage follow "
-        "each other",
+        help="pipeline ranks, where profiles do not say it; ranks of a stage follow each other",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="new folder for the traces"
     )
     arguments = parser.parse_args(argv)
-    from megatron.adaptive.trace.imports.kineto import kineto_files, read_kineto
+    from megatron.adaptive.trace.imports.profiles import read_profiles
     from megatron.adaptive.trace.imports.published import describe_run, write_run
 
-    if arguments.source.is_dir() and kineto_files(arguments.source):
-        run = read_kineto(arguments.source, arguments.pipeline)
-    else:
-        run = load_run(arguments.source)
+    source, pipeline = arguments.source, arguments.pipeline
+    run = (pipeline and source.exists() and read_profiles(source, pipeline)) or load_run(source)
     write_run(run, arguments.output)
     for line in run.notes():
         show(f"warning: {line}", file=sys.stderr)
