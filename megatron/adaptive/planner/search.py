@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +37,8 @@ from megatron.adaptive.planner.shapes import (
     Tables,
     capacity_bound,
     make_dp_states,
+    most_rate,
+    only_partition,
     stage_classes,
 )
 
@@ -80,8 +82,7 @@ class SearchOptions:
         distributed_optimizer: which of off and on.
         overlap_reduce: whether the run overlaps the gradient reduction.
         sequence_parallel: which of off and on, where ``tp`` is above 1; with experts it is on.
-        context_ranks: ranks that share each sequence; empty for all that leave each at least
-            ``LEAST_TOKENS``.
+        context_ranks: ranks that share each sequence; empty for what ``LEAST_TOKENS`` allows.
         expert_ranks: replicas that experts are spread over; empty for all that are possible.
         partition: layers of each stage, embedding and head included, if they are given.
         schedules: of ``SEARCHED``.
@@ -387,9 +388,8 @@ class Searcher:
                 and all(one.dp % spread == 0 for one in classes)
             ]
             splits = self._sequence_parallel(classes, shared)
-            ways = itertools.product(
-                options.recompute, options.distributed_optimizer, spreads, splits
-            )
+            sharding = options.distributed_optimizer
+            ways = itertools.product(options.recompute, sharding, spreads, splits)
             for recompute, sharded, spread, split in ways if known else ():
                 if sharded and all(one.dp == 1 for one in classes):
                     continue
@@ -402,7 +402,7 @@ class Searcher:
                     expert_ranks=spread,
                     context_ranks=shared,
                 )
-                if not split and True in splits and self._no_smaller(known, choice):
+                if not split and True in splits and self._tables.fits_split(known, choice):
                     continue
                 bound = self._work_s(known, choice, self._counts, self._most_stages(known))
                 found.append(SearchShape(classes=known, choice=choice, bound_s=bound))
@@ -416,18 +416,6 @@ class Searcher:
         given = (True,) if self.model.has_experts else self.options.sequence_parallel
         divided = self.model.divides_sequence(widest, shared, True)
         return tuple(on for on in given if divided or not on)
-
-    def _no_smaller(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
-        """Returns whether sequence parallelism, which is never slower, fits wherever this does."""
-        other = replace(choice, sequence_parallel=True)
-        for one in classes:
-            for node in self._tables.types(one):
-                off, on = (self._tables.layers(node, one, way) for way in (choice, other))
-                saved = off.kept_bytes - on.kept_bytes
-                more = on.workspace_bytes - off.workspace_bytes
-                if (saved < 0).any() or (more > saved).any():
-                    return False
-        return True
 
     def _guess_s(self, shape: SearchShape) -> float:
         """Returns the seconds on all GPUs, were stages alike."""
@@ -516,7 +504,7 @@ class Searcher:
                     found.append(sums)
                     context = self.profile.context_bytes.get(group.type.gpu, OURS.context_bytes)
                     rooms.append((index, group.type.memory_bytes - context, stages))
-        whole_s = microbatches / _most_rate(rates, most_stages)
+        whole_s = microbatches / most_rate(rates, most_stages)
         if not rates:
             return whole_s
         slowest, fastest = min(one[1] for one in rates), max(one[1] for one in rates)
@@ -528,7 +516,7 @@ class Searcher:
         whole_s = max(whole_s, float(each_s.min()))
         if self.options.unequal:
             return whole_s  # microbatches are smaller where they are dealt out
-        free = _most_rate(rooms, most_stages) - min(one.held_bytes for one in found)
+        free = most_rate(rooms, most_stages) - min(one.held_bytes for one in found)
         if free < min(one.kept_bytes for one in found):
             return math.inf
         stay = microbatches * min(one.stay for one in found)
@@ -553,7 +541,7 @@ class Searcher:
         levels = self._levels[key]
         arrays = self._tables.arrays(shape.classes, shape.choice)
         if self.options.partition:
-            arrays["after"] = _only(arrays["after"], self.options.partition)
+            arrays["after"] = only_partition(arrays["after"], self.options.partition)
         held = in_flight("1f1b", most, 1, shape.choice.microbatches)[::-1]
         made = kernel.ShapeArrays(
             **arrays,
@@ -809,33 +797,3 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
     return min(
         rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
     )
-
-
-def _only(after: Any, partition: Sequence[int]) -> Any:
-    """Forbids every range of layers that is not a stage of a given partition."""
-    cuts = np.concatenate([[0], np.cumsum(partition)])
-    allowed = np.zeros(after.shape[-2:], dtype=bool)
-    allowed[cuts[:-1], cuts[1:]] = True
-    return np.where(allowed, after, np.inf)
-
-
-def _most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
-    """Returns what the best stages have together, as if the work of one could be divided freely.
-
-    Args:
-        rates: type of node, microbatches per second or bytes of one stage, and how many stages the
-            nodes of the type are enough for; several where widths differ.
-        most_stages: of a pipeline.
-    """
-    by_type: dict[int, tuple[float, float]] = {}
-    for index, rate, stages in rates:
-        fastest, most = by_type.get(index, (0.0, 0.0))
-        # The fastest stage and the most throughput may belong to different widths.
-        fastest, most = max(fastest, rate), max(most, rate * stages)
-        by_type[index] = (fastest, most)
-    left, whole = float(most_stages), 0.0
-    for fastest, most in sorted(by_type.values(), reverse=True):
-        stages = min(most / fastest, left) if fastest else 0.0
-        whole += fastest * stages
-        left -= stages
-    return max(whole, 1e-30)

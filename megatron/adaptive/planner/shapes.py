@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -444,6 +444,18 @@ class Tables:
         ]
         return min(all_reduce_s(way, size, one.dp, one.tp) for way in ways)
 
+    def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
+        """Returns whether sequence parallelism, which is never slower, fits wherever this does."""
+        other = replace(choice, sequence_parallel=True)
+        for one in classes:
+            for node in self.types(one):
+                off, on = (self.layers(node, one, way) for way in (choice, other))
+                saved = off.kept_bytes - on.kept_bytes
+                more = on.workspace_bytes - off.workspace_bytes
+                if (saved < 0).any() or (more > saved).any():
+                    return False
+        return True
+
     def pipeline_s(self, one: StageClass, choice: ShapeChoice) -> float:
         """Returns the seconds of all layers for one microbatch on the slowest node of a class."""
         return max(self.totals(node, one, choice).work_s for node in self.types(one))
@@ -607,6 +619,36 @@ class Tables:
                         self._reduce[key] = embedding_s(pair, self.inputs, one.tp)
                     tied[kind, a, b] = self._reduce[key]
         return tied
+
+
+def only_partition(after: Any, partition: Sequence[int]) -> Any:
+    """Forbids every range of layers that is not a stage of a given partition."""
+    cuts = np.concatenate([[0], np.cumsum(partition)])
+    allowed = np.zeros(after.shape[-2:], dtype=bool)
+    allowed[cuts[:-1], cuts[1:]] = True
+    return np.where(allowed, after, np.inf)
+
+
+def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
+    """Returns what the best stages have together, as if the work of one could be divided freely.
+
+    Args:
+        rates: type of node, microbatches per second or bytes of one stage, and how many stages the
+            nodes of the type are enough for; several where widths differ.
+        most_stages: of a pipeline.
+    """
+    by_type: dict[int, tuple[float, float]] = {}
+    for index, rate, stages in rates:
+        fastest, most = by_type.get(index, (0.0, 0.0))
+        # The fastest stage and the most throughput may belong to different widths.
+        fastest, most = max(fastest, rate), max(most, rate * stages)
+        by_type[index] = (fastest, most)
+    left, whole = float(most_stages), 0.0
+    for fastest, most in sorted(by_type.values(), reverse=True):
+        stages = min(most / fastest, left) if fastest else 0.0
+        whole += fastest * stages
+        left -= stages
+    return max(whole, 1e-30)
 
 
 def capacity_bound(
