@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from collections.abc import Sequence
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, run_cli
 
 _SUBCOMMANDS = {
     "checkpoint": ("checkpoint", "list checkpoints, and check that they are what was written"),
     "doctor": ("doctor", "check whether this node, and the way to another, is fit for a run"),
+    "export-hf": ("hugging_face.export_hf", "write a checkpoint as a Hugging Face folder"),
     "flags": ("flags", "print every flag of the trainer as Markdown"),
+    "import-hf": ("hugging_face.import_hf", "make a checkpoint of a Hugging Face folder"),
     "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),
     "make-corpus": ("make_corpus", "make training data from Python's own sources"),
     "node": ("node", "one node of a run; run_master.sh, run_worker.sh and Slurm call it"),
@@ -35,14 +38,17 @@ _SUBCOMMANDS = {
 }
 
 
+def _print_help(words: Sequence[str]) -> None:
+    print("usage: python -m megatron.adaptive SUBCOMMAND [OPTIONS]\n")
+    for known, (_, summary) in _SUBCOMMANDS.items():
+        print(f"  {known:16} {summary}")
+
+
 def main() -> int:
     """Run the subcommand that the first argument names; returns its exit status."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        print("usage: python -m megatron.adaptive SUBCOMMAND [OPTIONS]\n")
-        for known, (_, summary) in _SUBCOMMANDS.items():
-            print(f"  {known:16} {summary}")
-        return 0
+        return run_cli(_print_help, [])
     if name not in _SUBCOMMANDS:
         known = ", ".join(_SUBCOMMANDS)
         nearest = difflib.get_close_matches(name, list(_SUBCOMMANDS), n=1)

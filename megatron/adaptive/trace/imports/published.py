@@ -69,7 +69,7 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise SetupError(
             f"{path.name} is Parquet, which pyarrow reads and this machine lacks; pip install "
-            "'megatron-adaptive[parquet]', or give the table as CSV"
+            "'megatron-adaptive[trace]', or give the table as CSV"
         ) from error
     try:
         file = parquet.ParquetFile(path)
