@@ -597,9 +597,9 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    kinds: dict[type, type] = dict(_KEYED if core.use_cpu_initialization else _EXPERTS)
+    keyed = core.use_cpu_initialization
+    kinds: dict[type, type] = dict(_KEYED if keyed else _EXPERTS)
     if model.parallel_residual:
-        keyed = core.use_cpu_initialization
         kinds[TransformerLayer] = KeyedParallelLayer if keyed else ParallelLayer
     return [completed(spec, kinds) for spec in specs]
 
@@ -794,8 +794,6 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
                 " --load-hf) gives no row to some: take the model's own tokenizer"
             )
         size = given
-    return tokenizer, tokenizers.padded_vocab_size(
-        size,
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
+    multiple, ranks = config.model.make_vocab_size_divisible_by, config.parallel
+    rows = tokenizers.padded_vocab_size(size, multiple, ranks.tensor_model_parallel_size)
+    return tokenizer, rows
