@@ -13,7 +13,10 @@ _SUBCOMMANDS = {
     "doctor": ("doctor", "check whether this node, and the way to another, is fit for a run"),
     "flags": ("flags", "print every flag of the trainer as Markdown"),
     "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),
-    "make-corpus": ("make_corpus", "make training data from Python's own sources"),
+    "make-corpus": (
+        "preprocess_data.make_corpus_main",
+        "make training data from Python's own sources",
+    ),
     "node": ("node", "one node of a run; run_master.sh, run_worker.sh and Slurm call it"),
     "plan": ("plan", "find the best ways to train a model on a cluster"),
     "preprocess-data": ("preprocess_data", "turn JSON lines into Megatron's .bin and .idx"),

@@ -79,8 +79,8 @@ a checkpoint is loaded as torch_dist and must fit the flags; use --load
     dist-ckpt-format dist-ckpt-strictness ckpt-convert-format ckpt-convert-save
     pretrained-checkpoint load-main-params-from-ckpt use-checkpoint-args
     use-mp-args-from-checkpoint-args
-only the tokenizers GPT2BPETokenizer and NullTokenizer are built; see --tokenizer-type
-    tokenizer-model tokenizer-metadata padded-vocab-size
+a tokenizer is described by its own files, and rows follow from it; see --tokenizer-model
+    tokenizer-metadata padded-vocab-size
 data is read from local files; copy it and use --data-path
     enable-msc object-storage-cache-path
 each split has a flag of its own; use --train-data-path, --valid-data-path and --test-data-path
@@ -145,7 +145,8 @@ it is part of a feature whose own flag is refused
     no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit
     qk-clip-* object-storage-* msc-*
 it belongs to tokenizers that are not built
-    tiktoken-* special-tokens legacy-tokenizer trust-remote-code null-tokenizer-* sentencepiece-*
+    tiktoken-special-tokens special-tokens legacy-tokenizer trust-remote-code null-tokenizer-*
+    sentencepiece-*
 what it turns on or off is always so here
     disable-msc use-persistent-ckpt-worker ckpt-assume-constant-structure auto-detect-ckpt-format
     dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient async-ckpt-*

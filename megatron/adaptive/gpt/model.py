@@ -770,12 +770,9 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     Raises:
         DataError: the tokenizer's files cannot be read.
     """
-    data = config.data
-    tokenizer = tokenizers.build_tokenizer(
-        data.tokenizer_type, data.vocab_file, data.merge_file, vocab_size=data.vocab_size
-    )
+    tokenizer = tokenizers.build_tokenizer(config.data)
     return tokenizer, tokenizers.padded_vocab_size(
-        tokenizer.vocab_size,
+        max(tokenizer.vocab_size, config.data.vocab_size or 0),
         config.model.make_vocab_size_divisible_by,
         config.parallel.tensor_model_parallel_size,
     )
