@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,6 @@ import torch.distributed as dist
 
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
-from megatron.adaptive.profiling.transport_check import StoreGather
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
 from megatron.adaptive.transport.gloo import ProcessGroups
@@ -129,7 +129,24 @@ class Rank:
 
     def _gather(self, name: str) -> StoreGather:
         prefix = f"{self._call}/{name}{self._opened}"
-        return StoreGather(self._root, self.rank, self.num_ranks, prefix, LIMIT_S)
+        return StoreGather(self._root, self.rank, self.num_ranks, prefix)
+
+
+class StoreGather:
+    """Gathers over a store, before there is any process group."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, prefix: str) -> None:
+        self._store = dist.PrefixStore(prefix, store)
+        self._rank = rank
+        self._world_size = world_size
+        self._count = 0
+
+    def __call__(self, value: Any) -> list[Any]:
+        self._count += 1
+        self._store.set(f"{self._count}/{self._rank}", json.dumps(value))
+        keys = [f"{self._count}/{rank}" for rank in range(self._world_size)]
+        self._store.wait(keys, datetime.timedelta(seconds=LIMIT_S))
+        return [json.loads(self._store.get(key)) for key in keys]
 
 
 class Groups:

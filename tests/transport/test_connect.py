@@ -10,12 +10,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.errors import DeadlineError, SetupError, TransportError
-from megatron.adaptive.profiling.transport_check import StoreGather
+from megatron.adaptive.errors import SetupError, TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import connect
 from megatron.adaptive.transport.connect import (
@@ -289,26 +287,3 @@ def test_a_job_of_several_machines_has_no_use_for_loopback(
     ways.clear()
     monkeypatch.setattr(connect, "_outside_addresses", lambda: ["10.9.9.9"])
     assert network_address(None, "master", alone=False) == "10.9.9.9"
-
-
-def test_endpoints_go_through_a_store() -> None:
-    store = dist.HashStore()
-    seen: list[Any] = [None, None]
-
-    def run(rank: int) -> None:
-        gather = StoreGather(store, rank, 2, "job", LIMIT_S)
-        seen[rank] = [gather({"rank": rank}), gather(None), gather([rank, "x"])]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert seen[0] == seen[1]
-    assert seen[0] == [[{"rank": 0}, {"rank": 1}], [None, None], [[0, "x"], [1, "x"]]]
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    gather = StoreGather(dist.HashStore(), 1, 3, "job", 0.2)
-    with pytest.raises(DeadlineError, match=r"ranks \[0, 2\] did not come to exchange 0"):
-        gather("here")

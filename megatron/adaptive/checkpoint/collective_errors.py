@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.adaptive.engine.job import from_first, gather
 from megatron.adaptive.errors import (
     AdaptiveError,
     CheckpointError,
@@ -73,9 +74,7 @@ class RankGroup:
 
     def gather(self, mine: _Result) -> list[_Result]:
         """Return what every rank gave, by rank."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine, group=self.group)
-        return found
+        return gather(mine, self.group)
 
     def first(self, action: Callable[[], object]) -> None:
         """Run ``action`` on rank 0 and raise its failure on all ranks."""
@@ -84,9 +83,7 @@ class RankGroup:
     def on_first(self, action: Callable[[], _Result], *, name_rank: bool = True) -> _Result:
         """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
         result = self.together(lambda: action() if self.rank == 0 else None, name_ranks=name_rank)
-        box: list[Any] = [result]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+        return from_first(result, self.group)  # type: ignore[return-value]
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
         """Run ``action`` on each rank; raise on all ranks what failed on any.

@@ -24,7 +24,7 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.job import Job, from_first, gather
 from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
@@ -212,13 +212,6 @@ def open_trace(
     return Tracing(recorder, job.accelerator.clock(), sync)
 
 
-def gather(value: Any) -> list[Any]:
-    """Return what every rank passed, by global rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def require_equal_settings(settings: Mapping[str, str]) -> None:
     """Refuses ranks with different settings, on all ranks alike. Collective over all ranks.
 
@@ -230,9 +223,7 @@ def require_equal_settings(settings: Mapping[str, str]) -> None:
     Raises:
         ConfigError: names a setting, with both values and a rank of each.
     """
-    box = [settings]
-    dist.broadcast_object_list(box, src=0)
-    first = box[0]
+    first = from_first(settings)
     differing = next((name for name in settings if settings[name] != first.get(name)), None)
     found = gather(None if differing is None else (settings[differing], first.get(differing)))
     for rank, pair in enumerate(found):
@@ -339,7 +330,6 @@ def _build_agreement(
     group = gloo_group(members, gather)
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()
-    usable: list[Any] = [None] * len(members)
-    dist.all_gather_object(usable, module is not None and on_one_host, group=group)
-    links = MemoryLinks(module, group, describe) if all(usable) else Links(group, describe)
+    usable = all(gather(module is not None and on_one_host, group))
+    links = MemoryLinks(module, group, describe) if usable else Links(group, describe)
     return connect(links, members, dist.get_rank(), transport.completions, timeout_s)

@@ -27,6 +27,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.engine.job import from_first
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 
 Describe = Callable[[int], str]
@@ -268,13 +269,9 @@ class MemoryLinks(Links):
         self._module = module
         self._local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        message: list[Any] = [None]
         if dist.get_rank(group) == 0:
             self._folder = tempfile.TemporaryDirectory(prefix="megatron-adaptive-")
-            message = [self._folder.name]
-        first = dist.get_process_group_ranks(group)[0]
-        dist.broadcast_object_list(message, src=first, group=group)
-        self._place = Path(message[0])
+        self._place = Path(from_first("" if self._folder is None else self._folder.name, group))
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
         """Implements :class:`Links`."""

@@ -21,6 +21,21 @@ from megatron.adaptive.handshake import bind
 T = TypeVar("T")
 
 
+def gather(mine: T, group: Any = None) -> list[T]:
+    """Returns what every rank of a group gave, by rank. Collective; over all ranks by default."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def from_first(mine: T, group: Any = None) -> T:
+    """Returns what the first rank of a group gave. Collective; over all ranks by default."""
+    box = [mine]
+    first = 0 if group is None else dist.get_process_group_ranks(group)[0]
+    dist.broadcast_object_list(box, src=first, group=group)
+    return box[0]
+
+
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     """Returns the store in which the ranks of a launcher meet. Collective over all ranks.
 
@@ -85,15 +100,11 @@ class Job:
 
     def gather(self, mine: Any) -> list[Any]:
         """Returns what every rank gave, by rank. Collective over all ranks."""
-        gathered: list[Any] = [None] * self.environment.world_size
-        dist.all_gather_object(gathered, mine, group=self.control_group)
-        return gathered
+        return gather(mine, self.control_group)
 
     def from_first(self, mine: Any) -> Any:
         """Returns what rank 0 gave. Collective over all ranks."""
-        box = [mine]
-        dist.broadcast_object_list(box, src=0, group=self.control_group)
-        return box[0]
+        return from_first(mine, self.control_group)
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Returns what ``action`` gives on rank 0. Collective over all ranks.

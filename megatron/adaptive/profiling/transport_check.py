@@ -10,7 +10,6 @@ steps whatever fails. On each pair and transport::
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,10 +19,9 @@ import torch.distributed as dist
 
 from megatron.adaptive.accelerator import detect
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
-from megatron.adaptive.engine.job import Job
-from megatron.adaptive.errors import DeadlineError, SetupError, TransportError
+from megatron.adaptive.engine.job import Job, gather
+from megatron.adaptive.errors import SetupError, TransportError
 from megatron.adaptive.profiling.links import NO_STEP, connect, measure_link, own_end, receive
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Endpoint, Label, Transport
@@ -52,20 +50,6 @@ class ChannelSpeed:
     bytes_per_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StoreJob(Job):
-    """A job whose ranks gather over the store, with a time limit.
-
-    Attributes:
-        over_store: gathers.
-    """
-
-    over_store: StoreGather
-
-    def gather(self, mine: Any) -> list[Any]:
-        return self.over_store(mine)
-
-
 class TransportCheck:
     """Takes one rank's part in the check; all ranks call the same methods in one order.
 
@@ -82,13 +66,8 @@ class TransportCheck:
         self, options: TransportConfig, environment: Environment, timeout: timedelta
     ) -> None:
         self._options = options
-        self.environment = environment
         self.rank = environment.rank
-        self.accelerator = detect(environment.local_rank)
         self._store = _rendezvous(environment, timeout)
-        self.gather = StoreGather(
-            self._store, environment.rank, environment.world_size, "transport", _LIMIT_S
-        )
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("group", self._store),
@@ -96,17 +75,14 @@ class TransportCheck:
             world_size=environment.world_size,
             timeout=timeout,
         )
-        self.control_group = dist.group.WORLD
-        self.places: list[dict[str, Any]] = self.gather(here(0))
-        self._job = _StoreJob(
+        self._job = Job(
             environment=environment,
-            accelerator=self.accelerator,
-            control_group=self.control_group,
-            places=self.places,
-            over_store=self.gather,
+            accelerator=detect(environment.local_rank),
+            control_group=dist.group.WORLD,
+            places=gather(here(0)),
         )
         self._own = own_end(self._job, options)
-        self._ends = [Endpoint.decode(text) for text in self.gather(self._own.encode())]
+        self._ends = [Endpoint.decode(text) for text in gather(self._own.encode())]
 
     def pairs(self) -> list[tuple[int, int]]:
         """Returns rank 0 with the first other rank of its machine, and of every other machine."""
@@ -155,7 +131,11 @@ class TransportCheck:
                 transport.close()
             except TransportError as error:
                 mine = {"error": f"rank {self.rank} on {self._ends[self.rank].host}: {error}"}
-        gathered = self.gather(mine)
+        try:
+            gathered = gather(mine)
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise TransportError(f"a rank of the check is gone: {reason}") from error
         errors = [one["error"] for one in gathered if "error" in one]
         if errors:
             raise TransportError(errors[0])
@@ -165,7 +145,7 @@ class TransportCheck:
         self, transport: Transport, peer: int, leads: bool, seconds: float
     ) -> dict[str, Any]:
         """Returns what goes into a :class:`ChannelSpeed`."""
-        device = self.accelerator.device
+        device = self._job.accelerator.device
         check_contents(transport, peer, device)
         small, large = (
             measure_link(
@@ -192,12 +172,11 @@ class TransportCheck:
         """Leaves the job, rank 0 after all others."""
         dist.barrier()
         dist.destroy_process_group()
-        self.gather(None)
-        if self.environment.rank == 0:
-            keys = [f"left/{rank}" for rank in range(1, self.environment.world_size)]
+        if self.rank == 0:
+            keys = [f"left/{rank}" for rank in range(1, len(self._ends))]
             self._store.wait(keys, timedelta(seconds=_LIMIT_S))
         else:
-            self._store.set(f"left/{self.environment.rank}", "")
+            self._store.set(f"left/{self.rank}", "")
 
 
 def check_contents(transport: Transport, peer: int, device: torch.device) -> None:
@@ -238,45 +217,3 @@ def _rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:
             f"rank {environment.rank} cannot meet the others at {environment.master_addr}:"
             f"{environment.master_port} ({reason}): is rank 0 started, and the port open?"
         ) from error
-
-
-class StoreGather:
-    """Returns to every rank what each of them passed; works before there is any process group.
-
-    Values are what JSON can hold: nothing that comes from another process is executed.
-
-    Args:
-        store: shared by the ranks, empty below ``prefix``.
-        rank: this rank.
-        world_size: number of ranks.
-        prefix: distinguishes this exchange from others in the same store.
-        timeout_s: limit of a wait for the other ranks.
-    """
-
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, prefix: str, timeout_s: float = 300.0
-    ) -> None:
-        self._store = dist.PrefixStore(prefix, store)
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout_s = timeout_s
-        self._count = 0
-
-    def __call__(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank. Collective.
-
-        Raises:
-            DeadlineError: a rank did not come in time.
-        """
-        count, self._count = self._count, self._count + 1
-        self._store.set(f"{count}/{self._rank}", json.dumps(value))
-        keys = [f"{count}/{rank}" for rank in range(self._world_size)]
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-        except dist.DistStoreError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise DeadlineError(
-                f"ranks {missing} did not come to exchange {count} of the transports within "
-                f"{self._timeout_s:g} s; are they alive and do they reach the store?"
-            ) from error
-        return [parse_json(self._store.get(key), strict=False) for key in keys]
