@@ -621,6 +621,7 @@ def check_output_folders(config: TrainerConfig) -> None:
     for flag, folder in (
         ("--save", config.checkpoint.save),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--wandb-save-dir", config.logging.wandb_save_dir),
         ("--trace-dir", config.schedule.trace_dir),
         ("--data-cache-path", config.data.data_cache_path),
         ("--record-schedule", record and Path(record).absolute().parent),

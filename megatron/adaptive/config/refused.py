@@ -63,8 +63,8 @@ torchrun gives the rank through the environment; start the program with torchrun
     local-rank local_rank
 this program pre-trains only, without reinforcement learning or instruction tuning; drop the flag
     perform-rl-step
-metrics go to the log and to TensorBoard; use --tensorboard-dir
-    wandb-project log-energy log-progress mlflow-*
+metrics go to the log and to loggers; use --tensorboard-dir, --wandb-project or --mlflow-experiment
+    log-energy log-progress
 slow ranks show in this trainer's own traces; use --trace-dir
     log-straggler run-workload-inspector-server
 fault tolerance is torchrun's restarts and checkpoints; use --save and --load
@@ -139,7 +139,7 @@ it is part of a feature whose own flag is refused
     min-offloaded-tensor-size data-parallel-sharding-strategy enable-full-sharding-in-hsdp
     suggested-communication-unit-size no-strict-fsdp-dtensor-load no-gradient-reduce-div-fusion
     outer-dp-sharding-strategy fsdp-* torch-fsdp2-* megatron-fsdp-* cuda-graph-* tp-comm-*
-    no-tp-comm-* disable-tp-comm-* sharp-* disable-symmetric-registration wandb-* straggler-*
+    no-tp-comm-* disable-tp-comm-* sharp-* disable-symmetric-registration straggler-*
     disable-straggler-on-startup calc-ft-timeouts inprocess-* ft-* adlr-* error-injection-*
     result-rejected-tracker-filename replication-* non-persistent-* ckpt-convert-* fim-*
     no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit

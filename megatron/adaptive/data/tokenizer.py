@@ -297,7 +297,7 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, file: str | Path, *, begins: bool = False) -> None:
-        package = _package("sentencepiece", "SentencePieceTokenizer")
+        package = need_package("sentencepiece", "SentencePieceTokenizer", "hf")
         content = _read_bytes(Path(file))
         try:
             self._model = package.SentencePieceProcessor(model_proto=content, add_bos=begins)
@@ -335,7 +335,7 @@ class TikTokenizer(Tokenizer):
     """
 
     def __init__(self, file: str | Path, vocab_size: int, num_special: int, pattern: str) -> None:
-        package = _package("tiktoken", "TikTokenizer")
+        package = need_package("tiktoken", "TikTokenizer", "hf")
         content = _read_bytes(Path(file))
         try:
             listed = parse_json(content)[: max(0, vocab_size - num_special)]
@@ -444,13 +444,23 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return built
 
 
-def _package(name: str, kind: str) -> Any:
+def need_package(name: str, given: str, extra: str) -> Any:
+    """Import a package that only some runs need.
+
+    Args:
+        name: of the package.
+        given: the flag that needs it.
+        extra: of this project's, which installs it.
+
+    Raises:
+        ConfigError: it is missing.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:
         raise ConfigError(
-            f"--tokenizer-type {kind} needs the package {name}, which is not installed; install "
-            "megatron-adaptive[hf], or use HuggingFaceTokenizer with a tokenizer.json"
+            f"{given} needs the package {name}, which is not installed: install "
+            f"megatron-adaptive[{extra}], or leave it out"
         ) from None
 
 
