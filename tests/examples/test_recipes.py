@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import yaml
 from megatron.adaptive.cli.plan import main as plan
 from megatron.adaptive.config.arguments import parse, read_recipe
 from megatron.adaptive.config.trainer import TrainerConfig
+
+from ..multiprocess.launch import run_ranks, tail
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
 GIVEN = ("tokenizer_model=made", "data_path=made", "transformer_impl=local")
@@ -63,3 +66,44 @@ def test_memory_fits(path: Path, gpus: str, tmp_path: Path) -> None:
     words += ["--distributed-optimizer", "on" if parallel.data_parallel_size > 1 else "off"]
     words += ["--global-batch-size", "64"]
     assert plan(words) == 0
+
+
+def _tenth(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns sizes of the same architecture at about a tenth of its width, on two stages."""
+    heads = max(2, content["num_attention_heads"] // 8)
+    small = {
+        "num_layers": 4,
+        "hidden_size": content["hidden_size"] // 10 // 32 * 32,
+        "ffn_hidden_size": content["ffn_hidden_size"] // 10 // 16 * 16,
+        "num_attention_heads": heads,
+        "moe_ffn_hidden_size": content.get("moe_ffn_hidden_size", 0) // 10 // 8 * 8,
+        "moe_shared_expert_intermediate_size": 96,
+        "kv_channels": 32,
+        "num_query_groups": 2,
+        "num_experts": 8,
+        "moe_router_topk": 2,
+        "moe_layer_freq": "[0]*1+[1]*3",
+        "kv_lora_rank": 48,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    given = {name: value for name, value in small.items() if name in content}
+    run = "vocab_size=500 seq_length=64 train_iters=3 global_batch_size=4 lr_warmup_iters=0"
+    run += " moe_grouped_gemm= lr=1e-3 min_lr= bf16=false save_interval= eval_iters=0 log_interval=1 mock_data=true"
+    run += " tokenizer_type=NullTokenizer nodes= processes_per_node= partition= recompute_method="
+    run += " recompute_granularity= recompute_num_layers= expert_model_parallel_size="
+    words = dict(word.split("=", 1) for word in run.split())
+    return given | words | {"pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_trains_at_a_tenth(path: Path, tmp_path: Path) -> None:
+    words = [f"{name}={value}" for name, value in _tenth(_content(path)).items()]
+    log = tmp_path / "log.txt"
+    command = ["-m", "megatron.adaptive", "train", str(path), *words]
+    assert run_ranks(command, world_size=2, log=log, limit_s=120) == 0, tail(log)
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log.read_text())]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]

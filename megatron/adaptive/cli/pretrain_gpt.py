@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -43,6 +43,10 @@ def main(argv: Sequence[str]) -> int:
 
 def train(argv: Sequence[str]) -> int:
     """Trains as a recipe says; as a process of a job, or starts the processes itself."""
+    return run(argv, _train)
+
+
+def _train(argv: Sequence[str]) -> int:
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     given, options = words[:end], words[end + 1 :]
@@ -78,15 +82,17 @@ def train(argv: Sequence[str]) -> int:
     return launch.main([*shape, *options, *program])
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """Runs :func:`main` as a process of a job: an expected error is printed by one rank only.
+def run(
+    argv: Sequence[str] | None = None, program: Callable[[Sequence[str]], int] | None = None
+) -> int:
+    """Runs ``program``, by default :func:`main`, as a process of a job: one rank prints errors.
 
     Bad settings are found by every rank alike before any of them connects; only rank 0 says so.
     Until the run itself handles signals, Ctrl-C ends the process without a traceback.
     """
     former = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        return main(sys.argv[1:] if argv is None else argv)
+        return (program or main)(sys.argv[1:] if argv is None else argv)
     except AdaptiveError as error:
         if _speaks(error):
             print(f"error: {error}", file=sys.stderr, flush=True)

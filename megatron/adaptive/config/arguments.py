@@ -187,7 +187,7 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
     settings |= _by_field(given, "the command line")
     counts = []
     for name in _PROCESSES:
-        value = str(settings.pop(name, 1))
+        value = str(settings.pop(name, None) or 1)
         if not value.isdigit() or not 1 <= int(value) <= _MOST_PROCESSES:
             raise ConfigError(f"{where}: {name} is {value}: it must be a whole number from 1 on")
         counts.append(int(value))
