@@ -48,7 +48,12 @@ def main(words: list[str] | None = None) -> int:
     """Measure as the command line says; returns the exit status."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for what is written")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="folder for what is written; hangs go on from it"
+    )
+    parser.add_argument("--beside", type=int, default=1, help="hanging jobs at a time (1)")
+    parser.add_argument("--hangs", type=int, help="hangs (100; 8 with --quick)")
+    parser.add_argument("--quiet-min", type=float, help="minutes without any (1000; 1)")
     options = parser.parse_args(words)
     quick, seed = options.quick, options.seed
     signal.signal(signal.SIGTERM, end_in_order)
@@ -58,7 +63,7 @@ def main(words: list[str] | None = None) -> int:
 
         def folder(part: str) -> Path:
             made = base / part
-            made.mkdir(parents=True)
+            made.mkdir(parents=True, exist_ok=part == "hangs")
             return made
 
         counts = (1500, 150, 30) if quick else (10_000, 1000, 60)
@@ -66,6 +71,8 @@ def main(words: list[str] | None = None) -> int:
         talk = (20_000, 30.0) if quick else (1_000_000, 900.0)
         minutes, every_s = (1.0, 5.0) if quick else (10.0, 60.0)
         still = (8, 1.0) if quick else (100, 1000.0)
+        hanging = still[0] if options.hangs is None else options.hangs
+        quiet_min = still[1] if options.quiet_min is None else options.quiet_min
         events, limit_min = (6, 1.5) if quick else (100, 55.0)
         parts = {
             "damages": lambda: damages.measure(folder("damages"), *counts, seed),
@@ -78,7 +85,9 @@ def main(words: list[str] | None = None) -> int:
                 1000, minutes, every_s, folder("control"), seed
             ),
             "soak": lambda: soaked(base, events, limit_min, seed, FIRST_EVENTS),
-            "hangs": lambda: hangs.measure(folder("hangs"), *still, seed),
+            "hangs": lambda: hangs.measure(
+                folder("hangs"), hanging, quiet_min, seed, options.beside
+            ),
         }
         more = {"machine": machine, "seed": seed}
         total = run(

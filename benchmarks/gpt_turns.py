@@ -1,4 +1,4 @@
-"""Measures what traces, checkpoints and copies in memory add to the steps of a small GPT.
+"""Measures what traces, checkpoints, copies in memory and the watch add to steps of a small GPT.
 
 One job takes turns with and without, so that whatever else the machine does hits both alike. Both
 the time on the clock and the processor time of all ranks are taken: who waits for whom changes the
@@ -11,7 +11,8 @@ begin with a checkpoint that is written behind training, and end when it is comp
 nothing of it is left to the next. ``copying``: two ranks, each on a node of its own as far as
 copies go, each with a keeper in a process of its own as the node's agent has it, send each other
 all that they copy, at every step or at the first of ten; processor time is that of ranks and
-keepers.
+keepers. ``watched``: windows of ten steps with the watch for hangs, its process and threads, or
+without; processor time is that of ranks and of the process.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import ranks
 from benchmarks.ranks import GPT, MICROBATCHES, GptRank, rank_main
 from benchmarks.report import ratios
 
-RANKS = {"traced": 4, "saving": 2, "copying": 2}
+RANKS = {"traced": 4, "saving": 2, "copying": 2, "watched": 2}
 WINDOW = 10
 _LIMIT_S = 1200.0
 _WARMUPS = 4
@@ -41,7 +44,7 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
     """Take turns.
 
     Args:
-        kind: ``traced``, ``saving`` or ``copying``.
+        kind: ``traced``, ``saving``, ``copying`` or ``watched``.
         rounds: of two turns with and two without.
 
     Returns:
@@ -262,6 +265,57 @@ class CopyingRank(_Rank):
         return time.process_time() + float(self._keeper.recv())
 
 
+class WatchedRank(_Rank):
+    """One rank with the watch for hangs or without."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("watched", 256)
+        self._folder = folder
+        self._guard: Any = None
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        for is_watched in (False, True):
+            self._window(is_watched)
+        return self.turns(rounds, self._window, "watched")
+
+    def facts(self, result: dict[str, Any]) -> dict[str, Any]:
+        return {"step_s": statistics.median(result["plain_s"])}
+
+    def _window(self, is_watched: bool) -> tuple[float, float]:
+        """Some steps; returns seconds for each, on the clock and of processors."""
+        from megatron.adaptive.engine.hang import HangGuard
+
+        run = self._run
+        if is_watched:
+            self._guard = HangGuard(
+                self._job.places,
+                self._job.rank,
+                after_s=None,
+                on_hang="report",
+                page_folder=self._folder,
+            )
+            own = run.wiring.executor.evidence
+            self._guard.snapshot = lambda: {**run.tracing.now(), **own()}
+
+        def work() -> None:
+            for _ in range(WINDOW):
+                self._iteration += 1
+                run.tracing.begin_iteration(self._iteration, self._microbatches, is_traced=False)
+                self.train()
+                run.tracing.end_iteration()
+
+        seconds, processor = self.timed(work, self._processor_s)
+        if is_watched:
+            self._guard.close()
+            self._guard = None
+        return seconds / WINDOW, processor / WINDOW
+
+    def _processor_s(self) -> float:
+        watch = None if self._guard is None else self._guard._process
+        times = None if watch is None else psutil.Process(watch.pid).cpu_times()
+        return time.process_time() + (0.0 if times is None else times.user + times.system)
+
+
 def keep(link: Connection) -> None:
     """Is a keeper for a buddy, if one is named; answers with its processor time."""
     from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
@@ -278,4 +332,5 @@ def keep(link: Connection) -> None:
 
 if __name__ == "__main__":
     made = {"traced": TracedRank, "saving": SavingRank, "copying": CopyingRank}
+    made["watched"] = WatchedRank
     rank_main(lambda folder, kind: made[kind](folder))

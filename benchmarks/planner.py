@@ -1,6 +1,7 @@
 """Compares the planner with published searches and runs, in one run.
 
     python benchmarks/planner.py --data DIR [--quick] [--part NAME ...] [--json FILE]
+    python benchmarks/planner.py --validate DIR ...
 
 Parts: ``fasop``, its cases and Pareto run; ``measured``, predictions against published runs;
 ``literature``, against runs that papers print; ``memory``, peaks of 24 short runs on this machine;
@@ -88,14 +89,25 @@ def measure(part: str, options: argparse.Namespace) -> Result:
     return Result(rows=rows)
 
 
+def validate(folder: Path) -> Result:
+    """Returns the rows of the data sets in a folder."""
+    return Result(rows=measured.rows(folder))
+
+
 def main() -> int:
     """Runs the parts, and prints a table for each."""
     parser = parser_of(__doc__, PARTS, "fewer small problems, nodes, plans")
     parser.add_argument("--data", type=Path, help="folder of the published sets")
+    parser.add_argument(
+        "--validate", type=Path, nargs="+", metavar="DIR", help="only predict the runs of data sets"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--keep", type=Path, metavar="DIR", help="keep the traces of own runs here")
     where.add_argument("--kept", type=Path, metavar="DIR", help="predict runs kept there anew")
     options = parser.parse_args()
+    if options.validate:
+        parts = {str(folder): partial(validate, folder) for folder in options.validate}
+        return finish(run(parts), options.json)
     return finish(
         run({part: partial(measure, part, options) for part in options.part}), options.json
     )

@@ -2,12 +2,12 @@
 
     python benchmarks/trace.py [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``cost``, what tracing adds to the steps of a real GPT; ``detection``, how often the
-diagnosis names the right fault, in made-up runs; ``real``, the same in processes that work by
-sleeping; ``clock``, how far processes with wrong clocks are apart at last; ``bubble``, the bubble
-that a trace says against the true one; ``aggregate``, ten million spans; ``repairs``, twelve that
-the what-if names done for real, in processes that work by sleeping. Exits with status 1 where a
-goal is missed.
+Parts: ``cost``, what tracing adds to the steps of a real GPT; ``watch``, what the watch for hangs
+adds to them; ``detection``, how often the diagnosis names the right fault, in made-up runs;
+``real``, the same in processes that work by sleeping; ``clock``, how far processes with wrong
+clocks are apart at last; ``bubble``, the bubble that a trace says against the true one;
+``aggregate``, ten million spans; ``repairs``, twelve that the what-if names done for real, in
+processes that work by sleeping. Exits with status 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -57,6 +57,20 @@ def of_cost(options: argparse.Namespace) -> Result:
         )
     ]
     return Result(rows=rows, facts={"cost": result})
+
+
+def of_watch(options: argparse.Namespace) -> Result:
+    """Part ``watch``."""
+    result = gpt_turns.measure("watched", options.rounds or (3 if options.quick else 12))
+    note = f"steps of {1e3 * result['step_s']:.0f} ms on {gpt_turns.RANKS['watched']} processes"
+    rows = [
+        measured(what, gpt_turns.costs(result, "watched", unit), goal=0.01, note=note)
+        for what, unit in (
+            ("watch for hangs: longer steps", "s"),
+            ("the same, processor time of all", "cpu_s"),
+        )
+    ]
+    return Result(rows=rows, facts={"watch": result})
 
 
 def of_detection(options: argparse.Namespace) -> Result:
@@ -176,6 +190,7 @@ def of_repairs(options: argparse.Namespace) -> Result:
 
 PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
     "cost": of_cost,
+    "watch": of_watch,
     "detection": of_detection,
     "real": of_real,
     "clock": of_clock,

@@ -22,11 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 BASICS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread")
 THREADS = ("-O1", "-fsanitize=thread")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# For real verbs: needs the library and its headers. Only what knows of verbs is told.
+# For real verbs: needs the library and its headers. Only what knows of verbs is compiled for it.
 VERBS_DEFINED = "-DMEGATRON_ADAPTIVE_RDMA"
 VERBS = ("-O1", VERBS_DEFINED)
-# What all test programs are linked with. Neither Python nor, unless VERBS are asked for, anything
-# of RDMA is needed for it.
+# What all test programs are linked with; needs no Python.
 FOLDERS = ("common", "cuda", "shm", "tcp", "rdma")
 COMPILE_LIMIT_S = 280
 KEPT_S = 14 * 24 * 3600.0  # objects that nobody asked for in that time go
@@ -38,7 +37,6 @@ class CppTests:
     Args:
         compiler: the program.
         flags: what it is told besides ``BASICS``.
-        libraries: what programs are linked with.
         folder: where programs are put; one for each choice of flags.
     """
 
@@ -47,12 +45,10 @@ class CppTests:
         compiler: str,
         *,
         flags: Sequence[str] = SANITIZED,
-        libraries: Sequence[str] = (),
         folder: Path = ROOT / "build" / "cpp-tests",
     ) -> None:
         self._compiler = compiler
         self._flags = (*BASICS, *flags)
-        self._libraries = ("-ldl", *libraries)
         self._folder = folder
         self._objects = cache_folder()
         self._version = subprocess.run([compiler, "--version"], capture_output=True, check=True)
@@ -72,7 +68,7 @@ class CppTests:
             objects = list(pool.map(self._compile, sources))
         program = self._folder / name
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._run([*self._flags, *map(str, objects), "-o", str(program), *self._libraries])
+        self._run([*self._flags, *map(str, objects), "-o", str(program), "-ldl"])
         return program
 
     def library(self, name: str) -> Path:

@@ -231,6 +231,23 @@ class TestRdma:
             with pytest.raises(TransportError, match="built without RDMA"):
                 native.rdma_devices()
 
+    def test_a_node_without_the_library_is_named(self, native: ModuleType) -> None:
+        library = next(Path("/usr/lib").glob("*/libibverbs.so.1"), None)
+        if not native.built_with_rdma or library is None or os.geteuid() != 0:
+            pytest.skip("needs RDMA in the extension, the library, and root to hide it")
+        hide = f"mount --bind /dev/null {library.resolve()}"
+        ask = "from megatron.adaptive import _C; print(_C.built_with_rdma); _C.rdma_devices()"
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-ec", f"{hide}; exec '{sys.executable}' -c '{ask}'"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.stdout == "True\n", done.stderr  # the extension itself loads
+        assert "cannot be opened" in done.stderr
+        assert "install libibverbs1 and ibverbs-providers" in done.stderr
+
 
 def check_program(command: list[str | Path], expected: str, **env: str) -> None:
     """Runs a C++ test program, which must succeed and say ``expected``."""

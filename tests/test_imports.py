@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,46 @@ assert importlib.util.find_spec("megatron.core") is not None
 """
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
+    """Builds wheel and source archive, installs the wheel elsewhere, and runs from there."""
+    environment = {**os.environ, "PYTHON": sys.executable}
+    build = ["bash", str(ROOT / "scripts" / "build_wheel.sh"), str(tmp_path / "dist")]
+    done = subprocess.run(
+        build, env=environment, capture_output=True, text=True, check=False, timeout=250
+    )
+    if "infiniband/verbs.h does not compile" in done.stderr:
+        pytest.skip("needs infiniband/verbs.h (libibverbs-dev)")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert "manylinux" in wheel.name
+    assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
+    with zipfile.ZipFile(wheel) as files:
+        names = {name.partition(".data/data/")[2] or name for name in files.namelist()}
+    for script in ("pretrain_gpt.py", "examples/gpt/pretrain_gpt_distributed_small.sh"):
+        assert f"share/megatron-adaptive/{script}" in names
+    assert not any(name.startswith(("tests", "benchmarks", "csrc")) for name in names)
+    site = tmp_path / "site"
+    install = [
+        *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site),
+        wheel,
+    ]
+    subprocess.run(install, check=True, capture_output=True, timeout=100)
+    code = """
+from megatron.adaptive import extension
+from megatron.adaptive.config import environment
+print(extension.require("the test").__file__, environment.WORK_FOLDER)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    extension, folder = done.stdout.split()
+    assert (Path(extension).is_relative_to(site), folder) == (True, str(tmp_path)), done.stderr

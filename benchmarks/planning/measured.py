@@ -64,8 +64,11 @@ def rows(data: Path) -> list[Row]:
 def _set(found: Comparison) -> Iterator[Row]:
     name = f"{found.name}, {len(found.timed)} runs"
     yield Row(what=f"{name}: median error of the time", value=found.median_error, goal=0.10)
+    yield Row(what=f"{name}: mean error", value=found.mean_error)
+    yield Row(what=f"{name}: worst error", value=found.worst_error)
     yield Row(what=f"{name}: rank correlation", value=found.correlation, goal=0.9, least=True)
     yield Row(what=f"{name}: predicted place of the fastest", value=found.place_of_best, goal=3)
+    yield Row(what=f"{name}: regret of the predicted fastest", value=found.regret, goal=0.03)
     if errors := found.memory_errors:
         what = f"{name}: worst error of the memory of {len(errors)} runs"
         yield Row(what=what, value=max(abs(error) for error in errors), goal=0.15)

@@ -82,6 +82,12 @@ def main() -> None:
         reader = DataLoader(Rows(fault, SAMPLES * steps), batch_size=SAMPLES)
         for number, batch in enumerate(reader, 1):
             fault.begins(number)
+            if fault.pauses is not None:
+                fault.pauses.begins(number)
+                if number % fault.given["iteration"] == 0:
+                    pipeline.save(f"{sys.argv[1]}/saved", keep=1)
+                    for _ in range(3):
+                        pipeline.eval({"x": batch})
             loss, _ = pipeline.step({"x": batch})
             if os.environ["RANK"] == "0":
                 print(f"step {number} of {steps} on {ranks} ranks: loss {loss:.5f}", flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from megatron.adaptive.data.loader import MicrobatchLoader  # noqa: E402
 from megatron.adaptive.engine import build  # noqa: E402
 from megatron.adaptive.engine.executor import Executor  # noqa: E402
 from megatron.adaptive.gpt.step import Step  # noqa: E402
+from megatron.adaptive.training.loop import Trainer  # noqa: E402
 
 LOCK = threading.Lock()
 
@@ -43,6 +45,7 @@ class Fault:
         self.kind = given["kind"]
         self.is_here = int(os.environ["RANK"]) == given["rank"]
         self.is_due = False
+        self.pauses = Pauses(given) if given["kind"] == "quiet" else None
 
     def begins(self, iteration: int) -> None:
         """Notes that a step begins."""
@@ -64,6 +67,8 @@ class Fault:
             return train(step, microbatches, count, iteration, *more)
 
         def performing(executor: Executor, *more: Any) -> None:
+            if self.pauses is not None:
+                self.pauses.performs(len(executor._launched))
             if self.is_due and self.is_here:
                 if self.kind == "network":
                     executor._transport.send = lambda *_: None  # type: ignore
@@ -76,6 +81,14 @@ class Fault:
                 read_for_ever(self.given["folder"])
             return fetch(loader, block)
 
+        if self.pauses is not None:
+            pauses, whole = self.pauses, Trainer._train_step
+
+            def pausing(trainer: Trainer) -> Any:
+                pauses.begins(trainer._live.progress.iteration + 1)
+                return whole(trainer)
+
+            Trainer._train_step = pausing  # type: ignore[method-assign]
         Step.train = stepping  # type: ignore[method-assign]
         Executor._perform = performing  # type: ignore[method-assign]
         MicrobatchLoader._fetch = fetching  # type: ignore[method-assign]
@@ -100,6 +113,65 @@ class Fault:
             mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
             library.pthread_mutex_lock(mutex)
             library.pthread_mutex_lock(mutex)
+
+
+class Pauses:
+    """Lets a job pause in ways that are no hang: its limit never passes without a sign of life.
+
+    All ranks draw the same pauses; in most of them, one is busy and the others wait for it.
+
+    Args:
+        given: as ``HANG`` has it; ``rank`` is the seed.
+    """
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.draw = random.Random(given["rank"])
+        self.limit_s, self.folder = given["after_s"], Path(given["folder"])
+        self.may_rest = given["program"] == "pipeline"
+        self.rank = int(os.environ["RANK"])
+        self.slow: tuple[int, int, float] = (-1, -1, 0.0)
+
+    def begins(self, iteration: int) -> None:
+        """Pauses before a step; the first one is long, as where programs are compiled."""
+        time.sleep(min(4.0, self.draw.expovariate(0.6)))
+        kinds = ["none", "slow action", "rest", "computes", "writes"]
+        (kind,) = self.draw.choices(kinds, (80, 12, 2, 3, 3))
+        who, action = self.draw.randrange(dist.get_world_size()), self.draw.randrange(6)
+        long_s = self.draw.uniform(1.2, 3.0) * self.limit_s
+        short_s = self.draw.uniform(0.2, 0.6) * self.limit_s
+        self.slow = (who, action, short_s) if kind == "slow action" else (-1, -1, 0.0)
+        if iteration == 1 or (kind == "computes" and who == self.rank):
+            compute(long_s)
+        elif kind == "writes" and who == self.rank:
+            write(self.folder / f"written-{self.rank}", long_s)
+        elif kind == "rest":
+            time.sleep(long_s if self.may_rest else short_s)
+        if kind in ("computes", "writes"):
+            dist.barrier()
+
+    def performs(self, number: int) -> None:
+        """Pauses within a step, before an action."""
+        who, action, pause_s = self.slow
+        if (who, action) == (self.rank, number):
+            time.sleep(pause_s)
+
+
+def compute(long_s: float) -> None:
+    """Uses a part of a processor for so long."""
+    end_s = time.monotonic() + long_s
+    while time.monotonic() < end_s:
+        used_s = time.thread_time()
+        while time.thread_time() < used_s + 0.025:
+            pass
+        time.sleep(0.15)
+
+
+def write(path: Path, long_s: float) -> None:
+    """Writes a file for so long."""
+    end_s = time.monotonic() + long_s
+    while time.monotonic() < end_s:
+        path.write_bytes(bytes(1 << 19))
+        time.sleep(0.5)
 
 
 def split_machines(count: int) -> None:
@@ -134,7 +206,7 @@ def read_for_ever(folder: str) -> None:
 def choose_order() -> None:
     """Gives this rank the schedule file that is its own, if there is one."""
     at = sys.argv.index("--schedule-file") + 1 if "--schedule-file" in sys.argv else 0
-    if at and os.environ["RANK"] == "1":
+    if at and int(os.environ["RANK"]) == json.loads(os.environ["HANG"])["rank"]:
         sys.argv[at] = sys.argv[at].replace("order.csv", "other.csv")
 
 

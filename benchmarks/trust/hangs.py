@@ -11,7 +11,9 @@ import contextlib
 import json
 import random
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +86,9 @@ def cases(count: int, seed: int) -> list[Case]:
         rank = draw.randrange(ranks)
         if kind == "reader":  # of the first stage or the last
             rank = draw.choice([rank % (ranks // stages), ranks - 1 - rank % (ranks // stages)])
-        if kind == "schedule":
-            shape, rank = (2, 2, 1), 1
+        if kind == "schedule":  # of any stage but the first, whose order contradicts no other
+            shape = (ranks, stages, 1)
+            rank = draw.randrange(ranks // stages, ranks)
         program = "trainer"
         if kind in _ALSO_OF_A_LOOP and number // len(KINDS) % 3 == 2:
             program, shape = "pipeline", (shape[0], shape[1], 1)
@@ -108,61 +111,109 @@ _ALSO_OF_A_LOOP = ("stopped", "collective", "reader", "lock", "interpreter lock"
 
 
 def run(
-    case: Case, folder: Path, *, iterations: int = 1000, on_hang: str = "report"
+    case: Case,
+    folder: Path,
+    *,
+    iterations: int = 1000,
+    on_hang: str = "report",
+    server: Forkserver | None = None,
 ) -> dict[str, Any]:
     """Runs a job until it says that it hangs.
+
+    Args:
+        case: the job.
+        folder: new, for what it writes.
+        iterations: its length where nothing hangs.
+        on_hang: ``report`` or ``end``.
+        server: forks its ranks, ``None`` for the one of this process.
 
     Returns:
         ``said``, the line; ``waited_s``, from the last iteration's end to it; ``text``, all output;
         ``ended``, the statuses of the ranks where they are to end; ``shares``, of a processor,
         that the processes beside the ranks took, each.
     """
-    folder.mkdir(parents=True)
-    log, server = folder / "log.txt", forkserver()
-    log.write_text("")
-    ranks, stages, tensor = case.shape
-    limits = [str(case.after_s), on_hang]
-    words = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
-    words += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
-    words += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
-    words += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
-    words += ["--tensor-model-parallel-size", str(tensor)]
-    words += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
-    if case.kind == "schedule":
-        words += _orders(folder)
-    if case.kind == "network":
-        words += ["--transport", "tcp"]
-    if case.program == "pipeline":
-        words = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
-        words += limits
-    hang = {**vars(case), "folder": str(folder), "step_s": 0.05}
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        "HANG": json.dumps(hang),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    keys: list[str] = []
-    ended: dict[str, int] = {}
+    server = server or forkserver()
+    job = Job(case, folder, server, iterations, on_hang)
+    keys, ended = job.keys, {}
     try:
-        for rank in range(ranks):
-            variables = environment(**common, RANK=str(rank), LOCAL_RANK=str(rank))
-            keys.append(server.start(words, output=log, error=log, variables=variables))
-        said, waited_s = _until_said(log, server, keys)
+        said, waited_s = _until_said(folder / "log.txt", server, keys)
         shares = _shares(server, keys)
         if on_hang == "end":
             for key in keys:
                 ended |= server.wait([key], 30.0)
     finally:
-        _end(server, keys)
-    text = log.read_text(errors="replace")
+        job.end()
+    text = (folder / "log.txt").read_text(errors="replace")
     return {"said": said, "waited_s": waited_s, "text": text, "ended": ended, "shares": shares}
+
+
+class Job:
+    """The ranks of a job, which write ``log.txt``.
+
+    Args:
+        case: the job.
+        folder: new, for what it writes.
+        server: forks its ranks.
+        iterations: its length where nothing hangs.
+        on_hang: ``report`` or ``end``.
+
+    Attributes:
+        keys: of its ranks on the server.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        folder: Path,
+        server: Forkserver,
+        iterations: int,
+        on_hang: str = "report",
+    ) -> None:
+        folder.mkdir(parents=True)
+        log = folder / "log.txt"
+        log.write_text("")
+        ranks, stages, tensor = case.shape
+        limits = [str(case.after_s), on_hang]
+        words = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
+        words += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
+        words += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
+        words += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
+        words += ["--tensor-model-parallel-size", str(tensor)]
+        words += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
+        if case.kind == "schedule":
+            words += _orders(folder, stages, 8 * stages * tensor // ranks)
+        if case.kind == "network":
+            words += ["--transport", "tcp"]
+        if case.kind == "quiet":
+            words += ["--keep-checkpoints", "1", "--eval-interval", "15"]
+        if case.program == "pipeline":
+            words = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
+            words += limits
+        hang = {**vars(case), "folder": str(folder), "step_s": 0.05}
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {
+            "HANG": json.dumps(hang),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self._server = server
+        self.keys: list[str] = []
+        for rank in range(ranks):
+            variables = environment(**common, RANK=str(rank), LOCAL_RANK=str(rank))
+            self.keys.append(server.start(words, output=log, error=log, variables=variables))
+
+    def end(self) -> None:
+        """Kills the ranks and all that they started."""
+        for key in self.keys:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(self._server._pids[key]).kill()
+        self._server.kill(self.keys)
 
 
 def _until_said(log: Path, server: Forkserver, keys: list[str]) -> tuple[str, float]:
@@ -191,23 +242,15 @@ def _shares(server: Forkserver, keys: list[str]) -> list[float]:
     return found
 
 
-def _end(server: Forkserver, keys: list[str]) -> None:
-    for key in keys:
-        try:
-            psutil.Process(server._pids[key]).kill()
-        except psutil.NoSuchProcess:
-            continue
-    server.kill(keys)
-
-
-def _orders(folder: Path) -> list[str]:
+def _orders(folder: Path, stages: int, count: int) -> list[str]:
     """Writes two schedules, each possible, but not one on one rank and the other on another."""
     rows: dict[str, list[str]] = {"order": [], "other": []}
-    for rank in range(2):
-        turns = [word for m in range(8) for word in (f"{rank}F{m}", f"{rank}B{m}")]
-        first = [f"{rank}F{m}" for m in range(8)] + [f"{rank}B{m}" for m in range(8)]
+    for stage in range(stages):
+        forwards = [f"{stage}F{m}" for m in range(count)]
+        backwards = [f"{stage}B{m}" for m in range(count)]
+        turns = [word for both in zip(forwards, backwards, strict=True) for word in both]
         rows["order"].append(",".join(turns))
-        rows["other"].append(",".join(first))
+        rows["other"].append(",".join(forwards + backwards))
     for name, lines in rows.items():
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     return ["--pipeline-schedule", "file", "--schedule-file", str(folder / "order.csv")]
@@ -222,53 +265,138 @@ def is_named_right(case: Case, said: str) -> bool:
     return case.rank in ranks if case.kind in _OF_PIPELINES else ranks == {case.rank}
 
 
-def measure(folder: Path, count: int, quiet_min: float, seed: int) -> Result:
-    """Runs hangs, and a job without one.
+def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int = 1) -> Result:
+    """Runs hangs, and jobs without one.
+
+    What has ended stands in ``hangs.jsonl`` and ``quiet.jsonl``, a line each, and is not done again
+    where a folder is given once more.
 
     Args:
         folder: for what they write.
         count: hangs.
-        quiet_min: minutes of the other.
+        quiet_min: minutes of the others, together.
         seed: of where they are.
+        beside: hanging jobs at a time.
     """
-    right, late, wrong, waits = 0, 0, [], []
-    shares: list[float] = []
-    for number, case in enumerate(cases(count, seed)):
-        found = run(case, folder / str(number))
-        shares += found["shares"]
-        if not is_named_right(case, found["said"]):
-            wrong.append(f"{case}: {found['said'] or found['text'][-300:]}")
-            continue
-        right += 1
-        waits.append(found["waited_s"] - case.after_s)
-        late += waits[-1] > 15
-    false = quiet(folder / "quiet", quiet_min)
-    rows = [
+    kept = _Kept(folder / "hangs.jsonl")
+    left = [one for one in enumerate(cases(count, seed)) if f"{seed}/{one[0]}" not in kept.rows]
+    servers = threading.local()
+
+    def hang(numbered: tuple[int, Case]) -> None:
+        if not hasattr(servers, "own"):
+            servers.own = Forkserver(str(ROOT))
+        number, case = numbered
+        found = run(case, folder / f"{seed}-{number}-{time.time_ns()}", server=servers.own)
+        said = found["said"] or one_line(found["text"][-300:])
+        right = is_named_right(case, found["said"])
+        more = {"after_limit_s": found["waited_s"] - case.after_s, "shares": found["shares"]}
+        kept.add(f"{seed}/{number}", kind=case.kind, case=str(case), right=right, said=said, **more)
+
+    with ThreadPoolExecutor(beside) as pool:
+        list(pool.map(hang, left))
+    rows = [kept.rows[f"{seed}/{number}"] for number in range(count)]
+    wrong = [f"{row['case']}: {row['said']}" for row in rows if not row["right"]]
+    waits = [row["after_limit_s"] for row in rows if row["right"]]
+    shares = [share for row in rows for share in row["shares"]]
+    minutes, alarms = quiet(folder, quiet_min, seed)
+    kinds = {kind: [row["right"] for row in rows if row["kind"] == kind] for kind in KINDS}
+    table = [
         Row(
             what=f"{count} hangs: rank and reason named right",
-            value=right,
+            value=count - len(wrong),
             goal=round(0.98 * count),
             least=True,
             note=one_line("; ".join(wrong)),
         ),
-        Row(what="of them later than the limit + 15 s", value=late, goal=0),
+        *(Row(what=f"of {len(one)}: {kind}", value=sum(one)) for kind, one in kinds.items()),
+        Row(what="of them later than the limit + 15 s", value=sum(w > 15 for w in waits), goal=0),
         Row(what="longest after the limit", value=max(waits, default=None), unit="s"),
         Row(
             what="of a processor for the watch of a machine, reports and stacks included",
             value=max(shares, default=None),
             goal=0.01,
         ),
-        Row(what=f"false alarms in {quiet_min:g} quiet minutes", value=false, goal=0),
+        Row(what="quiet minutes of jobs", value=minutes, goal=quiet_min, least=True),
+        Row(
+            what="false alarms in them", value=len(alarms), goal=0, note=one_line("; ".join(alarms))
+        ),
     ]
-    return Result(rows=rows, facts={"hangs": {"wrong": wrong, "after_limit_s": waits}})
+    return Result(rows=table, facts={"hangs": {"wrong": wrong, "after_limit_s": waits}})
 
 
-def quiet(folder: Path, minutes: float) -> int:
-    """Returns alarms of jobs that train, evaluate and save for so long, with short limits."""
-    alarms, number, end_s = 0, 0, time.monotonic() + 60 * minutes
-    while time.monotonic() < end_s:
-        case = Case(kind="none", shape=SHAPES[number % 4], rank=0, iteration=5)
-        found = run(case, folder / str(number), iterations=60)
-        alarms += found["text"].count("hang: nothing")
-        number += 1
-    return alarms
+class _Kept:
+    """Keeps rows of what has ended, so that a benchmark that was stopped can go on.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
+
+    def add(self, key: str, **row: Any) -> None:
+        """Keeps a row under a key."""
+        self.rows[key] = {"key": key, **row}
+        with self._path.open("a") as file:
+            file.write(json.dumps(self.rows[key]) + "\n")
+
+
+QUIET_AT_ONCE = 30
+QUIET_LIMITS_S = (8.0, 12.0, 20.0)
+"""``--hang-after-s`` of quiet jobs."""
+
+
+def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
+    """Runs jobs side by side that pause in all ways in which a job may, with short limits.
+
+    Two thirds are loops around a ``Pipeline``, the others runs of the trainer, with evaluations and
+    checkpoints. Each job counts with the time for which its ranks have been running.
+
+    Returns:
+        Minutes of all jobs together, and the alarms.
+    """
+    kept = _Kept(folder / "quiet.jsonl")
+    known = sum(row["minutes"] for row in kept.rows.values())
+    draw = random.Random(f"{seed} {len(kept.rows)}")
+    if known >= minutes:
+        return known, [alarm for row in kept.rows.values() for alarm in row["alarms"]]
+    server = forkserver()
+    count = max(1, min(QUIET_AT_ONCE, round((minutes - known) / 5)))
+    span_s = min(420.0, 60 * (minutes - known) / count + 5)
+    with contextlib.ExitStack() as stack:
+        started = []
+        for number in range(count):
+            case = Case(
+                kind="quiet",
+                shape=(2, 2, 1),
+                rank=draw.randrange(1 << 30),  # seed of its pauses
+                after_s=draw.choice(QUIET_LIMITS_S),
+                machines=draw.choice((1, 2)),
+                iteration=20,
+                program="trainer" if number % 3 == 2 else "pipeline",
+            )
+            place = folder / f"quiet-{len(kept.rows) + number}-{time.time_ns()}"
+            job = Job(case, place, server, iterations=100_000)
+            stack.callback(job.end)
+            started.append((case, place, job.keys, time.monotonic()))
+            time.sleep(1.0)  # a start is work
+        end_s = time.monotonic() + span_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            server.wait([key for one in started for key in one[2]], min(left_s, 1.0))
+            time.sleep(0.5)
+        now_s = time.monotonic()
+        for case, place, keys, since_s in started:
+            text = (place / "log.txt").read_text(errors="replace")
+            if server.wait(keys, 0.0):
+                raise RuntimeError(f"{case} ended: {text[-2000:]}")
+            steps = len(re.findall(r"^step |iteration +\d+/", text, re.MULTILINE))
+            kept.add(
+                f"{len(kept.rows)} {time.time_ns()}",
+                case=str(case),
+                minutes=(now_s - since_s) / 60,
+                steps=steps,
+                alarms=re.findall("^hang: nothing.*", text, re.MULTILINE),
+            )
+    return quiet(folder, minutes, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from collections.abc import Sequence
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, run_cli
 
@@ -39,14 +40,17 @@ _SUBCOMMANDS = {
 }
 
 
+def _print_help(words: Sequence[str]) -> None:
+    print("usage: python -m megatron.adaptive SUBCOMMAND [OPTIONS]\n")
+    for known, (_, summary) in _SUBCOMMANDS.items():
+        print(f"  {known:16} {summary}")
+
+
 def main() -> int:
     """Run the subcommand that the first argument names; returns its exit status."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        print("usage: python -m megatron.adaptive SUBCOMMAND [OPTIONS]\n")
-        for known, (_, summary) in _SUBCOMMANDS.items():
-            print(f"  {known:16} {summary}")
-        return 0
+        return run_cli(_print_help, [])
     if name not in _SUBCOMMANDS:
         known = ", ".join(_SUBCOMMANDS)
         nearest = difflib.get_close_matches(name, list(_SUBCOMMANDS), n=1)

@@ -166,3 +166,16 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         )
     for done in (alone, launched):
         assert f"127.0.0.1:{port}" in complaint(done)
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    """As ``python -m megatron.adaptive flags | head -0``."""
+    words = [sys.executable, "-m", "megatron.adaptive", "flags"]
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.close()
+        assert program.stderr.read() == ""
+    assert program.returncode == 128 + signal.SIGPIPE

@@ -5,11 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from megatron.adaptive.cli.plan import main
 from megatron.adaptive.cluster.conf import load_conf
@@ -59,7 +66,9 @@ def test_table_and_explanation(cluster: Path, capsys: pytest.CaptureFixture[str]
     assert run(cluster, f"{PLAN} --explain --tokens 1e9") == 0
     said = capsys.readouterr().out
     assert said.startswith("gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples for a step")
-    assert re.search(r"tp  dp  pp  batch .* tokens/s  bubble .*price/step .*price/run", said)
+    assert re.search(
+        r"tp  dp  pp  batch .* tokens/s  per GPU +MFU  bubble .*price/step .*price/run", said
+    )
     assert re.search(r"\n1 .*\n +layers [-0-9]+ on .*\n2 .*\n +layers", said)
     assert "estimated from data sheets, not measured: a100-40, t4" in said
     parts = re.findall(r"^  (\w+) +[\d.]+ ?\w* +([\d.]+)%", said, re.MULTILINE)
@@ -96,6 +105,96 @@ def test_trainer_and_launcher_run_what_was_planned(cluster: Path, tmp_path: Path
         *(by_plan.batch, by_plan.schedule, by_plan.recompute),
     )
     assert subprocess.run(["bash", "-n", str(conf)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("schedules", ["1f1b", "interleaved"])
+def test_megatron_flags_are_what_the_trainer_takes(
+    schedules: str, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--model gpt2 --global-batch-size 8 --pp 2 --dp 1 --tp 2 --schedules {schedules}"
+    assert run(cluster, f"{flags} --json --top 1") == 0
+    plan = json.loads(capsys.readouterr().out)[0]
+    assert run(cluster, f"{flags} --export megatron") == 0
+    words = shlex.split(capsys.readouterr().out)
+    taken = parse([*words, *"--train-iters 1 --lr 1e-4 --mock-data".split()], world_size=4)
+    assert list(taken.layers_per_stage) == plan["partition"]
+    assert taken.parallel.num_chunks == plan["degrees"]["chunks"]
+    assert taken.batch.micro_batch_size == plan["micro_batch_size"]
+
+
+def test_other_programs_get_their_own_form(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--model gpt2 --global-batch-size 8 --pp 2 --dp 1 --tp 1 --schedules 1f1b"
+    assert run(cluster, f"{flags} --precision fp32 --export torchtitan") == 0
+    titan = tomllib.loads(capsys.readouterr().out)
+    parts = titan["parallelism"]["module_fqns_per_model_part"]
+    assert titan["parallelism"]["pipeline_parallel_schedule"] == "1F1B"
+    assert [name for part in parts for name in part if name.startswith("layers")] == [
+        f"layers.{number}" for number in range(12)
+    ]
+    assert parts[0][0] == "tok_embeddings"
+    assert parts[-1][-1] == "output"
+    assert run(cluster, f"{flags} --export sbatch") == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:2] == ["sbatch", "--nodes=1"]
+    ranks = shlex.split(shlex.split(words[-1].partition("=")[2])[-1])
+    assert ranks[ranks.index("--nproc-per-node") + 1] == "2"
+    assert ranks[ranks.index("--plan") + 1] == "plan.json"
+    for form, words_of in (("megatron", "zb-h1"), ("torchtitan", "zb-h1")):
+        with pytest.raises(ConfigError, match=f"--export {form}: .* no schedule {words_of}"):
+            run(cluster, f"{flags.replace('1f1b', 'zb-h1')} --export {form}")
+
+
+def test_two_plans_are_compared(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, tp in zip(files, (1, 2), strict=True):
+        run(cluster, f"--model gpt2 --global-batch-size 8 --top 1 --tp {tp} --output {path}")
+    capsys.readouterr()
+    assert main(["--compare", *map(str, files)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"tensor +1 +2\n", said)
+    assert re.search(r"step, s .* \([+-][\d.]+%\)", said)
+    assert re.search(r"b.json is (slower|faster) than .*a.json: \w+ [+-]", said)
+    files[1].write_text('{"format": 1}')
+    with pytest.raises(ConfigError, match="does not say what is predicted"):
+        main(["--compare", *map(str, files)])
+
+
+def test_speed_of_a_gpu_and_neighbours_are_shown(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, plan = tmp_path / "plan.html", tmp_path / "plan.json"
+    flags = "--model gpt2-medium --global-batch-size 16 --tp 1 --dp 1 --pp 2 --top 1"
+    flags += " --micro-batch-sizes 4 --recompute none --schedules 1f1b,zb-h1"
+    assert run(cluster, f"{flags} --explain --page {page} --output {plan}") == 0
+    said = capsys.readouterr().out
+    seen = json.loads(plan.read_text())["prediction"]
+    assert seen["tokens_per_s_per_gpu"] == pytest.approx(seen["tokens_per_s"] / 2)
+    # 6 operations for each parameter and token, scores besides.
+    model = preset("gpt2-medium")
+    least = 6 * model.parameters * seen["tokens_per_s"] / (2 * 312e12)
+    assert least < seen["mfu"] < 1.3 * least
+    assert f"{seen['mfu']:.1%}" in said
+    for neighbour in ("tp 2", "dp 2", "pp 4", "microbatch 2", "recompute full"):
+        assert re.search(rf"\n  {neighbour}: ([+-][\d.]+%|does not fit, by|no plan)", said)
+    text = page.read_text()
+    assert "microbatch %{customdata}" in text
+    assert "activation" in text
+
+
+def test_plans_that_the_trainer_refuses_are_left_out(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128"
+    experts += " --max-position-embeddings 128 --vocab-size 500 --num-experts 4 --fp16"
+    flags = ["--global-batch-size", "8", "--top", "2", "--cluster", str(cluster)]
+    assert main(["--model", experts, *flags, "--tp", "1,2", "--json"]) == 0
+    assert {one["degrees"]["tensor"] for one in json.loads(capsys.readouterr().out)} == {1}
+    with pytest.raises(ConfigError, match="refuses all plans found: .*--disable-bias-linear"):
+        main(["--model", experts, *flags, "--tp", "2"])
 
 
 def test_objectives_differ_as_they_should(

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.cli.plan import main as plan_main
+from megatron.adaptive.cli.profile import main as profile_main
 from megatron.adaptive.cli.validate import main
 
 TOKENS = 128
@@ -64,6 +66,28 @@ def test_runs_are_predicted_from_another(folder: Path, capsys: pytest.CaptureFix
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.2)
     assert rows["slow"]["measured_s"] > 1.2 * rows["quick"]["measured_s"]
     assert found["rank_correlation"] == pytest.approx(1)
+
+
+def test_the_next_plan_knows_what_a_run_took(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--model", str(folder / "model.txt"), "--cluster", str(folder / "cluster.yaml")]
+    runs, profile = folder / "runs", str(folder / "profile.json")
+    for name in ("quick", "slow"):  # the second is added to the file
+        learnt = ["--from-run", str(runs / name / "traces"), "--precision", "fp16"]
+        assert profile_main([*learnt, *files, "--output", profile]) == 0
+    capsys.readouterr()
+    checked = ["--check", str(runs), *files, "--precision", "fp16", "--profile", profile, "--json"]
+    assert plan_main(checked) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["runs"], found["place_of_best"], found["regret"]) == (2, 1, 0)
+    assert found["median_error"] <= found["mean_error"] <= found["worst_error"] < 0.2
+    other = str(folder / "model.txt").replace("model.txt", "other.txt")
+    Path(other).write_text(MODEL.replace("--hidden-size 64", "--hidden-size 128"))
+    files[1] = other
+    options = ["--from-run", str(runs / "quick" / "traces"), *files, "--output", profile]
+    assert run_cli(profile_main, options) == 2
+    assert "that of other has" in capsys.readouterr().err
 
 
 def test_one_run_is_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

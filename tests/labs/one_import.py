@@ -9,7 +9,6 @@ of the first program that fails.
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import runpy
@@ -24,14 +23,18 @@ accelerator.quiet_libraries()
 from tests.multiprocess.forked_rank import shorten_mock_data  # noqa: E402
 
 
-def main() -> int:
-    """Runs all programs; returns the exit status."""
+def import_all() -> None:
+    """Imports what programs need, and what their first step would."""
     from megatron.adaptive.cluster import rank_forkserver
 
-    for name in rank_forkserver._MODULES:
-        importlib.import_module(f"megatron.adaptive.{name}")
+    rank_forkserver._import()
     shorten_mock_data()
     gc.freeze()
+
+
+def main() -> int:
+    """Runs all programs; returns the exit status."""
+    import_all()
     for program in json.loads(sys.argv[1]):
         print(program["title"], flush=True)
         pid = os.fork()

@@ -65,7 +65,7 @@ def lab() -> Iterator[Lab]:
     with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
         os.chmod(folder, 0o755)
         place = Path(folder, "lab")
-        with Lab(place, kinds, accounting=True, settings=SETTINGS) as cluster:
+        with Lab(place, kinds, accounting=True, settings=SETTINGS, forks=True) as cluster:
             yield cluster
 
 
@@ -88,8 +88,8 @@ def conf(tmp_path: Path) -> Path:
 
 def adaptive(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a subcommand on the login host."""
-    path = f"PYTHONPATH={ROOT}"
-    return lab.run(["env", path, sys.executable, "-m", "megatron.adaptive", *words])
+    variables = (f"{name}={value}" for name, value in lab.forking.items())
+    return lab.run(["env", *variables, sys.executable, "-m", "megatron.adaptive", *words])
 
 
 def submit(lab: Lab, conf: Path, *words: str) -> int:
@@ -235,7 +235,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
 
 def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
     """Submit an example as its head says, wait for its end, and return all that it wrote."""
-    variables = [f"{name}={value}" for name, value in EXAMPLE.items()]
+    variables = [f"{name}={value}" for name, value in {**EXAMPLE, **lab.forking}.items()]
     script = str(ROOT / "examples" / "slurm" / f"{example}.sbatch")
     place = [f"LOG_DIR={folder / 'my logs'}"]
     place += [option for option in options if not option.startswith("--")]
@@ -352,7 +352,13 @@ def test_a_node_that_is_cut_off_is_named_and_the_job_ends(lab: Lab, conf: Path) 
 def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) -> None:
     saved, outputs = tmp_path / "saved", tmp_path / "out"
     outputs.mkdir()
-    variables = {**EXAMPLE, "CHECKPOINT_DIR": saved, "SLOTS": 1, "TRAIN_ITERS": 100_000}
+    variables = {
+        **EXAMPLE,
+        **lab.forking,
+        "CHECKPOINT_DIR": saved,
+        "SLOTS": 1,
+        "TRAIN_ITERS": 100_000,
+    }
     words = ["env", *(f"{name}={value}" for name, value in variables.items())]
     words += ["sbatch", "--parsable", "--array=0-1", "--partition=v100", "--gpus-per-node=1"]
     words += [f"--output={outputs}/%a.txt", str(ROOT / "examples" / "slurm" / "elastic.sbatch")]

@@ -59,7 +59,7 @@ def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("needs a C++ compiler and libibverbs-dev")
     flags = (*VERBS, *flags)
-    return CppTests(compiler, flags=flags, libraries=["-libverbs"], folder=ROOT / "build" / folder)
+    return CppTests(compiler, flags=flags, folder=ROOT / "build" / folder)
 
 
 def on_nodes(script: str, *, nodes: int, timeout_s: float, **more: str) -> Result:

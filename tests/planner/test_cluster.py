@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import find_gpu, gpu_names, read_cluster
+from megatron.adaptive.planner.cluster import find_gpu, gpu_names, make_cluster, read_cluster
 from megatron.adaptive.planner.files import quantity
 
 YAML = """\
@@ -143,3 +144,19 @@ def test_every_row_is_sound() -> None:
         assert gpu.flops["fp32"] < gpu.flops["fp16"]
         assert gpu.flops.get("bf16", gpu.flops["fp16"]) == gpu.flops["fp16"]
         assert gpu.source
+
+
+def test_rails_carry_a_pair_each_and_switches_what_they_can() -> None:
+    node: dict[str, Any] = {
+        "gpu": "H100",
+        "count": 2,
+        "gpus_per_node": 8,
+        "link": {"bandwidth": "450 GB/s"},
+    }
+    network: dict[str, Any] = {"bandwidth": "50 GB/s", "rails": 4, "oversubscription": 2}
+    made = make_cluster({"format": 1, "nodes": [node], "network": network}, "file", {})
+    link = made.link(0, 1)
+    assert [link.bandwidth(1e9, pairs) for pairs in (1, 2, 4, 8)] == [25e9, 25e9, 25e9, 12.5e9]
+    network["sizes"] = [["1 MB", "3 GB/s"]]
+    with pytest.raises(ConfigError, match="sizes and by_pairs hold"):
+        make_cluster({"format": 1, "nodes": [node], "network": network}, "file", {})

@@ -1,7 +1,11 @@
-"""The plug-in with every release of megatron-core from 0.15 to 0.19, and how it knows them."""
+"""The plug-in with every release of megatron-core from 0.15 to 0.19, and how it knows them.
+
+Also ``pretrain``, Megatron-LM's own trainer as the wheel carries it from 0.17 on.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -10,13 +14,15 @@ from typing import Any
 import pytest
 
 from megatron.adaptive import accelerator
-from megatron.adaptive.errors import SetupError
+from megatron.adaptive.cli import pretrain
+from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.trace.read import read_run
 
 accelerator.install()
 
 from megatron.adaptive.plugin import versions  # noqa: E402
 
-from ..multiprocess.launch import ROOT, forkserver  # noqa: E402
+from ..multiprocess.launch import ROOT, forkserver, run_ranks, tail  # noqa: E402
 from .test_training import check_numbers, run  # noqa: E402
 
 UNPACKED = ROOT / "build/megatron-core"
@@ -55,6 +61,15 @@ TENSOR_PARALLEL: list[dict[str, Any]] = [
         "runs": {"split, then loop": {"schedule": "zb-v", "then": None}},
     },
 ]
+FLAGS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 "
+    "--lr 1e-3 --eval-iters 1 --eval-interval 100 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 255 --transformer-impl local --pipeline-model-parallel-size 2 --log-interval 1 "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --attention-dropout 0 "
+    "--hidden-dropout 0 --num-workers 0"
+)
+SEEN = re.compile(r"(?:lm loss|lm loss value|grad norm): ([0-9.E+-]+)")
 real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 
@@ -96,6 +111,50 @@ def test_steps_are_those_of_its_own_schedule(python_path: str, tmp_path: Path) -
 def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
     cases = [{**case, "shape": {**case["shape"], "tp": 2}} for case in TENSOR_PARALLEL]
     check_numbers(run(cases, 4, tmp_path, fresh=False, python_path=python_path))
+
+
+@pytest.mark.parametrize(
+    "python_path",
+    [pytest.param(version, marks=real) for version in ("0.17.1", "0.19.2")],
+    indirect=True,
+)
+def test_its_own_trainer_has_the_steps_of_its_own_schedule(
+    python_path: str, tmp_path: Path
+) -> None:
+    """``pretrain``, with our schedules and without."""
+    said = {}
+    for name, words in {
+        "megatron": [],
+        "adaptive": "--save saved --save-interval 3 --exit-interval 3 --trace-dir traces".split(),
+        "zb-v": "--load saved --num-virtual-stages-per-pipeline-rank 2".split(),
+    }.items():
+        log = tmp_path / f"{name}.txt"
+        command = ["-m", "megatron.adaptive", "pretrain", *FLAGS.split(), *words]
+        command += ["--pipeline-schedule", name]
+        ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
+        assert ended == 0, tail(log)
+        said[name] = log.read_text()
+    assert "megatron.adaptive: schedule adaptive on 2 pipeline ranks" in said["adaptive"]
+    # Three steps, and one more in a V from the loop's checkpoint, then validation and test.
+    first, rest = (SEEN.findall(said[name]) for name in ("adaptive", "zb-v"))
+    assert (len(first), len(rest)) == (6, 4)
+    assert first + rest == SEEN.findall(said["megatron"])
+    assert (tmp_path / "saved/latest_checkpointed_iteration.txt").read_text() == "3"
+    assert sorted(read_run(tmp_path / "traces").ranks) == [0, 1]
+
+
+def test_one_without_trainer_names_the_version_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        SetupError, match=r"^megatron-core [\d.]+ carries no trainer .*0\.17 or new"
+    ):
+        pretrain.main([])
+
+
+def test_what_needs_megatrons_own_script() -> None:
+    error = pretrain._needs_script("fim_data", "text to be filled in")
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("--fim-data (text to be filled in) needs Megatron-LM's own script")
 
 
 def finalize_0_15(model: Any, num_tokens: Any = None, pg_collection: Any = None) -> None: ...

@@ -69,6 +69,18 @@ def test_overlapping_actions_are_busy_once_and_iterations_do_not_overlap() -> No
     assert rank_figures(TraceTable.from_spans(spans), 1).busy_ns.tolist() == [8, 2]
 
 
+def test_a_clock_set_back_within_the_step_is_noticed(tmp_path: Path) -> None:
+    ms = 1_000_000
+    for rank, starts in enumerate(((0, 10, 20), (5, 15, 2))):
+        spans = [Span("F", 0, m, at * ms, (at + 1) * ms, 1) for m, at in enumerate(starts)]
+        write_spans(tmp_path, make_header(rank), spans)
+    figures = run_figures(read_run(tmp_path))
+    assert figures.went_back.tolist() == [[False, True]]
+    assert figures.notes() == [
+        "the clock of rank 1 was set back in iteration 1; its times there mean nothing"
+    ]
+
+
 def test_reading_counts_only_where_it_lies_within_an_action() -> None:
     spans = [Span("data", -1, 0, 1, 4, 1), Span("F", 0, 0, 0, 10, 1)]
     spans += [

@@ -99,6 +99,19 @@ def test_a_message_that_was_sent_and_did_not_arrive() -> None:
     assert "the forward of microbatch 1, which rank 0" in found.text
 
 
+def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
+    """Its wait for the optimizer's collective closes a circle, but is not what it is about."""
+    found = find_culprit(
+        [
+            make_rank(
+                0, needs=[[1, "B", 0, 0]], now={**counts(world=7), "doing": "wait", "step": 3}
+            ),
+            make_rank(1, frames=IN_COLLECTIVE, now={**counts(world=8), "step": 4}),
+        ]
+    )
+    assert (found.ranks, found.cause) == ((1, 0), "network")
+
+
 def test_orders_that_contradict_each_other() -> None:
     found = find_culprit(
         [
@@ -165,6 +178,23 @@ class TestStillness:
     def test_the_first_steps_may_import_and_compile(self) -> None:
         now = {"iteration": 1, "in_step": True}
         assert self.run(Stillness(None), [now] * 20, every_s=5.0, computes=True) == 0.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
+def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> None:
+    """On a machine with too few, a rank may compute for a limit and hardly get any."""
+    processor = str(min(os.sched_getaffinity(0)))
+    spin = ["taskset", "--cpu-list", processor, sys.executable, "-S", "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(10)) for _ in range(2)]
+    try:
+        before = [hang._work(one.pid)[1] for one in busy]
+        time.sleep(1.0)
+        spent_s = sum(hang._work(one.pid)[1] for one in busy) - sum(before)
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+    assert spent_s > 1.5  # of a processor there was 1 s for both
 
 
 def test_stacks_of_both_tools() -> None:

@@ -345,3 +345,38 @@ class TestNow:
         assert now is not None
         assert (now.iteration, now.doing) == (0, ENDED)  # nothing but the end is known
         assert read_run(tmp_path).iterations == (1,)
+
+    def test_a_look_that_keeps_failing_is_named_once_and_asked_again(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        file, clock = NowFile(tmp_path, 0), [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+        failures = [
+            KeyError("step"),
+            None,
+            KeyError("step"),
+            KeyError("step"),
+            KeyError("step"),
+            None,
+        ]
+        for failure in failures:
+
+            def look(failure: Exception | None = failure) -> dict[str, Any]:
+                if failure is not None:
+                    raise failure
+                return {"doing": "F"}
+
+            clock[0] += 1.0
+            assert file.report(look) is not None
+        said = capsys.readouterr().err
+        assert (
+            said.count("now_rank_00000.json: reading what the rank does fails: KeyError('step')")
+            == 1
+        )
+        now = read_now(tmp_path, 0)
+        assert now is not None
+        assert now.doing == "F"
+        file.end(None)

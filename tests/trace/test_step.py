@@ -72,14 +72,6 @@ def test_a_run_without_anything_to_draw_is_refused(write_run: Callable[..., Path
         pipeline_step(read_run(folder))
 
 
-def test_a_clock_set_back_within_the_step_is_noticed(tmp_path: Path) -> None:
-    ms = 1_000_000
-    for rank, starts in enumerate(((0, 10, 20), (5, 15, 2))):
-        spans = [Span("F", 0, m, at * ms, (at + 1) * ms, 1) for m, at in enumerate(starts)]
-        write_spans(tmp_path, make_header(rank), spans)
-    assert pipeline_step(read_run(tmp_path)).clock_jumps == (1,)
-
-
 @pytest.mark.parametrize(
     ("placement", "table"),
     [("loop", [(0, 2, 4), (1, 3, 5)]), ("v", [(0, 3, 4), (1, 2, 5)]), ("odd", [None, None])],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
@@ -18,7 +20,7 @@ def show(text: str = "", *, file: TextIO | None = None) -> None:
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Runs ``main(argv)`` and turn an expected error into one line on stderr.
+    """Runs ``main(argv)`` and turns an expected error into one line on stderr.
 
     Args:
         main: the program; gets the arguments without the program's name, returns its exit status
@@ -26,14 +28,21 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         argv: the arguments, ``sys.argv[1:]`` by default.
 
     Returns:
-        The exit status: 2 for an :class:`AdaptiveError`, 130 for Ctrl-C. Other exceptions pass
-        through with their traceback, for they are bugs.
+        The exit status: 2 for an :class:`AdaptiveError`, 130 for Ctrl-C, 141 where the reader of
+        its output has gone, as ``head`` does. Other exceptions pass through with their traceback,
+        for they are bugs.
     """
     try:
-        return main(list(sys.argv[1:] if argv is None else argv)) or 0
+        status = main(list(sys.argv[1:] if argv is None else argv)) or 0
+        sys.stdout.flush()
+        return status
     except AdaptiveError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return EXIT_EXPECTED_ERROR
     except KeyboardInterrupt:
         print("stopped by the user", file=sys.stderr, flush=True)
         return 130
+    except BrokenPipeError:
+        # What is still buffered must not fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE

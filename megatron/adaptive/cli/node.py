@@ -52,7 +52,6 @@ from megatron.adaptive.cluster.host import (
     resolve,
 )
 from megatron.adaptive.cluster.node import (
-    ROOT,
     NodePlace,
     check_files,
     check_port,
@@ -61,7 +60,12 @@ from megatron.adaptive.cluster.node import (
     run_node,
 )
 from megatron.adaptive.config.command_parser import CommandParser, count, number
-from megatron.adaptive.config.environment import FROM_CONF, SECRET_VARIABLE, job_secret
+from megatron.adaptive.config.environment import (
+    FROM_CONF,
+    SECRET_VARIABLE,
+    WORK_FOLDER,
+    job_secret,
+)
 from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.handshake import new_secret, write_private
@@ -116,7 +120,9 @@ def _parser(role: str, description: str) -> CommandParser:
 
 def _master(argv: Sequence[str]) -> int:
     parser = _parser("master", "Start a run on this node and wait for its other nodes.")
-    parser.add_argument("conf", nargs="?", type=Path, default=ROOT / "conf.sh", help="(conf.sh)")
+    parser.add_argument(
+        "conf", nargs="?", type=Path, default=WORK_FOLDER / "conf.sh", help="(conf.sh)"
+    )
     parser.add_argument("--plan", type=Path, help="plan file in place of what conf.sh says")
     parser.add_argument("--nnodes", type=count, help="number of nodes in place of NNODES")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
@@ -187,7 +193,10 @@ def _answer(conf: LaunchConf, places: list[tuple[int, int]], port: int) -> dict[
 def _worker(argv: Sequence[str]) -> int:
     parser = _parser("worker", "Join a run that run_master.sh starts on another node.")
     parser.add_argument(
-        "--log-dir", type=Path, default=ROOT / "logs", help="of the master, if it is shared (logs)"
+        "--log-dir",
+        type=Path,
+        default=WORK_FOLDER / "logs",
+        help="of the master, if it is shared (logs)",
     )
     text = f"for this node, as the master cannot say it: {', '.join(_OWN)}"
     parser.add_argument(
@@ -224,7 +233,7 @@ def _worker(argv: Sequence[str]) -> int:
     joined = asyncio.run(_join_master(find, _hello(options, None), limit_s))
     folder = Path(joined["folder"])
     settings = {**_settings(joined["conf"], changes), **changes}
-    conf = make_conf(settings, folder if folder.is_dir() else ROOT)
+    conf = make_conf(settings, folder if folder.is_dir() else WORK_FOLDER)
     _say_missing(joined.get("secrets", ()))
     check_files(conf)
     interface = options.ifname or os.environ.get("IFNAME") or interface_of(joined["own_addr"])

@@ -23,13 +23,23 @@ from megatron.adaptive.cli.plan_inputs import (
     parse_counts,
     read_inputs,
 )
+from megatron.adaptive.cli.validate import main as check_runs
 from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.plan import load_plan
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import FORMS, forms, quantity
 from megatron.adaptive.planner.model import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
-from megatron.adaptive.planner.plan import explain, plan_document, table, write_plan
+from megatron.adaptive.planner.plan import (
+    EXPORTS,
+    compare_text,
+    explain,
+    export_text,
+    plan_document,
+    table,
+    write_plan,
+)
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import (
     SCHEDULES,
@@ -37,7 +47,9 @@ from megatron.adaptive.planner.propose import (
     Request,
     find_front,
     propose,
+    why_not,
     write_front,
+    write_page,
 )
 from megatron.adaptive.planner.search import SEARCHED, Objective, SearchOptions
 
@@ -47,17 +59,31 @@ _WHOLE = ("1f1b", "interleaved")
 
 def main(argv: Sequence[str]) -> int:
     """Plans, prints the best plans, and writes what was asked for."""
-    options = _parser().parse_args(argv)
+    if "--check" in argv:
+        return check_runs(["--data" if word == "--check" else word for word in argv])
+    options = _parser(required="--compare" not in argv).parse_args(argv)
+    if options.compare:
+        files = [(str(path), load_plan(path, "--compare ")) for path in options.compare]
+        show(compare_text(files))
+        return 0
     given = read_inputs(options)
     request = _request(options, given.model)
     if options.pareto is not None:
         return _front(options, given, request)
     proposal = propose(given, request)
     documents = [plan_document(row.plan, given, row.prediction) for row in proposal.rows]
-    if options.json:
+    if options.export:
+        file = str(options.output or "plan.json")
+        print(export_text(documents[0], options.export, given.model.arguments, file), end="")
+    elif options.json:
         print(json.dumps(documents, indent=2))
     else:
         _print(options, given, proposal)
+        if options.explain:
+            show("\n" + explain(proposal.rows[0], given))
+            show("\nwhy not\n" + "\n".join(why_not(given, request, proposal.rows[0])))
+    if options.page is not None:
+        write_page(proposal.rows, given, options.page)
     if options.output is not None:
         write_plan(documents[0], options.output)
     if options.conf is not None:
@@ -65,17 +91,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, required: bool) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m megatron.adaptive plan",
         description="Find the best ways to train a model on a cluster; see docs/planner.md.",
     )
     add = parser.add_argument
-    add_input_arguments(parser, required=True)
+    add_input_arguments(parser, required=required)
     add(
         "--global-batch-size",
         type=number(int, 1, 100_000_000),
-        required=True,
+        required=required,
         metavar="N",
         help="samples of a step",
     )
@@ -107,11 +133,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="plans to print (%(default)s)",
     )
-    add("--explain", action="store_true", help="where the best plan's time and memory go")
+    add("--explain", action="store_true", help="where its time and memory go, and why no neighbour")
     add("--output", type=Path, metavar="PLAN.json", help="write the best as a plan file")
     add("--conf", type=Path, metavar="PLAN.sh", help="write it as variables of conf.sh")
     add("--pareto", type=Path, metavar="DIR", help="front of cost and speed over parts of it")
+    add("--page", type=Path, metavar="FILE.html", help="plans, memory and the best one's timeline")
     add("--json", action="store_true", help="print the plans as JSON")
+    add("--export", choices=EXPORTS, help="only print the best one, for another program")
+    add("--compare", type=Path, nargs="+", metavar="PLAN.json", help="only compare plan files")
+    add("--check", metavar="DIR", help="only compare predictions with traced runs, as validate")
     add("--schema", choices=FORMS, action=_PrintSchema, help="only print that of an input file")
     return parser
 
@@ -228,6 +258,8 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
     )
     show(table(proposal.rows, inputs, options.tokens))
     result = proposal.result
+    if proposal.refused:
+        show(f"left out what the trainer refuses: {proposal.refused[0]}")
     print(f"\n{result.configurations:,} configurations bounded, {result.timed:,} pipelines timed")
     if result.gap > 0:
         print(f"the best may be improved by {result.gap:.1%} at most")
@@ -241,9 +273,6 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
         )
     elif proposal.rows[0].prediction.estimated:
         print("some durations of the best lie beside those that were measured")
-    if options.explain:
-        print()
-        show(explain(proposal.rows[0], inputs))
 
 
 def _front(options: argparse.Namespace, inputs: PlanInputs, request: Request) -> int:

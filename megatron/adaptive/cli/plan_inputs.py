@@ -164,7 +164,12 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE_DIR",
         help="fit layers and links to the traces of a run of this model; may be repeated",
     )
-    group.add_argument(
+    add_host_argument(parser)
+
+
+def add_host_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that says of which type the hosts of runs are."""
+    parser.add_argument(
         "--calibrate-host",
         action="append",
         default=[],

@@ -6,6 +6,8 @@
     torchrun --standalone --nproc-per-node 8 -m megatron.adaptive profile \\
         --model gpt2-xl --output a100.json                                           a node
     python -m megatron.adaptive profile --merge a100.json v100.json --output profile.json
+    python -m megatron.adaptive profile --from-run logs/run --model gpt2-xl \\
+        --cluster cluster.yaml --output profile.json                                 a run
     python -m megatron.adaptive profile --cut-points pieces.csv --name my-net --output profile.json
 """
 
@@ -17,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
-from megatron.adaptive.cli.plan_inputs import parse_counts
+from megatron.adaptive.cli.plan_inputs import add_host_argument, parse_counts, traced_runs
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.calibrate import calibrate
+from megatron.adaptive.planner.cluster import read_cluster
 from megatron.adaptive.planner.model_file import read_model
 
 
@@ -40,6 +44,9 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str], environment: Environment) -> int:
     options = _parser().parse_args(argv)
     ways = {"--model": options.model, "--merge": options.merge, "--cut-points": options.cut_points}
+    if options.from_run:
+        _write(_of_runs(options), options.output)
+        return 0
     given = [name for name, value in ways.items() if value]
     if len(given) != 1:
         raise ConfigError(
@@ -72,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="MODEL", help="name, list of arguments, or file; see plan --help")
     add("--merge", type=Path, nargs="+", metavar="FILE", help="put profiles of one model together")
     add("--cut-points", type=Path, metavar="FILE", help="CSV or JSON of pieces of a plain module")
+    add("--from-run", type=Path, nargs="+", metavar="DIR", help="add what traced runs of it took")
+    add("--cluster", type=Path, metavar="FILE", help="on which the runs of --from-run ran")
+    add_host_argument(parser)
     add("--name", help="of the model of --cut-points; the file's name by default")
     group = parser.add_argument_group("what is measured")
     add = group.add_argument
@@ -88,6 +98,35 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-links", action="store_true", help="leave links and all-reduces out")
     add("--distributed-backend", choices=("nccl", "gloo"), help="as in training")
     return parser
+
+
+def _of_runs(options: argparse.Namespace) -> dict[str, Any]:
+    """Fits a profile to traced runs, and adds it to that of ``--output`` where there is one."""
+    if not options.model or options.cluster is None:
+        raise ConfigError("--from-run: give the --model that was trained and its --cluster too")
+    cluster = read_cluster(options.cluster)
+    known = profile_file.load(options.output) if options.output.exists() else None
+    default = "bf16"
+    if known is not None:
+        default = known["model"].get(
+            "precision", profile_file.precision_of(known["model"].get("arguments", ()))
+        )
+    model = read_model(options.model, options.precision, default=default)
+    if known is not None:
+        profile_file.check_model(known, model, str(options.output))
+    elif not model.arguments:
+        raise ConfigError(
+            f"--from-run: {model.name} is a model of one's own: name its profile as --output"
+        )
+    found = calibrate(model, traced_runs(options.from_run, options, model, cluster))
+    named = {"name": model.name, "arguments": list(model.arguments)}
+    gpus = {node.name: node.gpu for node in cluster.types}
+    content: dict[str, Any] = profile_file.of_profile(
+        found, named if known is None else known["model"], gpus
+    )
+    if known is None:
+        return content
+    return profile_file.merge([(str(options.output), known), ("the runs", content)])
 
 
 def _measure(options: argparse.Namespace, environment: Environment) -> dict[str, Any] | None:

@@ -24,8 +24,8 @@ from megatron.adaptive.cli.status import (
 )
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cluster.conf import SETTINGS
-from megatron.adaptive.cluster.node import ROOT
 from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.environment import WORK_FOLDER
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.progress import ProgressTail
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     add("--log-dir", type=Path, help="LOG_DIR of conf.sh (logs)")
     add("--output", type=Path, metavar="FILE", help="the page (report.html in the job's folder)")
     options = parser.parse_args(argv)
-    job, logs = options.job, options.log_dir or ROOT / "logs"
+    job, logs = options.job, options.log_dir or WORK_FOLDER / "logs"
     if "/" in job or (options.log_dir is None and Path(job).is_dir()):
         folder = Path(job).absolute()
         job, logs = folder.name, folder.parent

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import fields
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.command_parser import CommandParser, count, last_value
+from megatron.adaptive.config.command_parser import CommandParser, count, last_value, number
 from megatron.adaptive.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 _SAVE = "--save"
 _TRAINER = "pretrain_gpt.py"
-_DECIMAL = re.compile(r"\d+(\.\d+)?")
+_SECONDS = number(float, 1e-3, 1e9, "number of seconds")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--plan-within", "plan_s", 10.0, "for a plan; after it the rule without a planner counts"),
     ):
         text = f"{text} ({default:g})"
-        add(name, dest=dest, type=_seconds, default=default, metavar="SECONDS", help=text)
+        add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
     add(
         "--plan-with",
         type=Path,
@@ -102,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--replicate-every",
         dest="copy_every",
-        type=_count_or_none,
+        type=number(int, 0, 1_000_000),
         default=0,
         metavar="N",
         help=text,
@@ -116,22 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count_or_none(word: str) -> int:
-    return 0 if word == "0" else count(word)
-
-
 def _gib(word: str) -> int:
-    return int(_above_zero(word, "GiB") * 1024**3)
-
-
-def _seconds(word: str) -> float:
-    return _above_zero(word, "seconds")
-
-
-def _above_zero(word: str, unit: str) -> float:
-    if _DECIMAL.fullmatch(word) is None or not float(word):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of {unit} above 0")
-    return float(word)
+    return int(number(float, 1e-6, 1e6, "number of GiB")(word) * 1024**3)
 
 
 def _agent() -> int:

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from megatron.adaptive.cli.preprocess_data import make_corpus_main as make_corpus
 from megatron.adaptive.config.command_parser import CommandParser, count
+from megatron.adaptive.config.environment import IS_CHECKOUT, SCRIPTS, WORK_FOLDER
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 
-_ROOT = Path(__file__).resolve().parents[3]
-_SCRIPT = _ROOT / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
+_PACKAGE = "megatron.adaptive"
+_SCRIPT = SCRIPTS / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
 _LAYERS = 8
 _REPARTITION_INTERVAL = 20
 _SIZES = {
@@ -86,9 +87,9 @@ def _parser() -> CommandParser:
     text = "order of work in the pipeline (adaptive)"
     add("--schedule", default="adaptive", choices=schedules, help=text)
     add("--resume", action="store_true", help="go on with the latest run instead of a new one")
-    add("--runs-dir", type=Path, default=_ROOT / "runs", help="where runs are kept (runs)")
+    add("--runs-dir", type=Path, default=WORK_FOLDER / "runs", help="where runs are kept (runs)")
     text = "where the corpus is, or is made (data/stdlib)"
-    add("--data-dir", type=Path, default=_ROOT / "data" / "stdlib", help=text)
+    add("--data-dir", type=Path, default=WORK_FOLDER / "data" / "stdlib", help=text)
     return parser
 
 
@@ -184,7 +185,7 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
     }
     # A session of its own: Ctrl-C reaches it once, from here, not twice.
     job = subprocess.Popen(
-        ["bash", str(_SCRIPT), *flags], env=environment, start_new_session=True, cwd=_ROOT
+        ["bash", str(_SCRIPT), *flags], env=environment, start_new_session=True, cwd=WORK_FOLDER
     )
 
     def pass_on(number: int, frame: object) -> None:
@@ -210,13 +211,15 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
     if environment.exists():
         print(f"  source {shlex.quote(str(environment))}")
     if chart:
-        print(f"  python process_trace.py {flags}")
-        print(f"  python visualize_trace.py {flags}")
+        for words in ("process-trace", "visualize-trace"):
+            script = f"{words.replace('-', '_')}.py" if IS_CHECKOUT else f"-m {_PACKAGE} {words}"
+            print(f"  python {script} {flags}")
     print(
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
         f"--logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
     )
-    again = f"bash run_single.sh {flags} --resume"
+    again = "bash run_single.sh" if IS_CHECKOUT else f"python -m {_PACKAGE} run-single"
+    again += f" {flags} --resume"
     # The learning rate's curve ends with the run, so a longer one needs another.
     further = " -- --train-iters N --override-opt-param-scheduler"
     print(f"  {again}{'' if stopped else further}", flush=True)

@@ -23,9 +23,8 @@ from typing import Any
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cluster.host import ENDED
-from megatron.adaptive.cluster.node import ROOT
 from megatron.adaptive.config.command_parser import CommandParser, last_value
-from megatron.adaptive.config.environment import MASK, is_secret, masked_text
+from megatron.adaptive.config.environment import MASK, WORK_FOLDER, is_secret, masked_text
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("job", help="its id, which is the name of its folder of logs")
-    add("--log-dir", type=Path, default=ROOT / "logs", help="LOG_DIR of conf.sh (logs)")
+    add("--log-dir", type=Path, default=WORK_FOLDER / "logs", help="LOG_DIR of conf.sh (logs)")
     add("--follow", action="store_true", help="print again every 5 s until it has ended")
     add("--json", action="store_true", help="as JSON; with --follow a line each time")
     options = parser.parse_args(argv)

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from megatron.adaptive.cluster.conf import LaunchConf, LaunchGroup, load_conf
 from megatron.adaptive.cluster.node import (
     EXIT_STOPPED_EARLY,
-    ROOT,
     check_files,
     check_trainer,
     make_folder,
@@ -26,7 +25,7 @@ from megatron.adaptive.cluster.node import (
     python_of,
 )
 from megatron.adaptive.config.command_parser import CommandParser
-from megatron.adaptive.config.environment import masked
+from megatron.adaptive.config.environment import WORK_FOLDER, masked
 from megatron.adaptive.errors import ConfigError, SetupError
 
 
@@ -38,7 +37,13 @@ def main(argv: Sequence[str]) -> int:
         description="Write the script of a job of Slurm and submit it.",
     )
     add = parser.add_argument
-    add("conf", nargs="?", type=Path, default=ROOT / "conf.sh", help="configuration (conf.sh)")
+    add(
+        "conf",
+        nargs="?",
+        type=Path,
+        default=WORK_FOLDER / "conf.sh",
+        help="configuration (conf.sh)",
+    )
     add("--dry-run", action="store_true", help="only print the script")
     add("--plan", type=Path, help="plan file in place of what conf.sh says")
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
@@ -56,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
     make_folder(settings.parent, "LOG_DIR")
     job = submit(conf, script, settings)
     print(f"job {job}: logs in {logs / str(job)}")
-    watch = shlex.join(["bash", str(ROOT / "get_result.sh"), str(job), "--log-dir", str(logs)])
+    watch = shlex.join(
+        ["bash", str(WORK_FOLDER / "get_result.sh"), str(job), "--log-dir", str(logs)]
+    )
     print(f"watch it: {watch}", flush=True)
     return 0
 
@@ -176,7 +183,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
     for index, group in enumerate(conf.groups):
         head += ["#SBATCH hetjob"] * bool(index) + _directives(_group_options(conf, group))
     names = {
-        "root": str(ROOT),
+        "root": str(WORK_FOLDER),
         "logs": str(logs),
         "settings": str(settings),
         "python": python_of(conf),

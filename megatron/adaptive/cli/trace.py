@@ -151,27 +151,24 @@ def _import(argv: Sequence[str]) -> int:
         "source",
         type=Path,
         metavar="SOURCE",
-        help="table of operations (.parquet or .csv), or a folder with the JSON of torch.profiler "
-        "(.json or .json.gz, a file per rank); see docs/traces.md",
+        help="table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a "
+        "file per rank), or spans of Megatron-LM; see docs/traces.md",
     )
     parser.add_argument(
         "--pipeline",
         type=count,
         metavar="P",
-        help="pipeline ranks, where files of torch.profiler do not say it; ranks of a stage follow "
-        "each other",
+        help="pipeline ranks, where profiles do not say it; ranks of a stage follow each other",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="new folder for the traces"
     )
     arguments = parser.parse_args(argv)
-    from megatron.adaptive.trace.imports.kineto import kineto_files, read_kineto
+    from megatron.adaptive.trace.imports.profiles import read_profiles
     from megatron.adaptive.trace.imports.published import describe_run, write_run
 
-    if arguments.source.is_dir() and kineto_files(arguments.source):
-        run = read_kineto(arguments.source, arguments.pipeline)
-    else:
-        run = load_run(arguments.source)
+    source, pipeline = arguments.source, arguments.pipeline
+    run = (pipeline and source.exists() and read_profiles(source, pipeline)) or load_run(source)
     write_run(run, arguments.output)
     for line in run.notes():
         show(f"warning: {line}", file=sys.stderr)
@@ -210,8 +207,7 @@ def _show(
         from megatron.adaptive.trace.views.perfetto import write_perfetto
 
         write_perfetto(selection.run, target, written, dp_rank=selection.step.dp_rank)
-    warnings = selection.warnings() + (selection.figures.notes() if report else [])
-    for line in dict.fromkeys(warnings):
+    for line in [*selection.run.notes(), *selection.figures.notes()]:
         show(f"warning: {line}", file=sys.stderr)
     views = (_write_view(name, selection, stem) for name in chosen)
     if report and arguments.json:
@@ -363,16 +359,6 @@ class _Selection:
         traces = self.run.replica(self.step.dp_rank)
         ranks = [trace.header.rank for trace in traces if trace is not None]
         return run_figures(self.run, self.iterations, ranks=ranks)
-
-    def warnings(self) -> list[str]:
-        """Returns caveats about the trace behind a view, a line each."""
-        lines = self.run.notes()
-        if self.step.clock_jumps:
-            lines.append(
-                f"the clock of pipeline ranks {describe_numbers(self.step.clock_jumps)} was set "
-                f"back in iteration {self.step.iteration}; its times mean nothing"
-            )
-        return lines
 
 
 def _select(arguments: argparse.Namespace) -> _Selection:

@@ -79,12 +79,14 @@ def _table(one: Comparison) -> list[str]:
     errors = one.memory_errors
     memory = f"{max(abs(error) for error in errors):.1%} of {len(errors)}" if errors else "-"
     return [
-        f"{'set':{len(one.name)}}  runs  median  worst  ranks  best at  memory",
-        f"{one.name}  {len(one.timed):4}  {one.median_error:6.1%}"
-        f"  {one.worst_error:5.1%}  {one.correlation:5.3f}  {one.place_of_best:7}  {memory}",
+        f"{'set':{len(one.name)}}  runs  median    mean   worst  ranks  best at  regret  memory",
+        f"{one.name}  {len(one.timed):4}  {one.median_error:6.1%}  {one.mean_error:6.1%}"
+        f"  {one.worst_error:6.1%}  {one.correlation:5.3f}  {one.place_of_best:7}"
+        f"  {one.regret:6.1%}  {memory}",
         "",
-        "median, worst: error of the predicted time; ranks: correlation of predicted and measured",
-        "order; best at: place of the fastest run in the predicted order; memory: worst error",
+        "median, mean, worst: error of the predicted time; ranks: correlation of predicted and",
+        "measured order; best at: place of the fastest run in the predicted order; regret: of the",
+        "run predicted to be fastest against the fastest; memory: worst error",
     ]
 
 
@@ -114,9 +116,11 @@ def _as_json(one: Comparison) -> dict[str, Any]:
         "set": one.name,
         "runs": len(one.timed),
         "median_error": one.median_error,
+        "mean_error": one.mean_error,
         "worst_error": one.worst_error,
         "rank_correlation": one.correlation,
         "place_of_best": one.place_of_best,
+        "regret": one.regret,
         "memory_errors": list(one.memory_errors),
         "rows": [
             {

@@ -35,13 +35,19 @@ import psutil
 from megatron.adaptive.cluster.conf import LaunchConf
 from megatron.adaptive.cluster.host import ResourceSampler
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.environment import MASK, is_secret, masked, masked_text
+from megatron.adaptive.config.environment import (
+    MASK,
+    SCRIPTS,
+    WORK_FOLDER,
+    is_secret,
+    masked,
+    masked_text,
+)
 from megatron.adaptive.config.model import model_flags
 from megatron.adaptive.config.plan import FLAGS, run_flags
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.trace.files import BestEffortFile
 
-ROOT = Path(__file__).resolve().parents[3]
 _MOCK_VOCABULARY = "50303"
 
 
@@ -141,7 +147,7 @@ def node_command(conf: LaunchConf, place: NodePlace, run_dir: Path) -> list[str]
     command += ["--nnodes", str(len(place.processes)), "--node-rank", str(place.node_rank)]
     command += ["--nproc-per-node", str(place.processes[place.node_rank])]
     command += ["--master-addr", place.master_addr, "--master-port", str(place.master_port)]
-    return [*command, str(ROOT / "pretrain_gpt.py"), *trainer_flags(conf, run_dir)]
+    return [*command, str(SCRIPTS / "pretrain_gpt.py"), *trainer_flags(conf, run_dir)]
 
 
 def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
@@ -168,7 +174,7 @@ def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> lis
 def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
     """Lists the folders that the container gets, ``FROM:TO``."""
     more = [word for word in (conf["CONTAINER_MOUNTS"] or "").split(",") if word]
-    return [f"{ROOT}:{ROOT}", f"{logs}:{logs}", *more]
+    return [f"{WORK_FOLDER}:{WORK_FOLDER}", f"{logs}:{logs}", *more]
 
 
 def run_record(conf: LaunchConf, place: NodePlace, run_dir: Path) -> str:
@@ -248,7 +254,7 @@ def run_node(
         job = subprocess.Popen(
             command,
             env=environment,
-            cwd=ROOT,
+            cwd=WORK_FOLDER,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -280,7 +286,7 @@ def run_node(
 def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, str]:
     environment = {**os.environ, **conf.environment, **variables}
     path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{ROOT}:{path}" if path else str(ROOT)
+    environment["PYTHONPATH"] = f"{WORK_FOLDER}:{path}" if path else str(WORK_FOLDER)
     if conf["DEVICE"] == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment

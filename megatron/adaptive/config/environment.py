@@ -15,8 +15,10 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.outside import parse_json
@@ -32,6 +34,14 @@ FROM_CONF = (*_EVERYWHERE, "CUDA_", "LD_LIBRARY_")
 by Slurm's settings file; secrets not so, see :mod:`megatron.adaptive.config.environment`."""
 OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
 """Beginnings of variables of the manager of ``run`` that its agents on other machines get."""
+
+_CHECKOUT = Path(__file__).resolve().parents[3]
+IS_CHECKOUT = (_CHECKOUT / "pretrain_gpt.py").is_file()
+WORK_FOLDER = _CHECKOUT if IS_CHECKOUT else Path.cwd()
+"""Folder of ``conf.sh``, ``runs``, ``logs`` and ``data``: the checkout, or the current one where a
+wheel is installed."""
+SCRIPTS = _CHECKOUT if IS_CHECKOUT else Path(sys.prefix, "share", "megatron-adaptive")
+"""Folder of ``pretrain_gpt.py`` and ``examples``, as the checkout and the wheel have them."""
 
 MASK = "***"
 _SECRET = {

@@ -245,11 +245,11 @@ class Executor:
         Returns:
             ``snapshot()``, and ``step``; ``finished``, actions by kind and chunk; ``needs``, the
             messages that would let this rank go on, each as global rank of the sender and kind,
-            chunk and microbatch of its action. None but the step between two steps.
+            chunk and microbatch of its action. Between two steps nothing but the next step.
         """
         fields, state, policy = self.snapshot(), self._state, self._policy
         if not fields or state is None:
-            return {"step": self._step}
+            return {"step": self._step + 1}
         codes, chunks, kinds = tuple(self._codes), self._num_chunks, tuple(ActionKind)
         names = [f"{kind.value}{chunk}" for kind in kinds for chunk in range(chunks)]
         finished = {name: codes.count(code) for code, name in enumerate(names) if code in codes}

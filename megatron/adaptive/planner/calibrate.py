@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -443,6 +443,11 @@ class Comparison:
         return median(abs(row.time_error or 0.0) for row in self.timed)
 
     @property
+    def mean_error(self) -> float:
+        """Mean error of the times, without sign."""
+        return fmean(abs(row.time_error or 0.0) for row in self.timed)
+
+    @property
     def worst_error(self) -> float:
         """Largest error of the times, without sign."""
         return max(abs(row.time_error or 0.0) for row in self.timed)
@@ -461,6 +466,12 @@ class Comparison:
         order = sorted(self.timed, key=lambda row: row.predicted.seconds)
         best = min(self.timed, key=lambda row: row.measured.seconds or 0.0)
         return order.index(best) + 1
+
+    @property
+    def regret(self) -> float:
+        """Part by which the run that was predicted to be fastest was slower than the fastest."""
+        chosen = min(self.timed, key=lambda row: row.predicted.seconds).measured.seconds or 0.0
+        return chosen / min(row.measured.seconds or 0.0 for row in self.timed) - 1
 
     @property
     def memory_errors(self) -> tuple[float, ...]:

@@ -427,6 +427,18 @@ def _speed(one: Any, place: str, *, shared: bool = True) -> Any:
     """Makes a link of its checked form, if any; ``shared`` where it does not say it itself."""
     if one is None:
         return None
+    rails, share = one.get("rails", 1), 1 / one.get("oversubscription", 1.0)
+    if rails > 1 or share < 1:
+        # A GPU sends over one of the rails; several GPUs share as many as they are.
+        speed = one["bandwidth"] * share
+        one = {key: value for key, value in one.items() if key not in ("rails", "oversubscription")}
+        if "sizes" in one or "by_pairs" in one:
+            raise ConfigError(
+                f"{place}: sizes and by_pairs hold what was measured: leave them out, or rails and"
+                " oversubscription"
+            )
+        more = [{"pairs": count, "bandwidth": count * speed} for count in range(2, rails + 1)]
+        one |= {"bandwidth": speed, "by_pairs": more}
     try:
         return LinkSpeed(
             bytes_per_s=one["bandwidth"],

@@ -53,7 +53,7 @@ from megatron.adaptive.planner.timing import ScheduleTimes, jitter_s, step_times
 from megatron.adaptive.schedule import registry, unequal
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
+from megatron.adaptive.schedule.simulate import Link, SimResult, StageTimes, draw, simulate
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.schedule.workload import PS_PER_S
 
@@ -309,6 +309,14 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
     if not registry.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
         return step_times(steps, stages.durations_s, latency, occupancy, launch_s=stages.launch_s)
+    result = simulated(plan, stages)
+    ends = [float(end[-1]) / PS_PER_S for end in result.ends_ps]
+    return ScheduleTimes(end_s=np.array(ends), busy_s=np.array(result.busy_s))
+
+
+def simulated(plan: Plan, stages: StageSums) -> SimResult:
+    """Simulates the pipeline of a plan whose stages have equal widths."""
+    latency, occupancy = stages.latency_s, stages.occupancy_s
     placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
     links = {}
     for kind, step in ((0, 1), (1, -1)):
@@ -320,16 +328,17 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
     forward, backward, weight = (tuple(map(float, row)) for row in stages.durations_s)
     times = StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
     cap = default_cap(placement, plan.num_microbatches)
-    result = simulate(
+    rule = registry.is_rule(plan.schedule)
+    shape = plan.schedule, plan.pp, plan.chunks, plan.num_microbatches
+    return simulate(
         placement,
         plan.num_microbatches,
         registry.make_policies(plan.schedule, placement, plan.num_microbatches, cap=cap),
         draw(placement, plan.num_microbatches, times, links=links),
         cap=cap,
-        compiled=True,
+        weight_pieces=0 if rule else int(steps_of(*shape).split),
+        compiled=rule,
     )
-    ends = [float(end[-1]) / PS_PER_S for end in result.ends_ps]
-    return ScheduleTimes(end_s=np.array(ends), busy_s=np.array(result.busy_s))
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:

@@ -26,14 +26,27 @@ exactly; ``improve`` moves layers of what it found while that helps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import njit
+from numba.core import event
 
 _INF = np.inf
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+_events: Any = event
+_compiling = _events.TimingListener()
+_events.register("numba:compile", _compiling)
+
+
+def search_s() -> float:
+    """Returns CPU seconds of the process without those that compiling took, once for a machine."""
+    compiled_s: float = _compiling.duration if _compiling.done else 0.0
+    return time.process_time() - compiled_s
 
 
 def _compiled(function: _Function) -> _Function:

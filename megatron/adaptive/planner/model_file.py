@@ -34,7 +34,7 @@ from megatron.adaptive.planner.model import (
 
 _VOCABULARY = {"gpt": 50257, "llama": 32000, "llama2": 32000, "llama3": 128256}
 _SMALL_VOCABULARY = 50303
-_ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 
 
 def _only_planned(
@@ -146,7 +146,7 @@ def arguments_model(
         kept += [] if precision == "fp32" else [f"--{precision}"]
     if "--vocab-size" not in names:
         kept += ["--vocab-size", str(_vocabulary(only_groups(arguments, (), ("vocab_file",))))]
-    more = [*kept, *_ANY_RUN]
+    more = [*kept, *ANY_RUN]
     if not names & {"--transformer-impl", "--use-flash-attn", "--attention-backend"}:
         engine = Installed.detect().transformer_engine if fused is None else fused
         more += ["--transformer-impl", "transformer_engine" if engine else "local"]

@@ -5,7 +5,10 @@ Reading plan files is ``config.plan``'s.
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.model import MODELS
-from megatron.adaptive.config.plan import PLAN_FORMAT, plan_variables
+from megatron.adaptive.config.plan import PLAN_FORMAT, plan_variables, run_flags
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.cluster import Cluster, known_gpu
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.schedule import registry
 
@@ -316,7 +319,7 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
         "recompute": plan.recompute,
         "distributed_optimizer": plan.distributed_optimizer,
         "overlap_grad_reduce": plan.overlap_reduce,
-        "sequence_parallel": plan.sequence_parallel,
+        "sequence_parallel": plan.sequence_parallel and plan.tp > 1,
     }
     if plan.expert_ranks > 1:
         document["degrees"]["expert"] = plan.expert_ranks
@@ -331,9 +334,13 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
             }
             for place in plan.places
         ]
+    speed = prediction.tokens_per_s
     document["prediction"] = {
         "step_s": prediction.seconds,
-        "tokens_per_s": prediction.tokens_per_s,
+        "parts_s": dict(prediction.parts),
+        "tokens_per_s": speed,
+        "tokens_per_s_per_gpu": speed / sum(_gpus_used(plan).values()),
+        "mfu": flops_share(plan, inputs, prediction),
         "price_per_step": prediction.price_per_step,
         "estimated": prediction.estimated,
         "memory_bytes": [stage.memory.total_bytes for stage in prediction.stages],
@@ -342,13 +349,34 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
     return document
 
 
-def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
-    """Returns the plan's nodes in the order of the ranks, equal neighbours together."""
+def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float | None:
+    """Returns the model's operations over the peak of the GPUs in use, known as MFU.
+
+    Operations that recompute repeats do not count, nor do those of GPUs that the table of GPUs
+    does not know in this precision: then it is None.
+    """
+    peak = 0.0
+    for node, count in _gpus_used(plan).items():
+        gpu = known_gpu(inputs.cluster.nodes[node].gpu)
+        if gpu is None or inputs.model.precision.name not in gpu.flops:
+            return None
+        peak += count * gpu.flops[inputs.model.precision.name]
+    work = sum(inputs.model.layer(i).forward_flops for i in range(inputs.model.num_layers))
+    return 3 * work * plan.global_batch / prediction.seconds / peak if work else None
+
+
+def _gpus_used(plan: Plan) -> Counter[int]:
+    """Returns the GPUs that a plan uses by node, in the order of the ranks."""
     used = Counter[int]()
     for place in plan.places:
         for replica in place.replicas:
             used[replica.node] += replica.tp
-    kinds = [(cluster.nodes[node].name, count) for node, count in used.items()]
+    return used
+
+
+def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
+    """Returns the plan's nodes in the order of the ranks, equal neighbours together."""
+    kinds = [(cluster.nodes[node].name, count) for node, count in _gpus_used(plan).items()]
     return [
         {"type": name, "nodes": len(list(nodes)), "processes_per_node": processes}
         for (name, processes), nodes in groupby(kinds)
@@ -387,8 +415,188 @@ def conf_text(document: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+EXPORTS = ("megatron", "torchtitan", "conf", "sbatch", "plan")
+"""Forms of a plan beside the tables: Megatron-LM's flags, torchtitan's TOML, variables of
+``conf.sh``, a command for Slurm, and the plan file."""
+_TITAN_SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "breadth-first": "LoopedBFS",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+
+
+def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str], file: str) -> str:
+    """Returns a plan for another program.
+
+    Args:
+        document: what its file holds.
+        form: one of :data:`EXPORTS`.
+        arguments: of the model, where it is given by the trainer's arguments.
+        file: name of the plan file, for the command.
+
+    Raises:
+        ConfigError: that program cannot run such a plan; says why.
+    """
+    if form == "plan":
+        return json.dumps(document, indent=2) + "\n"
+    if form == "conf":
+        return conf_text(document)
+    if form == "sbatch":
+        return _sbatch_line(document, arguments, file)
+    schedules = ("1f1b", "interleaved") if form == "megatron" else tuple(_TITAN_SCHEDULES)
+    program = "Megatron-LM" if form == "megatron" else "torchtitan"
+    if "stages" in document:
+        raise ConfigError(f"--export {form}: {program} has no stages of unequal widths: plan anew")
+    if document["degrees"]["pipeline"] > 1 and document["schedule"] not in schedules:
+        raise ConfigError(
+            f"--export {form}: {program} has no schedule {document['schedule']}: plan with"
+            f" --schedules {','.join(schedules)}"
+        )
+    return _megatron_flags(document, arguments) if form == "megatron" else _titan_toml(document)
+
+
+def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> str:
+    values = plan_variables(dict(document), "the plan")
+    for name in ("SCHEDULE", "PARTITION", "MODEL_CHUNKS"):
+        values.pop(name, None)
+    flags = [*(word for word in arguments if word not in ("--fp16", "--bf16")), *run_flags(values)]
+    if "partition" in document:
+        stages = ["t" * layers for layers in document["partition"]]
+        stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+        layout = re.sub("t{2,}", lambda run: f"t*{len(run[0])}", "|".join(stages))
+        flags += ["--pipeline-model-parallel-layout", layout]
+    return shlex.join(flags) + "\n"
+
+
+def _titan_toml(document: Mapping[str, Any]) -> str:
+    degrees, sharded = document["degrees"], document["distributed_optimizer"]
+    dp, pp, precision = degrees["data"], degrees["pipeline"], document["precision"]
+    if precision == "fp16":
+        raise ConfigError("--export torchtitan: it does not train in fp16: plan with --precision")
+    batch = document["global_batch_size"]
+    values: dict[str, dict[str, Any]] = {
+        "training": {
+            "local_batch_size": batch // dp if pp > 1 else document["micro_batch_size"],
+            "global_batch_size": batch,
+            "mixed_precision_param": "bfloat16" if precision == "bf16" else "float32",
+        },
+        "parallelism": {
+            "data_parallel_replicate_degree": 1 if sharded else dp,
+            "data_parallel_shard_degree": dp if sharded else 1,
+            "fsdp_reshard_after_forward": "never",
+            "tensor_parallel_degree": degrees["tensor"],
+            "pipeline_parallel_degree": pp,
+            "expert_parallel_degree": degrees.get("expert", 1),
+        },
+        "activation_checkpoint": {"mode": document["recompute"]},
+    }
+    if pp > 1:
+        ends = [0, *itertools.accumulate(document["partition"])]
+        parts = [[f"layers.{i}" for i in range(*pair)] for pair in itertools.pairwise(ends)]
+        parts[0].insert(0, "tok_embeddings")
+        parts[-1] += ["norm", "output"]
+        values["parallelism"] |= {
+            "pipeline_parallel_schedule": _TITAN_SCHEDULES[document["schedule"]],
+            "pipeline_parallel_microbatch_size": document["micro_batch_size"],
+            "module_fqns_per_model_part": parts,
+        }
+    lines = [f"# {document['model']}, for torchtitan's --job.config_file beside your own settings"]
+    for table, keys in values.items():
+        lines += ["", f"[{table}]", *(f"{key} = {json.dumps(one)}" for key, one in keys.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: str) -> str:
+    if len(document["placement"]) > 1:
+        raise ConfigError(
+            "--export sbatch: the plan is on nodes of several types: write it with --conf and start"
+            " it with python -m megatron.adaptive submit"
+        )
+    place = document["placement"][0]
+    nodes, processes = place["nodes"], place["processes_per_node"]
+    ranks = (
+        f"torchrun --nnodes {nodes} --nproc-per-node {processes} --node-rank $SLURM_NODEID"
+        " --master-addr $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+        f" --master-port 29500 pretrain_gpt.py --plan {shlex.quote(file)}"
+    )
+    command = f"srun bash -c {shlex.quote(' '.join([ranks, shlex.join(arguments)]).strip())}"
+    words = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--gpus-per-node={processes}"]
+    return shlex.join(["sbatch", *words, f"--wrap={command}"]) + "\n"
+
+
+def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Returns how plans differ: settings, time, memory, price, and the parts of a step that do.
+
+    Args:
+        files: names and contents of plan files; what the planner predicted of them is in them.
+
+    Raises:
+        ConfigError: a plan has no prediction.
+    """
+    for name, document in files:
+        if "parts_s" not in document.get("prediction", {}):
+            raise ConfigError(
+                f"{name}: it does not say what is predicted of it: write it with plan --output"
+            )
+    seen = [document["prediction"] for _, document in files]
+    lines = [["", *(name for name, _ in files)]]
+    settings = [_settings(document) for _, document in files]
+    for key in dict.fromkeys(itertools.chain(*settings)):
+        values = [one.get(key, "-") for one in settings]
+        lines += [[key, *values]] * (len(set(values)) > 1)
+    figures = [
+        {
+            "step, s": float(one["step_s"]),
+            "tokens/s": float(one["tokens_per_s"]),
+            "fullest GPU, GB": max(one["memory_bytes"]) / _GB,
+            "price/step": float(one["price_per_step"]),
+        }
+        for one in seen
+    ]
+    for what, base in figures[0].items():
+        numbers = [one[what] for one in figures]
+        change = [f" ({value / base - 1:+.1%})" if base else "" for value in numbers[1:]]
+        shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in numbers]
+        cells = [one + more for one, more in zip(shown, ["", *change], strict=True)]
+        lines += [[what, *cells]] * any(numbers)
+    text = _aligned(lines, left=1)
+    first = seen[0]["parts_s"]
+    for (name, _), one in zip(files[1:], seen[1:], strict=True):
+        parts = one["parts_s"]
+        gains = {key: parts.get(key, 0.0) - first.get(key, 0.0) for key in {**first, **parts}}
+        largest = sorted(gains.items(), key=lambda pair: -abs(pair[1]))[:3]
+        why = ", ".join(
+            f"{key} {'+' if gain > 0 else '-'}{seconds_text(abs(gain))}"
+            for key, gain in largest
+            if abs(gain) > _SEEN * seen[0]["step_s"]
+        )
+        slower = one["step_s"] > seen[0]["step_s"]
+        word = "slower" if slower else "faster"
+        text.append(f"{name} is {word} than {files[0][0]}: {why or 'by nothing that shows'}")
+    return "\n".join(text)
+
+
+def _settings(document: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a plan decides, as words by key."""
+    found = {**document["degrees"]}
+    for key, value in document.items():
+        if key == "placement":
+            value = ", ".join(
+                f"{one['nodes']} {one.get('type', 'nodes')} x {one['processes_per_node']}"
+                for one in value
+            )
+        if key not in ("degrees", "prediction", "format", "stages"):
+            found[key] = format_partition(value) if key == "partition" else value
+    return {key: str(value) for key, value in found.items()}
+
+
 _GB = 1e9
 _BAR = 30
+_SEEN = 0.001
+"""Parts of a step below this share of it are not named as reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,7 +630,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         "step",
         "tokens/s",
     ]
-    head += ["bubble", "memory"]
+    head += ["per GPU", "MFU", "bubble", "memory"]
     head += (
         ["price/step"] * priced + ["run"] * bool(tokens) + ["price/run"] * (priced and tokens > 0)
     )
@@ -440,6 +648,8 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
             "sharded" if plan.distributed_optimizer else "whole",
             seconds_text(seen.seconds),
             f"{seen.tokens_per_s:,.0f}",
+            f"{seen.tokens_per_s / sum(_gpus_used(plan).values()):,.0f}",
+            "-" if (share := flops_share(plan, inputs, seen)) is None else f"{share:.1%}",
             f"{statistics.fmean(stage.bubble for stage in seen.stages):.1%}",
             f"{full.total_bytes / _GB:.1f}/{full.limit_bytes / _GB:.1f} GB",
         ]
@@ -512,10 +722,14 @@ def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
     return "\n".join(_aligned(lines))
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def _aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Returns lines of columns, of which so many are flush left and the others right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     ]
 

@@ -89,6 +89,41 @@ def document(
     return content
 
 
+def of_profile(profile: Profile, model: Mapping[str, Any], gpus: Mapping[str, str]) -> Any:
+    """Returns a profile that was fitted to runs as a profile file holds it.
+
+    Args:
+        profile: durations.
+        model: its name, and its arguments or its layers.
+        gpus: GPU of each node type of the runs' cluster.
+    """
+    parts = ("forward_s", "backward_input_s", "backward_weight_s", "tp_included")
+    links = [(*pair, False, link) for pair, link in profile.links.items()]
+    links += [(name, name, True, link) for name, link in profile.intra_links.items()]
+
+    def speed(link: LinkSpeed) -> dict[str, Any]:
+        return {"latency_s": link.latency_s, "sizes": [list(one) for one in link.sizes]}
+
+    return document(
+        model,
+        [
+            {"kind": kind, "gpu": gpu, "tp": tp, "micro_batch": size}
+            | {name: getattr(times, name) for name in parts}
+            for (kind, gpu, tp, size), times in profile.layers.items()
+        ],
+        made=timestamp(),
+        nodes={name: {"gpu": gpu} for name, gpu in gpus.items()},
+        links=[{"nodes": [a, b], "within": same, **speed(link)} for a, b, same, link in links],
+        all_reduce=[
+            {"node": node, "ranks": ranks, **speed(link)}
+            for (node, ranks), link in profile.all_reduce.items()
+        ],
+        optimizer_s_per_parameter=dict(profile.optimizer_s_per_parameter),
+        step_s=dict(profile.step_s),
+        action_sigma=profile.action_sigma,
+    )
+
+
 def timestamp() -> str:
     """Returns the present moment as ``made`` of a profile file holds it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -124,8 +159,10 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
                 f" {first['model']['name']}: merge profiles of one model, measured with equal"
                 " arguments"
             )
-        for key in ("nodes", "optimizer_s_per_parameter", "launch_s"):
+        for key in ("optimizer_s_per_parameter", "launch_s", "step_s"):
             merged.setdefault(key, {}).update(part.get(key, {}))
+        for node, facts in part.get("nodes", {}).items():
+            merged.setdefault("nodes", {}).setdefault(node, {}).update(facts)
         for key, of in keys.items():
             rows = {of(row): row for row in merged.get(key, [])}
             rows.update({of(row): row for row in part.get(key, [])})
@@ -180,6 +217,7 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
         },
         optimizer_s_per_parameter=_by_gpu(content.get("optimizer_s_per_parameter", {})),
         launch_s=_by_gpu(content.get("launch_s", {})),
+        step_s=_by_gpu(content.get("step_s", {})),
         action_sigma=content.get("action_sigma", 0.0),
         context_bytes=_of_nodes(content, "context_bytes"),
         allocator_share=_of_nodes(content, "allocator_share"),

@@ -15,12 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.plan import plan_flags, world_size_of
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, find_gpu, known_gpu
-from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import estimate_optimizer_s, make_estimator
-from megatron.adaptive.planner.model import Model
+from megatron.adaptive.planner.cost import StageSums, predict, simulated
+from megatron.adaptive.planner.layers import OURS, estimate_optimizer_s, make_estimator
+from megatron.adaptive.planner.model import RECOMPUTE, Model
+from megatron.adaptive.planner.model_file import ANY_RUN
 from megatron.adaptive.planner.plan import (
     Plan,
     PlanRow,
@@ -38,12 +42,15 @@ from megatron.adaptive.planner.search import (
     SearchOptions,
     SearchResult,
 )
+from megatron.adaptive.schedule.simulate import SimResult
+from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
 SCHEDULES = ("1f1b", "zb-h1", "adaptive", "interleaved", "zb-v", "v-half")
 """Orders that are weighed where none are given."""
 
 _SIZES = (1, 2, 4, 8, 16, 32)
 _COLOUR = "#1f77b4"
+_WORDS = {"micro_batch": "microbatch", "schedules": "schedule"}
 _SPEED, _PRICE = "tokens per second", "price of a million tokens"
 
 
@@ -71,10 +78,12 @@ class Proposal:
     Attributes:
         rows: plans, best first.
         result: of the search.
+        refused: rules by which the trainer refuses other plans, as good as these or better.
     """
 
     rows: tuple[PlanRow, ...]
     result: SearchResult
+    refused: tuple[str, ...] = ()
 
 
 def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) -> Profile:
@@ -135,7 +144,102 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
         if goal == Objective(least=goal.least) or not searcher.search(Objective()).found:
             raise ConfigError(_explain_memory(inputs, request.global_batch, searcher.options))
         raise ConfigError(_explain_limits(searcher, goal))
-    return Proposal(rows=_rows(result.found, inputs), result=result)
+    top = request.options.top
+    rows, refused = _runnable(_rows(result.found, inputs), inputs)
+    if refused and len(rows) < top:
+        more = replace(request, options=replace(request.options, top=top + _MORE))
+        result = _searcher(inputs, more).search(goal)
+        rows, refused = _runnable(_rows(result.found, inputs), inputs)
+    if not rows:
+        raise ConfigError(f"the trainer refuses all plans found: {refused[0]}")
+    return Proposal(rows=rows[:top], result=result, refused=refused)
+
+
+def _runnable(
+    rows: Sequence[PlanRow], inputs: PlanInputs
+) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
+    """Returns the plans that the trainer takes, and the rules that others break."""
+    rules = [_refusal(row, inputs) for row in rows]
+    kept = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
+    return kept, tuple(dict.fromkeys(rule for rule in rules if rule))
+
+
+def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
+    """Returns the rule by which the trainer's configuration refuses a plan, empty for none.
+
+    Only models that are given by the trainer's arguments can be checked.
+    """
+    model = inputs.model
+    words = [word for word in model.arguments if word not in ("--fp16", "--bf16")]
+    if not words:
+        return ""
+    if "--transformer-impl" not in words:
+        scores = any(kind.attention_bytes for kind in model.kinds.values())
+        words += ["--transformer-impl", "local" if scores else "transformer_engine"]
+    document = plan_document(row.plan, inputs, row.prediction)
+    try:
+        parse(
+            [*ANY_RUN, *words, *plan_flags(document, "the plan")],
+            world_size=world_size_of(document) or 1,
+            last_wins=True,
+            installed=Installed(transformer_engine=True, apex=True),
+        )
+    except ConfigError as error:
+        return str(error).removeprefix("--plan the plan: ")
+    return ""
+
+
+def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
+    """Returns a line for each neighbour of a plan: how much slower its best is, or what it lacks.
+
+    A neighbour has twice or the next smaller part of one degree or of the microbatch, or another
+    recompute or schedule; everything else is chosen anew within the request.
+
+    Args:
+        inputs: what is trained where, and how long it takes.
+        request: what was asked for.
+        best: the plan.
+    """
+    plan, whole = best.plan, replace(request.options, top=1, most_cpu_s=_NEIGHBOUR_CPU_S)
+    choices: list[tuple[str, str, Any]] = []
+    for name in ("tp", "dp", "pp", "micro_batch"):
+        value = getattr(plan, name)
+        less = next((value // by for by in range(2, value + 1) if value % by == 0), 0)
+        choices += [(name, str(one), (one,)) for one in (less, 2 * value) if one]
+    choices += [("recompute", one, (one,)) for one in RECOMPUTE if one != plan.recompute]
+    if plan.pp > 1:
+        choices += [("schedules", one, (one,)) for one in request.schedules if one != plan.schedule]
+    roomy = replace(inputs, cluster=inputs.cluster.with_memory(more_bytes=_NO_LIMIT))
+    lines = []
+    for name, word, value in choices:
+        changed = replace(request, options=replace(whole, **{name: value}))
+        if name == "schedules":
+            changed = replace(request, options=whole, schedules=value)
+        else:
+            changed = replace(changed, schedules=(plan.schedule, "1f1b"))
+        words = f"  {_WORDS.get(name, name)} {word}:"
+        try:
+            found = _searcher(inputs, changed).search().found
+            far = found or _searcher(roomy, changed).search().found
+        except ConfigError as error:
+            lines.append(f"{words} {str(error).partition(': ')[2] or error}")
+            continue
+        if not far:
+            lines.append(f"{words} no plan uses whole nodes and divides the batch so")
+            continue
+        seen = predict(far[0].plan, inputs)
+        lack = max(stage.memory.missing_bytes for stage in seen.stages)
+        slower = seen.seconds / best.prediction.seconds - 1
+        how = f"{slower:+.1%}" if found else f"does not fit, by {lack / _GB:.1f} GB"
+        lines.append(f"{words} {how} ({_brief(far[0].plan)})")
+    return lines
+
+
+def _brief(plan: Plan) -> str:
+    return (
+        f"tp {plan.tp}, dp {plan.dp}, pp {plan.pp}, microbatch {plan.micro_batch},"
+        f" {plan.schedule}, recompute {plan.recompute}"
+    )
 
 
 def _rows(found: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
@@ -206,7 +310,10 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
     found = pareto(_searcher(inputs, request), request.objective).found
     if not found:
         raise ConfigError("--pareto: no plan fits and keeps the limits; plan without it to see why")
-    return _rows(found, inputs)
+    rows, refused = _runnable(_rows(found, inputs), inputs)
+    if not rows:
+        raise ConfigError(f"--pareto: the trainer refuses all plans found: {refused[0]}")
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,47 +401,112 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
     """
     documents = [plan_document(row.plan, inputs, row.prediction) for row in rows]
     files = {f"plan-{number}": document for number, document in enumerate(documents, start=1)}
-    prices = [
-        row.prediction.price_per_hour / 3600 / row.prediction.tokens_per_s * 1e6 for row in rows
-    ]
-    speeds = [row.prediction.tokens_per_s for row in rows]
-    labels = [
-        f"{placement_text(row.plan, inputs.cluster)}; tp {row.plan.tp}, dp {row.plan.dp},"
-        f" pp {row.plan.pp}, microbatch {row.plan.micro_batch}"
-        for row in rows
-    ]
-    title = f"{inputs.model.name}, {rows[0].plan.global_batch} samples for a step"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in {**files, "front": documents}.items():
             text = json.dumps(content, indent=2) + "\n"
             (folder / f"{name}.json").write_text(text, encoding="utf-8")
-        _write_page(prices, speeds, labels, title, folder / "front.html")
-        _write_picture(prices, speeds, title, folder / "front.png")
+        write_page(rows, inputs, folder / "front.html")
+        prices, speeds = _prices(rows), [row.prediction.tokens_per_s for row in rows]
+        _write_picture(prices, speeds, _title(rows, inputs), folder / "front.png")
     except OSError as error:
         raise ConfigError(f"--pareto {folder}: {error.strerror}; name another folder") from error
 
 
-def _write_page(
-    prices: list[float], speeds: list[float], labels: list[str], title: str, path: Path
-) -> None:
-    """Writes a self-contained page with one point for each plan, named when pointed at."""
+def _prices(rows: Sequence[PlanRow]) -> list[float]:
+    """Returns the price of a million tokens with each plan."""
+    seen = [row.prediction for row in rows]
+    return [one.price_per_hour / 3600 / one.tokens_per_s * 1e6 for one in seen]
+
+
+def _title(rows: Sequence[PlanRow], inputs: PlanInputs) -> str:
+    return f"{inputs.model.name}, {rows[0].plan.global_batch} samples for a step"
+
+
+def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
+    """Writes a page that needs nothing but itself.
+
+    It has a point for each plan, by speed and price or, without prices, memory of the fullest GPU;
+    then, of the first plan, the memory of each rank and the simulated step.
+
+    Args:
+        rows: the plans, best first.
+        inputs: what is trained where, and how long it takes.
+        path: the file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    plan, seen = rows[0].plan, rows[0].prediction
+    priced = all(row.prediction.price_per_hour for row in rows)
+    across = _prices(rows) if priced else [row.prediction.peak_bytes / _GB for row in rows]
+    figure: Any = make_subplots(
+        rows=3,
+        subplot_titles=("plans", f"memory: {_brief(plan)}", "its step, simulated"),
+        row_heights=[0.3, 0.3, 0.4],
+    )
+    dots = go.Scatter(
+        x=across,
+        y=[row.prediction.tokens_per_s for row in rows],
+        text=[f"{placement_text(row.plan, inputs.cluster)}; {_brief(row.plan)}" for row in rows],
+        mode="lines+markers" if priced else "markers",
+        line={"shape": "hv", "color": _COLOUR},
+        hovertemplate="%{text}<br>%{y:,.0f} tokens/s<br>%{x:.4g}<extra></extra>",
+        name="plans",
+    )
+    figure.add_trace(dots, row=1, col=1)
+    ranks = list(range(plan.pp))
+    for part in [name for name in vars(seen.stages[0].memory) if name != "limit_bytes"]:
+        held = [getattr(stage.memory, part) / _GB for stage in seen.stages]
+        name = part.removesuffix("_bytes")
+        figure.add_trace(go.Bar(x=ranks, y=held, name=name), row=2, col=1)
+    limits = [stage.memory.limit_bytes / _GB for stage in seen.stages]
+    line = {"x": ranks, "y": limits, "mode": "lines+markers", "name": "limit"}
+    figure.add_trace(go.Scatter(**line, line={"color": "black", "dash": "dot"}), row=2, col=1)
+    if plan.uniform and 3 * plan.pp * plan.chunks * plan.num_microbatches <= _MOST_BARS:
+        _add_timeline(figure, simulated(plan, StageSums.of(plan, inputs, OURS)))
+    figure.update_xaxes(title_text=_PRICE if priced else "GB on the fullest GPU", row=1, col=1)
+    figure.update_xaxes(title_text="pipeline rank", dtick=1, row=2, col=1)
+    figure.update_xaxes(title_text="seconds", row=3, col=1)
+    figure.update_yaxes(title_text=_SPEED, row=1, col=1)
+    figure.update_yaxes(title_text="GB", row=2, col=1)
+    figure.update_yaxes(title_text="rank", autorange="reversed", dtick=1, row=3, col=1)
+    figure.update_layout(
+        title=_title(rows, inputs), template="plotly_white", barmode="stack", height=1200
+    )
+    try:
+        figure.write_html(str(path), include_plotlyjs=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
+
+
+def _add_timeline(figure: Any, step: SimResult) -> None:
+    """Adds a bar for each action, in the colours of the trace views."""
     import plotly.graph_objects as go
 
-    figure: Any = go.Figure(
-        go.Scatter(
-            x=prices,
-            y=speeds,
-            text=labels,
-            mode="lines+markers",
-            line={"shape": "hv", "color": _COLOUR},
-            hovertemplate="%{text}<br>%{y:,.0f} tokens/s<br>%{x:.4g} for a million<extra></extra>",
+    chunks = step.placement.num_chunks
+    bars: dict[tuple[str, int], list[tuple[int, float, float, int]]] = {}
+    for rank, spans in enumerate(step.spans):
+        for span in spans:
+            action = span.action
+            bar = (rank, span.start_s, span.end_s - span.start_s, action.microbatch)
+            bars.setdefault((action.kind.value, action.chunk), []).append(bar)
+    for (kind, chunk), found in sorted(bars.items()):
+        at, base, length, microbatch = zip(*found, strict=True)
+        bar = go.Bar(
+            y=at,
+            base=base,
+            x=length,
+            customdata=microbatch,
+            orientation="h",
+            marker={"color": f"#{chunk_color(kind, chunk, chunks)}"},
+            name=ACTION_NAMES[kind] + (f", chunk {chunk}" if chunks > 1 else ""),
+            hovertemplate="microbatch %{customdata}: %{x:.4g} s<extra>%{fullData.name}</extra>",
         )
-    )
-    figure.update_layout(
-        title=title, xaxis_title=_PRICE, yaxis_title=_SPEED, template="plotly_white"
-    )
-    figure.write_html(str(path), include_plotlyjs=True)
+        figure.add_trace(bar, row=3, col=1)
 
 
 def _write_picture(prices: list[float], speeds: list[float], title: str, path: Path) -> None:
@@ -421,9 +593,14 @@ _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _CLOSE = 1e-3
 _NO_LIMIT = 1e15
+_MORE = 16
+"""Plans that are looked for besides, where the trainer refuses some."""
+_MOST_BARS = 20_000
+"""Actions of a step up to which the page draws them."""
 _NEAR = 0.01
 _FEW_LEVELS = 500
 _MOST_CPU_S = 2.0
+_NEIGHBOUR_CPU_S = 0.5
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:

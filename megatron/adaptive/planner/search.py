@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -27,6 +26,7 @@ import numpy as np
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.chunks import ChunkedPipeline
 from megatron.adaptive.planner.cost import as_run, predict
+from megatron.adaptive.planner.kernel import search_s
 from megatron.adaptive.planner.layers import in_flight
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, PlanRow, StagePlace, place_stage
@@ -341,16 +341,16 @@ class Searcher:
         best = Best(self.options.top, goal)
         shapes = self.shapes()
         looked = []
-        self._until = time.process_time() + self.options.most_cpu_s * len(self._counts)
+        self._until = search_s() + self.options.most_cpu_s * len(self._counts)
         left_out = math.inf
         for shape in shapes:
-            if time.process_time() > self._until:
+            if search_s() > self._until:
                 left_out = min(left_out, best.value(shape.bound_s, self._least_price))
             elif shape.bound_s < best.most_seconds(self._least_price):
                 self._look(shape, best)
                 looked.append(shape)
         for shape in sorted(looked, key=lambda one: one.least_value):
-            if time.process_time() > self._until:
+            if search_s() > self._until:
                 left_out = min(left_out, shape.least_value)
             else:
                 left_out = min(left_out, self._exhaust(shape, best))
@@ -548,7 +548,7 @@ class Searcher:
         for _, seconds, level, price, _ in bounded.goals:
             if seconds >= best.most_seconds(price):
                 continue
-            if time.process_time() > self._until:
+            if search_s() > self._until:
                 missed.append((seconds, price))
                 continue
             bound = self._try(bounded, level, price, best, most_leaves, finish)

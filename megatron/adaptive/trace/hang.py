@@ -36,10 +36,9 @@ STEPS = 10.0
 
 _LOOK_S = 1.0
 _PATIENCE = 10.0  # limits that a rank outside its steps may compute without another sign of life
-_BUSY = (
-    0.05,
-    float(1 << 17),
-)  # processor time and bytes per second, above the threads' that look on
+_BUSY = (0.05, 0.5, float(1 << 17))
+"""Of each second what a rank uses above the threads that look on: processor time, the same with
+waits for a processor that others use, and bytes."""
 _STALE_S = 6.0  # a rank's thread writes each second
 _OTHERS_S = 11.0  # they may find out some seconds later
 _WORDLESS_S = 20.0  # silence of another machine's watcher
@@ -438,14 +437,17 @@ def _stat(pid: int) -> list[str]:
         return ["X"]
 
 
-def _work(pid: int) -> tuple[float, float]:
-    """Returns seconds of processor time of a process, and bytes that it has read and written."""
-    stat, moved = _stat(pid), 0
+def _work(pid: int) -> tuple[float, float, float]:
+    """Returns what a process has used of what :data:`_BUSY` lists."""
+    stat, moved, waited_ns = _stat(pid), 0, 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        waited_ns = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/io").read_text().split("\n")
         moved = sum(int(line.split()[1]) for line in lines if line[1:5] == "char")
     ticks = sum(map(int, stat[11:13])) if len(stat) > 12 else 0
-    return ticks / os.sysconf("SC_CLK_TCK"), moved
+    used_s = ticks / os.sysconf("SC_CLK_TCK")
+    return used_s, used_s + waited_ns / 1e9, moved
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
@@ -596,7 +598,7 @@ class _Watch:
         self._job = _read_json(folder / JOB_FILE)
         self._pids = {int(rank): int(pid) for rank, pid in self._job["pids"].items()}
         self._still = Stillness(self._job["after_s"])
-        self._work = dict.fromkeys(self._pids, (0.0, 0.0))
+        self._work = dict.fromkeys(self._pids, (0.0, 0.0, 0.0))
         self._reported_s: float | None = None
         self._heard: dict[int, tuple[Any, float]] = {}
         self._beat = 0
@@ -619,18 +621,19 @@ class _Watch:
             self._work = work
             if elapsed_s > 5 * _LOOK_S:
                 self._still.restart(now_s)  # this process was stopped, so perhaps all were
-            still_s = self._still.look(nows, now_s, computes=moved[0], transfers=moved[1])
+            still_s = self._still.look(nows, now_s, computes=any(moved[:2]), transfers=moved[2])
             self._decide(still_s, now_s)
 
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
+        is_asked = any(other.get("ranks") for other in others.values())  # one reports already
         if self._reported_s is not None:
             if still_s < self._reported_s:
                 _say(f"hang: over after {self._reported_s:.0f} s or more, the job goes on")
                 self._reported_s = None
         elif (
-            still_s > limit_s
+            still_s > (limit_s / 2 if is_asked else limit_s)
             and all(not other or other["still_s"] > limit_s / 2 for other in others.values())
             and agreed([self._still.paused, *(o.get("paused") for o in others.values())]) is None
         ):

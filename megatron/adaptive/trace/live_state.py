@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,10 +88,10 @@ class NowFile:
         self._file: int | None = None
         self._seen: Any = None
         self._since_s = self._due_s = 0.0
-        self._failed = False
+        self._failed = self._is_said = False
 
     def report(self, read_state: ReadState | None) -> float | None:
-        """Write what the rank does when that is due, as long as it works: no trace depends on it.
+        """Write what the rank does when that is due; what keeps that from working is said once.
 
         Args:
             read_state: reads it; ``None`` for nobody.
@@ -98,16 +99,21 @@ class NowFile:
         Returns:
             Seconds to the next time, ``None`` for never.
         """
-        if read_state is None or self._failed:
+        if read_state is None:
             return None
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + PERIOD_S
             try:
                 self.write(read_state())
+                self._failed = False
             except OSError:
                 self._close()  # a full disk, say: what the spans meet there is reported
-            except Exception:
+            except Exception as error:  # once is no fault: the run may be taken down
+                if self._failed and not self._is_said:
+                    self._is_said = True
+                    why = f"reading what the rank does fails: {error!r}; the trace goes on"
+                    print(f"warning: {self._path.name}: {why}", file=sys.stderr, flush=True)
                 self._failed = True
         return self._due_s - now_s
 

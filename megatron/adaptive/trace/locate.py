@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.imports.kineto import kineto_files, read_kineto
+from megatron.adaptive.trace.imports.profiles import read_profiles
 from megatron.adaptive.trace.imports.published import ENDINGS, read_table
 from megatron.adaptive.trace.order import legacy_name, legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
@@ -81,14 +81,14 @@ def _read(place: Path, num_ranks: int | None, num_chunks: int | None) -> RunTrac
     if place.suffix in ENDINGS and place.is_file():
         return read_table(place)
     if place.is_file():
-        return read_legacy(place, num_ranks, num_chunks)
+        return read_profiles(place) or read_legacy(place, num_ranks, num_chunks)
     traces = next((p for p in (place / TRACES, place) if trace_files(p)), None)
     if traces is not None:
         run = read_run(traces)
     elif (text := _text_file(place, num_ranks, num_chunks)) is not None:
         run = read_legacy(text)
-    elif kineto_files(place):
-        run = read_kineto(place)
+    elif (imported := read_profiles(place)) is not None:
+        run = imported
     else:
         raise TraceError(
             f"{place} holds no trace: neither {TRACES}/trace_rank_*.jsonl nor "

@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span, TraceHeader
-from megatron.adaptive.trace.figures import BACK_NS, RankFigures, rank_figures
+from megatron.adaptive.trace.figures import RankFigures, rank_figures
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import TraceTable
 
@@ -35,7 +35,6 @@ class PipelineStep:
         waits: per pipeline rank its spans of kind ``wait``, cut to the step; ``reason`` is the
             cause. Empty where nothing is known of waits.
         sends: per pipeline rank its spans of kind ``send``, cut to the step, or empty.
-        clock_jumps: pipeline ranks whose clock was set back in the middle of it.
         dp_rank: which data-parallel replica this is.
         num_replicas: how many there are traces of.
         lengths: of its microbatches, empty where they are alike.
@@ -49,7 +48,6 @@ class PipelineStep:
     rows: tuple[tuple[Span, ...], ...]
     waits: tuple[tuple[Span, ...], ...] = ()
     sends: tuple[tuple[Span, ...], ...] = ()
-    clock_jumps: tuple[int, ...] = ()
     dp_rank: int = 0
     num_replicas: int = 1
     lengths: Lengths = ()
@@ -182,11 +180,6 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         rows=tuple(_cut(spans, DRAWN_ACTIONS, start, end) for spans in known),
         waits=tuple(_cut(spans, ("wait",), start, end) for spans in known),
         sends=tuple(_cut(spans, ("send",), start, end) for spans in known),
-        clock_jumps=tuple(
-            pp_rank
-            for pp_rank, row in enumerate(rows)
-            if any(b.start_ns < a.start_ns - BACK_NS for a, b in pairwise(row))
-        ),
         dp_rank=dp_rank,
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
         lengths=first.lengths(iteration),

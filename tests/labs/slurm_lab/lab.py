@@ -11,6 +11,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ import psutil
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "mungekey", "ip", "nsenter", "unshare")
 ACCOUNTING = ("slurmdbd", "mariadbd")
 _HERE = Path(__file__).parent
+_ROOT = _HERE.parents[2]
+_FORKS = _ROOT / "tests/multiprocess/forked_nodes"
 _UP_S = 90.0
 _DEVICE_LOCAL_USE = 240
 _PR_SET_PDEATHSIG = 1
@@ -105,6 +108,8 @@ class Lab:
         kinds: the nodes, ``n1`` being the first.
         accounting: whether ``sacct`` answers.
         settings: further lines of ``slurm.conf``.
+        forks: whether ranks of jobs that have :attr:`forking` are forked from one process on each
+            node, which has imported what they need.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class Lab:
         *,
         accounting: bool = False,
         settings: Sequence[str] = (),
+        forks: bool = False,
     ) -> None:
         if reason := why_not(accounting=accounting):
             raise LabError(reason)
@@ -124,6 +130,7 @@ class Lab:
         ]
         self._accounting = accounting
         self._settings = settings
+        self._forks = forks
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
         self._booted_s: dict[str, int] = {}
         self._logs: list[IO[bytes]] = []
@@ -149,6 +156,14 @@ class Lab:
         """Environment of programs of the lab."""
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
+
+    @property
+    def forking(self) -> dict[str, str]:
+        """Environment of jobs whose ranks are forked."""
+        return {"PYTHONPATH": f"{_ROOT}:{_FORKS}", "TESTS_NODE_FORKSERVERS": self._forks_of("%h")}
+
+    def _forks_of(self, name: str) -> str:
+        return str(self.folder / f"forks-{name}")
 
     def run(
         self, command: Sequence[str], *, on: str = "ctl", timeout_s: float = 60.0
@@ -201,6 +216,9 @@ class Lab:
             *inside,
             f"10.66.0.{10 + number}",
         ]
+        if self._forks:
+            program = [sys.executable, str(_FORKS / "sitecustomize.py"), self._forks_of(name)]
+            command += ["env", f"PYTHONPATH={_ROOT}", "OMP_NUM_THREADS=1", *program, "--new"]
         self._start(name, command)
         init = str(self._init(name))
         # The old end goes with its node's namespace, which takes the kernel a moment.
@@ -243,7 +261,7 @@ class Lab:
         found = []
         for process in psutil.Process(self._init(name)).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if process.name() not in ("slurmd", "sleep", "slurmstepd"):
+                if process.name() not in ("slurmd", "sleep", "slurmstepd", "forkserver"):
                     found.append(process)
         return found
 

@@ -1,78 +1,176 @@
-"""Makes the fork servers of a job's nodes on this machine forks of one that has imported all.
+"""Makes processes of a job on this machine forks of one that has imported what they need.
 
-Imports take each fork server 5 s of processor time, and a test's job has up to six. With this
-folder in ``PYTHONPATH`` every Python imports this module when it starts. The one that is to be a
-node's fork server hands its sockets to a process of the tests, which forks the server, and stays
-until that ends.
+Imports take a node's fork server, or a rank that ``torchrun`` starts, seconds of processor time.
+With this folder in ``PYTHONPATH`` every Python imports this module when it starts. One that is to
+be such a process hands its files to a server of the tests, which forks it, passes signals on, and
+ends as the forked one does. If it is killed, so is the forked one; without a server it stays what
+it is.
 
-Usage: ``sitecustomize.py SOCKET`` serves them, in a process forked by ``launch.Forkserver``.
+Usage: ``sitecustomize.py SOCKET`` serves, in a process forked by ``launch.Forkserver``; with
+``--new`` in one that imports first, as on the nodes of the Slurm lab. In the variable of a job that
+names the socket, ``%h`` stands for the host.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import sys
+from typing import Any
 
 MODULE = "megatron.adaptive.cluster.rank_forkserver"
+SCRIPT = "pretrain_gpt.py"
 SOCKET = "TESTS_NODE_FORKSERVERS"
-PR_SET_NAME = 15
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def ask(path: str, orders: int) -> None:
-    """Has a fork server made that takes its orders from a descriptor; returns when it has ended."""
+def ask(files: list[int], words: list[str]) -> None:
+    """Has this process forked, and ends as that one does; returns where there is no server.
+
+    Args:
+        files: descriptors of its own, the last two for its output and errors.
+        words: a script and its arguments; none for a fork server.
+    """
     with socket.socket(socket.AF_UNIX) as link:
-        link.connect(path)
+        try:
+            link.connect(os.environ[SOCKET].replace("%h", socket.gethostname()))
+        except OSError:
+            return
+        limits = {n: resource.getrlimit(n) for n in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)}
         given = {"pid": os.getpid(), "variables": dict(os.environ), "folder": os.getcwd()}
-        socket.send_fds(link, [json.dumps(given).encode() + b"\n"], [orders, 1, 2])
-        os.close(orders)
-        link.recv(1)
+        given |= {"words": words, "limits": limits}
+        socket.send_fds(link, [json.dumps(given).encode() + b"\n"], files)
+        if not words:
+            os.close(files[0])
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, _: link.send(bytes([number])) and None)
+        status = int(link.recv(64) or 1)
+    if status < 0:
+        with contextlib.suppress(OSError):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
 
 
-def serve(path: str) -> None:
-    """Forks a fork server for each process that asks, until this process is killed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+def serve(path: str, *, is_new: bool) -> None:
+    """Forks a process for each that asks, until this one is killed.
+
+    Args:
+        path: of the socket where it is asked.
+        is_new: it has imported nothing yet.
+    """
+    forked: dict[Any, tuple[int, socket.socket]] = {}  # by its descriptor, and by its link
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
+        if is_new:
+            _import()
         while True:
-            link, _ = listener.accept()
-            with link:
-                data, files, _, _ = socket.recv_fds(link, 1 << 18, 3)
-                while not data.endswith(b"\n"):
-                    data += link.recv(1 << 18)
-                if os.fork() == 0:
-                    listener.close()
-                    become(json.loads(data), *files)
-                for file in files:
-                    os.close(file)
+            for one in select.select([listener, *forked], [], [])[0]:
+                if one is listener:
+                    pid, link = _fork(listener)
+                    forked[link] = forked[os.pidfd_open(pid)] = pid, link
+                elif one in forked and isinstance(one, int):
+                    pid, link = forked.pop(one)
+                    forked.pop(link, None)
+                    os.close(one)
+                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    with link, contextlib.suppress(OSError):
+                        link.send(str(status).encode())
+                elif one in forked:
+                    pid, link = forked[one]
+                    numbers = _received(link)
+                    if not numbers:
+                        del forked[one]
+                    for number in numbers or [signal.SIGKILL]:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, number)
 
 
-def become(given: dict[str, object], orders: int, output: int, error: int) -> None:
-    """Is a node's fork server until the end of this process."""
+def _import() -> None:
+    """Imports what ranks need."""
+    from tests.labs.one_import import import_all
+
+    _name("forkserver")
+    import_all()
+
+
+def _received(link: socket.socket) -> bytes:
+    with contextlib.suppress(OSError):
+        return link.recv(64)
+    return b""
+
+
+def _fork(listener: socket.socket) -> tuple[int, socket.socket]:
+    link, _ = listener.accept()
+    data, files, _, _ = socket.recv_fds(link, 1 << 18, 3)
+    while not data.endswith(b"\n"):
+        data += link.recv(1 << 18)
+    pid = os.fork()
+    if pid == 0:
+        listener.close()
+        link.close()
+        _become(json.loads(data), *files)
+    for file in files:
+        os.close(file)
+    return pid, link
+
+
+def _become(given: dict[str, Any], first: int, output: int, error: int) -> None:
+    """Is a node's fork server, or runs a script, until the end of this process."""
     from megatron.adaptive.cluster import rank_forkserver
 
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # By this name a test finds it, with the process that asked.
-    ctypes.CDLL(None).prctl(PR_SET_NAME, f"node-{given['pid']}".encode())
-    for file, number in ((output, 1), (error, 2)):
-        os.dup2(file, number)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(given["variables"])  # type: ignore[call-overload]
-    os.chdir(given["folder"])  # type: ignore[arg-type]
+    status = 1
     try:
-        rank_forkserver.main(orders)
+        os.setsid()
+        rank_forkserver._die_with_parent()
+        for file, number in ((output, 1), (error, 2)):
+            os.dup2(file, number)
+            os.close(file)
+        for name, limit in given["limits"].items():
+            resource.setrlimit(int(name), limit)
+        os.environ.clear()
+        os.environ.update(given["variables"])
+        os.chdir(given["folder"])
+        if given["words"]:
+            _name("python")
+            os.dup2(first, 0)
+            os.close(first)
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+            from tests.labs.one_import import run
+
+            sys.path[0] = os.path.dirname(given["words"][0])
+            status = run({"variables": {}, "words": given["words"]})
+        else:
+            # By this name a test finds it, with the process that asked.
+            _name(f"node-{given['pid']}")
+            rank_forkserver.main(first)
+            status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
-        os._exit(0)
+        os._exit(status)
+
+
+def _name(name: str) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
-elif SOCKET in os.environ and sys.orig_argv[1:3] == ["-m", MODULE]:
-    ask(os.environ[SOCKET], int(sys.orig_argv[3]))
-    os._exit(0)
+    serve(sys.argv[1], is_new="--new" in sys.argv)
+elif SOCKET in os.environ:
+    if sys.orig_argv[1:3] == ["-m", MODULE]:
+        ask([int(sys.orig_argv[3]), 1, 2], [])
+    elif "LOCAL_RANK" in os.environ and sys.orig_argv[2:3] and sys.orig_argv[2].endswith(SCRIPT):
+        ask([0, 1, 2], sys.orig_argv[2:])

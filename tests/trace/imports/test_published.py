@@ -108,6 +108,13 @@ def test_bad_tables_are_refused_by_name(
         run_of_columns(table, Path("job"))
 
 
+def test_two_jobs_in_a_table_are_refused(make_job: Job) -> None:
+    table = make_job()
+    twice = {name: np.concatenate([column, column]) for name, column in table.items()}
+    with pytest.raises(TraceError, match=r"has forward-compute 0 of rank 0 in step 5 twice; keep"):
+        run_of_columns(twice, Path("job"))
+
+
 def test_unknown_kinds_are_counted_and_the_command_says_so(
     make_job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

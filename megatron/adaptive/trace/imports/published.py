@@ -69,7 +69,7 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise SetupError(
             f"{path.name} is Parquet, which pyarrow reads and this machine lacks; pip install "
-            "'megatron-adaptive[parquet]', or give the table as CSV"
+            "'megatron-adaptive[trace]', or give the table as CSV"
         ) from error
     try:
         file = parquet.ParquetFile(path)
@@ -192,6 +192,7 @@ class _Table:
         num_ranks = int(self._stage.max()) + 1
         num_chunks = int(self._chunk[computes].max(initial=0)) + 1
         placement = self._placement(origin, computes, num_ranks, num_chunks)
+        self._check_once(origin, computes)
         self._check_microbatches(computes)
         known = {*_COMPUTES, *_OPTIMIZERS, *COLLECTIVES}
         known |= {f"{way}-{end}" for way in _MESSAGES for end in ("send", "recv")}
@@ -274,6 +275,16 @@ class _Table:
             f"{origin}: gmc (chunk in the model) is neither mc * {num_ranks} + stage nor a V of "
             "two chunks; check the columns mc, gmc and stage"
         )
+
+    def _check_once(self, origin: Path, computes: Ints) -> None:
+        keys = [key[computes] for key in (self._worker, self._step, self._kind, self._seq)]
+        again = computes[find_rows(keys, keys) != np.arange(len(computes))]
+        if len(again):
+            rank, word = self._ranks[self._worker[again[0]]], self._words[self._kind[again[0]]]
+            raise TraceError(
+                f"{origin} has {word} {self._seq[again[0]]} of rank {rank} in step "
+                f"{self._step[again[0]]} twice; keep the rows of one job"
+            )
 
     def _check_microbatches(self, computes: Ints) -> None:
         """Numbers the microbatches by their order where the table does not, or not clearly."""

@@ -1,12 +1,14 @@
-"""Reads the JSON that torch.profiler writes, a file per rank, as one run.
+"""Reads what programs wrote of their own work as one run: torch.profiler's JSON, or spans.
 
-A file may have gigabytes, so it is read as a stream: events of other categories are passed over by
-searching bytes, and only ranges and kernels of communication are parsed. What they are is found by
-their names, see :data:`_COMPUTES`; loops without such names get them by
+A file of torch.profiler may have gigabytes, so it is read as a stream: events of other categories
+are passed over by searching bytes, and only ranges and kernels of communication are parsed. What
+they are is found by their names, see :data:`_COMPUTES`; loops without such names get them by
 ``torch.profiler.record_function("forward_step")`` around their forward and ``"backward_step"``
 around their backward. Where a file has ranges on a GPU's time line, these count, not the host's.
 Messages carry no microbatch: one received is for the next compute, one sent is the result of the
 last; the rest is as in a published table (see ``published``).
+
+Spans are those of OpenTelemetry that Megatron-LM makes, see :func:`_spans` and :data:`_SPANS`.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +31,9 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.read import RunTrace
 
-ENDINGS = (".json", ".json.gz")
-CHUNK_BYTES, HEAD_BYTES = 4 << 20, 1 << 12
+ENDINGS = tuple(f".{name}{gz}" for name in ("json", "jsonl", "log", "txt") for gz in ("", ".gz"))
+CHUNK_BYTES, HEAD_BYTES = 4 << 20, 1 << 18
+MOST_LINE_BYTES = 64 << 20
 MOST_HEAD_BYTES = 64 << 20
 """A head before the first event is no longer than this: it lists the groups of a rank."""
 
@@ -59,6 +65,19 @@ _GROUPS = {
     "dp": re.compile(r"(?i)data_parallel_group|mesh_(dp|dp_replicate|dp_shard|fsdp)|dp|data"),
     "tp": re.compile(r"(?i)tensor_model_parallel_group|mesh_tp|tp|tensor"),
 }
+_SPANS = {
+    "microbatch.forward": "forward-compute",
+    "microbatch.backward": "backward-compute",
+    "optimizer_step": "optimizer",
+    "grad_sync.finish": "grads-reduce-scatter",
+    **{f"p2p.{e}_{w}": f"{w}-{e}" for w in ("forward", "backward") for e in ("recv", "send")},
+}
+"""Megatron-LM's spans, without their common beginning."""
+_OUTER_SPANS = re.compile(
+    r"(?:pretrain|train|forward_backward|grad_sync\.start|pp|model_init|startup|layer|activation"
+    r"|evaluate|(?:save_|load_)?checkpoint)(?:\..*)?"
+)
+_SPAN = "span"
 
 
 def _kind_pattern() -> re.Pattern[str]:
@@ -71,6 +90,8 @@ def _kind_pattern() -> re.Pattern[str]:
 
 
 _KIND = _kind_pattern()
+_NAMES = {name.split("-")[0]: name for name in _COMPUTES}
+_NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 
 @dataclass
@@ -111,6 +132,7 @@ class _RankFile:
         steps: number, category, start of each step that the profiler marked.
         unknown: names of ranges that say nothing here, with their number.
         is_cut: it ends in the middle.
+        sizes: pipeline, tensor and data parallel ranks, as far as spans say them.
         only_group: lowest rank of the only process group, -1 where there are several.
     """
 
@@ -123,49 +145,49 @@ class _RankFile:
     steps: list[tuple[int, str, int]] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
     is_cut: bool = False
+    sizes: list[int] = field(default_factory=list)
     only_group: int = -1
 
 
-def kineto_files(folder: Path) -> list[Path]:
-    """Returns the files in a folder that torch.profiler wrote, by their first bytes."""
-    found = []
-    for path in sorted(folder.iterdir()):
-        if path.name.endswith(ENDINGS) and path.is_file():
-            head = next(_chunks(_RankFile(path), HEAD_BYTES), b"")
-            if b'"schemaVersion"' in head or b'"traceEvents"' in head:
-                found.append(path)
-    return found
-
-
-def read_kineto(folder: Path, pipeline: int | None = None) -> RunTrace:
-    """Reads the traces of a job.
+def read_profiles(place: Path, pipeline: int | None = None) -> RunTrace | None:
+    """Reads the traces of a job; ``None`` where no file is of torch.profiler or has spans.
 
     Args:
-        folder: one file per rank.
+        place: folder with a file per rank, or with files of spans; or a file of spans.
         pipeline: number of pipeline ranks where the files do not say it; ranks of a stage then
             follow each other, as in Megatron-LM.
 
     Raises:
-        TraceError: a file cannot be read or is none of torch.profiler, there are two jobs, or no
-            forward and backward is named.
+        TraceError: a file cannot be read, there are two jobs, or no forward and backward is named.
     """
-    files = [_read(path) for path in kineto_files(folder)]
-    _check_one_job(folder, files)
-    notes = [
-        f"{one.path.name} ends in the middle; what it has is used" for one in files if one.is_cut
-    ]
+    kineto, spans = [], []
+    for path in sorted(place.iterdir()) if place.is_dir() else [place]:
+        if path.name.endswith(ENDINGS) and path.is_file():
+            head = next(_chunks(_RankFile(path), HEAD_BYTES), b"")
+            if b'"schemaVersion"' in head or b'"traceEvents"' in head:
+                kineto.append(path)
+            elif b'"resourceSpans"' in head or (b'"trace_id"' in head and b'"start_time"' in head):
+                spans.append(path)
+    if not (files := [_read(path) for path in kineto] or _read_spans(spans)):
+        return None
+    _check_one_job(place, files)
+    cut = dict.fromkeys(one.path.name for one in files if one.is_cut)
+    notes = [f"{name} ends in the middle; what it has is used" for name in cut]
     rows = [row for one in files for row in _columns(one, *_place(one, pipeline))]
     if not any(row["optype"].endswith("-compute") for row in rows):
-        raise TraceError(
-            f"{folder}: no range is named as a forward or backward; put torch.profiler."
-            "record_function('forward_step') and ('backward_step') around them"
+        advice = (
+            "put torch.profiler.record_function('forward_step') and ('backward_step') around them"
+            if kineto
+            else "run with MEGATRON_OTEL_SPAN_GROUPS=per_step,microbatch and "
+            "MEGATRON_OTEL_RANK_STRATEGY=all_ranks"
         )
+        raise TraceError(f"{place}: no range is named as a forward or backward; {advice}")
     first = min(row["start_ns"] for row in rows)
     table: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
     table["start_ts"] = np.array([start - first for start in table.pop("start_ns")]) / 1e9
     table["duration"] = np.array(table.pop("duration_ns"), dtype=np.int64) / 1e9
     world = max(one.world_size for one in files)
-    run = run_of_columns(table, folder, world_size=world)
+    run = run_of_columns(table, place, world_size=world)
     unknown = sum((one.unknown for one in files), Counter[str]())
     if unknown:
         listed = ", ".join(f"{name[:60]} ({count})" for name, count in unknown.most_common(6))
@@ -192,6 +214,98 @@ def _chunks(one: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
         if not one.events:
             raise TraceError(f"cannot read {one.path}: {error}") from error
         one.is_cut = True
+
+
+def _read_spans(paths: list[Path]) -> list[_RankFile]:
+    """Reads Megatron-LM's spans: a file may have those of all ranks, a rank several files."""
+    ranks: dict[int, _RankFile] = {}
+    jobs: dict[str, str] = {}
+    for path in paths:
+        source = _RankFile(path)
+        for resource, name, start, end, found in _spans(source):
+            short = name.removeprefix("megatron.")
+            if short == name:
+                continue
+            jobs.setdefault(str(resource.get("nemo.run.id")), path.name)
+            if len(jobs) > 1:
+                both = " and ".join(f"{job} ({name})" for job, name in jobs.items())
+                raise TraceError(f"{path.parent} mixes jobs {both}; keep the spans of one")
+            said = re.findall(r"rank[_-]?(\d+)", f"{path} {resource.get('service.instance.id')}")
+            rank = _number(resource, "dl.rank", int(said[-1]) if said else 0)
+            if rank not in ranks:
+                axes = ("pipeline", "tensor", "data")
+                sizes = [_number(resource, f"{axis}_parallel.size", 1) for axis in axes]
+                world = _number(resource, "world_size", int(np.prod(sizes)))
+                ranks[rank] = _RankFile(path, rank, world, sizes=sizes)
+            one = ranks[rank]
+            if short == "train_step":
+                # What lies between two steps is of evaluations, and of no step.
+                one.steps.append((_number(found, "iteration", len(one.steps)), _SPAN, start))
+                one.steps.append((-1, _SPAN, end))
+            elif kind := _SPANS.get(short):
+                microbatch = _number(found, "microbatch_id", -1)
+                one.events.append(_Event(kind, _SPAN, start, end - start, microbatch=microbatch))
+            elif not _OUTER_SPANS.fullmatch(short):
+                one.unknown[name] += 1
+        for one in ranks.values():
+            one.is_cut |= source.is_cut and one.path == path
+    return list(ranks.values())
+
+
+def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
+    """Returns a whole number under a name, whatever name space it is in."""
+    for key, value in attributes.items():
+        if f".{key}".endswith(f".{name}"):
+            with suppress(TypeError, ValueError):
+                return int(value)
+    return default
+
+
+def _spans(one: _RankFile) -> Iterator[tuple[Mapping[str, Any], str, int, int, Mapping[str, Any]]]:
+    """Yields resource, name, begin, end and attributes of the spans in a file.
+
+    They stand there as OTLP has them in JSON, a batch in a line, or as the console exporter writes
+    them, over several lines or in one, with lines of a log between them.
+    """
+    for text in _objects(one):
+        try:
+            found = json.loads(text)
+            for group in found.get("resourceSpans", ()):
+                resource = _attributes(group.get("resource", {}))
+                for span in (s for scope in group["scopeSpans"] for s in scope.get("spans", ())):
+                    times = [int(span[f"{at}TimeUnixNano"]) for at in ("start", "end")]
+                    yield resource, str(span["name"]), times[0], times[1], _attributes(span)
+            if "start_time" in found:
+                resource = found["resource"]["attributes"]
+                clocks = [found[at].replace("Z", "+00:00") for at in ("start_time", "end_time")]
+                times = [round(datetime.fromisoformat(c).timestamp() * 1e6) * 1000 for c in clocks]
+                yield resource, str(found["name"]), times[0], times[1], found["attributes"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            one.is_cut |= b"TimeUnixNano" in text or b'"start_time"' in text
+
+
+def _objects(one: _RankFile) -> Iterator[bytes]:
+    """Yields texts of objects: lines that begin with a brace, or all from one to the closing."""
+    held, parts = b"", list[bytes]()
+    for chunk in _chunks(one):
+        *lines, held = (held + chunk).split(b"\n")
+        if len(held) + sum(map(len, parts)) > MOST_LINE_BYTES:
+            most = f"more than {MOST_LINE_BYTES >> 20} MiB"
+            raise TraceError(f"{one.path} has a line of {most}; give each batch of spans its own")
+        for line in lines:
+            if parts or line.rstrip() == b"{":
+                parts.append(line)
+            elif line.startswith(b"{"):
+                yield line
+            if parts and line.rstrip() == b"}":
+                yield b"\n".join(parts)
+                parts = []
+    yield b"\n".join([*parts, held])
+
+
+def _attributes(holder: Mapping[str, Any]) -> dict[str, Any]:
+    values = [(str(one["key"]), one.get("value", {})) for one in holder.get("attributes", ())]
+    return {key: next(iter(value.values()), None) for key, value in values}
 
 
 def _read(path: Path) -> _RankFile:
@@ -295,12 +409,7 @@ def _take_event(one: _RankFile, event: Mapping[str, Any]) -> None:
         kind = {"send": "send", "recv": "recv"}.get(
             str(arguments.get("Collective name", "")), "both"
         )
-    for words in _COMPUTES:
-        if match.groupdict().get(words.split("-")[0]) is not None:
-            kind = words
-    for number, word in enumerate(_COLLECTIVES):
-        if match.groupdict().get(f"c{number}") is not None:
-            kind = word
+    kind = _NAMES.get(kind, kind)
     one.events.append(_Event(kind, category, start, length, stage, microbatch, root))
 
 
@@ -315,10 +424,8 @@ def _check_one_job(folder: Path, files: list[_RankFile]) -> None:
         seen[one.rank] = one.path
     sizes = {one.world_size for one in files if one.world_size}
     if len(sizes) > 1:
-        raise TraceError(
-            f"{folder} mixes jobs of {' and '.join(map(str, sorted(sizes)))} ranks; keep the files "
-            "of one"
-        )
+        both = " and ".join(map(str, sorted(sizes)))
+        raise TraceError(f"{folder} mixes jobs of {both} ranks; keep the files of one")
 
 
 def _place(one: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
@@ -327,6 +434,9 @@ def _place(one: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
     group = one.groups.get("pp", [])
     if pipeline is not None:
         return one.rank // max(1, world // pipeline), pipeline, one.rank % max(1, world // pipeline)
+    if one.sizes:
+        per_stage = max(1, world // one.sizes[0])
+        return one.rank // per_stage, one.sizes[0], one.rank % per_stage // one.sizes[1]
     if one.rank in group:
         data = one.groups.get("dp", [])
         return group.index(one.rank), len(group), data.index(one.rank) if one.rank in data else 0
@@ -340,14 +450,15 @@ def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list
     events = sorted(one.events, key=lambda event: (event.start, -event.length))
     computes = [event for event in events if event.kind.endswith("-compute")]
     host, device = "user_annotation", "gpu_user_annotation"
-    line = device if any(event.category == device for event in computes) else host
+    lines = {event.category for event in computes}
+    line = device if device in lines else next(iter(lines - {"kernel"}), host)
     has_kernels = any(event.category == "kernel" for event in events)
     labels = [e for e in events if e.kind.endswith(("-send", "-recv")) and e.category == host]
     events = [
         event
         for event in events
         if event.category == (line if event.kind in _COMPUTES or not has_kernels else "kernel")
-        and not event.kind.endswith(("-send", "-recv"))
+        and not (event.kind.endswith(("-send", "-recv")) and event.category == host)
     ]
     steps = sorted((start, number) for number, category, start in one.steps if category == line)
     if not steps:  # a step ends with its optimizer
@@ -360,8 +471,15 @@ def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list
     events = [event for event in events if event.step >= 0]
     computes = _outermost([event for event in events if event.kind.endswith("-compute")])
     others = [event for event in events if not event.kind.endswith("-compute")]
-    found = computes + [event for event in others if event.kind not in _MESSAGES]
+    named = [event for event in others if event.kind.endswith(("-send", "-recv"))]
+    messages = {*_MESSAGES, *(event.kind for event in named)}
+    found = computes + [event for event in others if event.kind not in messages]
     for end in ("send", "recv"):
+        for way in ("forward", "backward"):
+            mine = [event for event in named if event.kind == f"{way}-{end}"]
+            found += _messages(end, mine, [], [event for event in computes if event.way == way])
+        if line == _SPAN:
+            found += _unspanned(end, found, computes)
         mine = [event for event in others if event.kind in (end, "both")]
         found += _messages(end, mine, [e for e in labels if e.kind.endswith(end)], computes)
     counts: Counter[tuple[int, str]] = Counter()
@@ -387,6 +505,23 @@ def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list
         }
         for event in found
     ]
+
+
+def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
+    """Returns messages of which no span is made, as where one sends and receives in one call.
+
+    An input is waited for since the compute before, and a result leaves when it is there.
+    """
+    known = {(e.step, e.way, e.seq) for e in messages if e.kind.endswith(f"-{end}")}
+    found, step, free = [], -1, 0
+    for event in computes:
+        until = event.start + event.length
+        start = min(free, event.start) if step == event.step else event.start
+        step, free = event.step, until
+        if (event.step, event.way, event.seq) not in known:
+            times = (start, event.start - start) if end == "recv" else (until, 0)
+            found.append(replace(event, kind=f"{event.way}-{end}", start=times[0], length=times[1]))
+    return found
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
@@ -417,7 +552,7 @@ def _messages(
     known = {(e.step, e.way, e.stage, e.microbatch): e for e in computes}
     found = []
     for number, message in enumerate(messages):
-        near = int(np.searchsorted(starts, message.start, "right")) - (end == "send")
+        near = bisect_right(starts, message.start) - (end == "send")
         compute = computes[near] if 0 <= near < len(computes) else None
         if len(labels) == len(messages):
             label = labels[number]

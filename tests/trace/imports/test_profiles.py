@@ -11,8 +11,8 @@ import pytest
 
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.imports import kineto
-from megatron.adaptive.trace.imports.kineto import read_kineto
+from megatron.adaptive.trace.imports import profiles
+from megatron.adaptive.trace.imports.profiles import read_profiles
 from megatron.adaptive.trace.locate import load_run
 from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.whatif.answers import what_if
@@ -73,16 +73,16 @@ def test_three_lines_around_a_loop_record_it(tmp_path: Path) -> None:
 
 
 def test_the_size_of_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = read_kineto(PROFILES / "plain").ranks[1].table().spans()
-    monkeypatch.setattr(kineto, "CHUNK_BYTES", 700)
-    monkeypatch.setattr(kineto._chunks, "__defaults__", (700,))
-    assert read_kineto(PROFILES / "plain").ranks[1].table().spans() == whole
+    whole = read_profiles(PROFILES / "plain").ranks[1].table().spans()
+    monkeypatch.setattr(profiles, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(profiles._chunks, "__defaults__", (700,))
+    assert read_profiles(PROFILES / "plain").ranks[1].table().spans() == whole
 
 
 def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(copied: Path) -> None:
     path = copied / "rank0.json.gz"
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-    run = read_kineto(copied)
+    run = read_profiles(copied)
     assert "rank0.json.gz ends in the middle; what it has is used" in run.notes()
     assert run.ranks[0].iterations
 
@@ -90,11 +90,11 @@ def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(copied: Path) -> None:
 def test_missing_ranks_and_clocks_apart_are_said(copied: Path) -> None:
     later = b'"baseTimeNanoseconds": 9'
     edit(copied / "rank1.json.gz", lambda text: text.replace(b'"baseTimeNanoseconds": 1', later))
-    notes = read_kineto(copied).notes()
+    notes = read_profiles(copied).notes()
     assert len(notes) == 1
     assert notes[0].startswith("clocks of ranks 1 are up to 8e+09 s apart")
     (copied / "rank1.json.gz").unlink()
-    assert any("no trace of ranks 1" in note for note in read_kineto(copied).notes())
+    assert any("no trace of ranks 1" in note for note in read_profiles(copied).notes())
 
 
 def test_two_jobs_and_files_of_others_are_refused(copied: Path) -> None:
@@ -102,20 +102,20 @@ def test_two_jobs_and_files_of_others_are_refused(copied: Path) -> None:
     with pytest.raises(
         TraceError, match=r"again_rank1.*rank1.*both of rank 1; keep the files of one"
     ):
-        read_kineto(copied)
+        read_profiles(copied)
     edit(
         copied / "again_rank1.json.gz",
         lambda text: text.replace(b'"rank": 1, "world_size": 2', b'"rank": 2, "world_size": 8'),
     )
     with pytest.raises(TraceError, match="mixes jobs of 2 and 8 ranks"):
-        read_kineto(copied)
+        read_profiles(copied)
 
 
 def test_a_loop_without_names_is_advised(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in copied.iterdir():
         edit(path, lambda text: text.replace(b"ward_step", b"_thing"))
     with pytest.raises(TraceError, match=r"record_function\('forward_step'\)"):
-        read_kineto(copied)
+        read_profiles(copied)
     for path in copied.iterdir():
         edit(path, lambda text: text.replace(b"back_thing", b"backward_step"))
     assert main(["import", str(copied), "--output", str(copied / "traces")]) == 0
@@ -167,7 +167,7 @@ def test_kernels_of_nccl_and_ranges_on_the_device_count(tmp_path: Path) -> None:
             "traceEvents": events,
         }
         (tmp_path / f"r{rank}.json").write_text(json.dumps(data, separators=(",", ":")))
-    run = read_kineto(tmp_path)
+    run = read_profiles(tmp_path)
     assert (run.num_ranks, run.iterations) == (2, (5,))
     first, last = run.ranks[0], run.ranks[3]
     assert (first.header.pp_rank, last.header.pp_rank, last.header.dp_rank) == (0, 1, 1)
@@ -177,3 +177,52 @@ def test_kernels_of_nccl_and_ranges_on_the_device_count(tmp_path: Path) -> None:
     messages = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
     assert len(messages) == 4
     assert not what_if(run).notes[1:]
+
+
+SPANS = PROFILES / "spans"
+
+
+@pytest.mark.parametrize("form", ["console", "otlp", "otlp/spans.jsonl.gz"])
+def test_spans_of_megatron_lm_become_a_run(form: str) -> None:
+    run = load_run(SPANS / form)
+    assert (run.world_size, run.num_ranks, run.num_chunks) == (2, 2, 1)
+    assert run.complete_iterations() == (1, 2, 3)
+    assert not run.notes()
+    tables = {rank: trace.table([2]) for rank, trace in run.ranks.items()}
+    for table in tables.values():  # without the evaluation that follows
+        for kind, count in (("F", 4), ("B", 4), ("optimizer", 1), ("collective", 1)):
+            assert table.where(kind).sum() == count
+    assert len(match_messages(tables)) == 2 * MICROBATCHES
+    assert what_if(run).simulated_s.shape == (STEPS,)
+
+
+def test_forms_of_spans_say_the_same() -> None:
+    console, otlp = (load_run(SPANS / form).ranks[1].table([3]) for form in ("console", "otlp"))
+    assert console.microbatch.tolist() == otlp.microbatch.tolist()
+    assert abs(console.start_ns - otlp.start_ns).max() <= 1000  # the console has microseconds
+
+
+def spans_with(folder: Path, change: Callable[[str], str]) -> Path:
+    folder.mkdir()
+    text = gzip.decompress((SPANS / "otlp" / "spans.jsonl.gz").read_bytes()).decode()
+    (folder / "spans.jsonl").write_text(change(text))
+    return folder
+
+
+def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
+    def of_two(text: str) -> str:
+        one, other = text.splitlines()
+        return "\n".join([one, other.replace("job-7", "job-8")])
+
+    with pytest.raises(TraceError, match="mixes jobs job-7 .* and job-8"):
+        load_run(spans_with(tmp_path / "two", of_two))
+    coarse = spans_with(tmp_path / "coarse", lambda text: text.replace("microbatch.", "layer."))
+    with pytest.raises(TraceError, match="MEGATRON_OTEL_SPAN_GROUPS=per_step,microbatch"):
+        load_run(coarse)
+    found = load_run(
+        spans_with(tmp_path / "other", lambda text: text.replace("grad_sync.finish", "new.thing"))
+    )
+    assert any("of no known kind: megatron.new.thing (6)" in note for note in found.notes())
+    cut = load_run(spans_with(tmp_path / "cut", lambda text: text[: len(text) * 3 // 4]))
+    assert "spans.jsonl ends in the middle; what it has is used" in cut.notes()
+    assert any("no trace of ranks 1" in note for note in cut.notes())

@@ -1,0 +1,159 @@
+# ruff: noqa: E402
+"""Makes the spans beside it: megatron-core's 1F1B over gloo in two processes, with OpenTelemetry.
+
+    torchrun --nproc-per-node 2 tests/trace/imports/make_spans.py FOLDER
+
+Names, attributes and nesting are those in Megatron-LM's documentation of its telemetry:
+microbatches, the four plain messages (none around a combined send and receive), gradients,
+optimizer and steps; between two steps there is an evaluation.
+``FOLDER/console`` has a log per rank in which the console exporter writes,
+``FOLDER/otlp/spans.jsonl`` both ranks, as the file exporter of a collector writes OTLP.
+Needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-common.
+"""
+
+import base64
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive import accelerator
+
+accelerator.install()  # before megatron-core is imported
+
+import torch
+import torch.distributed as dist
+from google.protobuf.json_format import MessageToDict
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+MICROBATCHES, STEPS, WIDTH, STAGES = 4, 3, 16, 2
+
+
+class Chunk(torch.nn.Module):
+    """A linear layer as megatron-core wants a model chunk."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.layer, self.config, self.received = torch.nn.Linear(WIDTH, WIDTH), config, None
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        self.received = tensors[0]
+
+    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
+        return self.layer(x if self.received is None else self.received)
+
+
+def forward(inputs: Any, chunk: Chunk) -> tuple[torch.Tensor, Any]:
+    """The forward step of the loop."""
+    y = chunk(next(inputs))
+    return y, lambda out: (out.sum(), torch.ones((), dtype=torch.int), {})
+
+
+def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "") -> Any:
+    """Puts a span around a function, with the microbatch where ``key`` is given."""
+
+    def run(*words: Any, **more: Any) -> Any:
+        with tracer.start_as_current_span(f"megatron.{name}") as span:
+            if key:
+                span.set_attribute("megatron.microbatch_id", int(more[key]))
+            return function(*words, **more)
+
+    return run
+
+
+def main(folder: Path) -> None:
+    """Trains and writes."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    (folder / "console").mkdir(parents=True, exist_ok=True)
+    (folder / "otlp").mkdir(parents=True, exist_ok=True)
+    given = {"service.name": "megatron-lm", "service.instance.id": f"job-7-rank{rank}"}
+    given |= {"nemo.run.id": "job-7", "nv.dl.rank": rank, "nv.dl.world_size": STAGES}
+    given |= {"dl.pipeline_parallel.size": STAGES, "dl.tensor_parallel.size": 1}
+    provider, kept = TracerProvider(resource=Resource(given)), InMemorySpanExporter()
+    log = (folder / "console" / f"rank{rank}.log").open("w")
+    provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=log)))
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    tracer = provider.get_tracer("nemo.lens")
+    step, back = schedules.forward_step, schedules.backward_step
+    schedules.forward_step = spanned(tracer, "microbatch.forward", step, "current_microbatch")
+    schedules.backward_step = spanned(tracer, "microbatch.backward", back)
+    for name in ("recv_forward", "send_forward", "recv_backward", "send_backward"):
+        own = getattr(P2PCommunicator, name)
+        setattr(P2PCommunicator, name, spanned(tracer, f"p2p.{name}", own))
+    config = TransformerConfig(
+        num_layers=STAGES,
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=STAGES,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=True,
+        deallocate_pipeline_outputs=False,
+        calculate_per_token_loss=True,
+    )
+    groups: Any = ProcessGroupCollection()
+    groups.pp = dist.new_group([0, 1])
+    alone = [dist.new_group([member]) for member in range(STAGES)][rank]
+    groups.tp = groups.cp = groups.dp_cp = alone
+    groups.embd = groups.pos_embd = None
+    chunk, steps = Chunk(config), schedules.forward_backward_pipelining_without_interleaving
+    optimizer = torch.optim.SGD(chunk.parameters(), lr=0.01)
+
+    def run(**more: Any) -> None:
+        steps(
+            forward_step_func=forward,
+            data_iterator=[iter(torch.randn(MICROBATCHES, 1, 1, WIDTH))],
+            model=[chunk],
+            num_microbatches=MICROBATCHES,
+            seq_length=1,
+            micro_batch_size=1,
+            p2p_communicator=P2PCommunicator(groups.pp, config),
+            pg_collection=groups,
+            **more,
+        )
+
+    for iteration in range(1, STEPS + 1):
+        with tracer.start_as_current_span("megatron.train_step") as span:
+            span.set_attribute("megatron.iteration", iteration)
+            with tracer.start_as_current_span("megatron.forward_backward"):
+                run()
+            with tracer.start_as_current_span("megatron.grad_sync.finish"):
+                dist.barrier()
+            with tracer.start_as_current_span("megatron.optimizer_step"):
+                optimizer.step()
+                optimizer.zero_grad()
+        print(f" iteration {iteration}/ {STEPS} | lm loss: 1.0 |", file=log)
+        if iteration == 2:
+            with tracer.start_as_current_span("megatron.evaluate"), torch.no_grad():
+                run(forward_only=True)
+    log.close()
+    batches = [None] * STAGES
+    found = MessageToDict(encode_spans(kept.get_finished_spans()))
+    for group in found["resourceSpans"]:  # OTLP's JSON has numbers of spans in hexadecimal
+        for span in (s for scope in group["scopeSpans"] for s in scope["spans"]):
+            for key in ("traceId", "spanId", "parentSpanId"):
+                if key in span:
+                    span[key] = base64.b64decode(span[key]).hex()
+    dist.all_gather_object(batches, found)
+    if rank == 0:
+        lines = [json.dumps(one, separators=(",", ":")) + "\n" for one in batches]
+        (folder / "otlp" / "spans.jsonl").write_text("".join(lines))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(Path(sys.argv[1]))
