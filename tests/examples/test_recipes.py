@@ -90,7 +90,8 @@ def _tenth(content: dict[str, Any]) -> dict[str, Any]:
     }
     given = {name: value for name, value in small.items() if name in content}
     run = "vocab_size=500 seq_length=64 train_iters=3 global_batch_size=4 lr_warmup_iters=0"
-    run += " moe_grouped_gemm= lr=1e-3 min_lr= bf16=false save_interval= eval_iters=0 log_interval=1 mock_data=true"
+    run += " moe_grouped_gemm= lr=1e-3 min_lr= bf16=false save_interval= eval_iters=0"
+    run += " log_interval=1 mock_data=true"
     run += " tokenizer_type=NullTokenizer nodes= processes_per_node= partition= recompute_method="
     run += " recompute_granularity= recompute_num_layers= expert_model_parallel_size="
     words = dict(word.split("=", 1) for word in run.split())

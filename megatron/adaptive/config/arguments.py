@@ -19,6 +19,7 @@ from megatron.adaptive.config import check
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
+from megatron.adaptive.config.hugging_face import expand_model
 from megatron.adaptive.config.layers import lay_out
 from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
@@ -122,6 +123,7 @@ def parse(
     """
     specs = _all_specs()
     argv = expand_plan(_flags_where(argv, _is_active), specs, world_size)
+    argv = expand_model(argv, specs)
     _scan(argv, specs, last_wins=last_wins)
     given = _read_values(argv)
     _require_exclusive(given, specs)

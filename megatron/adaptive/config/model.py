@@ -98,6 +98,9 @@ class ModelConfig:
     apply_residual_connection_post_layernorm: bool = switch(
         "Take the residual after the normalization."
     )
+    parallel_residual: bool = switch(
+        "Attention and feed-forward block side by side: both take the layer's input."
+    )
     qk_layernorm: bool = switch("Normalize queries and keys.")
     swiglu: bool = switch("Gated feed-forward block with SiLU in place of GELU.")
     squared_relu: bool = switch("Squared ReLU in place of GELU.")

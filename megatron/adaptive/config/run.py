@@ -73,6 +73,10 @@ class CheckpointConfig:
     no_save_optim: bool = switch("Leave the optimizer out of checkpoints.")
     no_save_rng: bool = switch("Leave random states out of checkpoints.")
     load: Folder | None = flag("Folder of checkpoints to go on from.")
+    load_hf: Folder | None = flag(
+        "Folder of a Hugging Face model whose weights the run starts from where --load has no "
+        "checkpoint; flags of the model that are not given are those of its config.json."
+    )
     ckpt_step: Natural | None = flag(
         "Iteration to load.", unit="ITERATION", derived="the latest one that is whole"
     )

@@ -17,13 +17,13 @@ from typing import Any
 from megatron.adaptive.config.arguments import only_groups, parse
 from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.hugging_face import config_arguments, is_config
 from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import PrecisionConfig
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.files import check_form, read_file
-from megatron.adaptive.planner.hugging_face import config_arguments, is_config
 from megatron.adaptive.planner.model import (
     LayerKind,
     Model,
@@ -231,7 +231,7 @@ def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -
         query_rank=(core.q_lora_rank or 0) if latent else 0,
         rotary_width=core.qk_pos_emb_head_dim if latent else 0,
         value_width=core.v_head_dim if latent else 0,
-        window=max(core.window_size[0], 0) if core.window_size else 0,
+        window=max(core.window_size[0] + 1, 0) if core.window_size else 0,
         window_layers=tuple(window_layers),
         experts=experts,
         expert_layers=tuple(expert_layers) if experts else (),

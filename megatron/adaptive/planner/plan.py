@@ -527,6 +527,9 @@ def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: st
     return shlex.join(["sbatch", *words, f"--wrap={command}"]) + "\n"
 
 
+_COMPARED = {"step_s": "step, s", "tokens_per_s": "tokens/s", "price_per_step": "price/step"}
+
+
 def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Returns how plans differ: settings, time, memory, price, and the parts of a step that do.
 
@@ -534,10 +537,12 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         files: names and contents of plan files; what the planner predicted of them is in them.
 
     Raises:
-        ConfigError: a plan has no prediction.
+        ConfigError: a plan breaks the schema or has no prediction.
     """
     for name, document in files:
-        if "parts_s" not in document.get("prediction", {}):
+        plan_variables(document, name, "--compare ")
+        found = document.get("prediction")
+        if not isinstance(found, dict) or not {"parts_s", "memory_bytes", *_COMPARED} <= set(found):
             raise ConfigError(
                 f"{name}: it does not say what is predicted of it: write it with plan --output"
             )
@@ -549,10 +554,8 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         lines += [[key, *values]] * (len(set(values)) > 1)
     figures = [
         {
-            "step, s": float(one["step_s"]),
-            "tokens/s": float(one["tokens_per_s"]),
+            **{what: float(one[key]) for key, what in _COMPARED.items()},
             "fullest GPU, GB": max(one["memory_bytes"]) / _GB,
-            "price/step": float(one["price_per_step"]),
         }
         for one in seen
     ]
@@ -581,7 +584,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
     """Returns what a plan decides, as words by key."""
-    found = {**document["degrees"]}
+    found = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
             value = ", ".join(
