@@ -194,6 +194,23 @@ def worst_cells() -> list[Row]:
     return rows
 
 
+def worst_draws() -> list[Row]:
+    """``adaptive`` with memory for 2p against the lower bound, worst draw."""
+    found = []
+    for latency, work in product((0.0, 0.2), ("jitter 0.1", "jitter 0.3")):
+        for cell in cells(latency):
+            if cell.work != work or cell.microbatches < 2 * cell.ranks:
+                continue
+            rule = _rule("adaptive", "v", cell, 2, True)
+            for seed in FRESH:
+                bound_s = cell.bound_s(rule.placement, (seed,))
+                found.append((_step_s(rule, cell, (seed,)) / bound_s, seed, cell))
+    worst, seed, cell = max(found, key=lambda one: one[0])
+    where = f"p {cell.ranks}, m {cell.microbatches}, {cell.work}, draw {seed}"
+    label = f"adaptive, V, cap 2p, m >= 2p: over the bound, worst ({where})"
+    return [Row(what=label, value=worst, goal=1.05)]
+
+
 def optimal_gaps() -> list[Row]:
     """The choice of ``auto`` against proven optima (``benchmarks/optimal.py``)."""
     gaps = []
@@ -222,4 +239,4 @@ def optimal_gaps() -> list[Row]:
 
 def measure() -> list[Row]:
     """Simulate everything."""
-    return [*optimal_gaps(), *shares(), *worst_cells()]
+    return [*optimal_gaps(), *worst_draws(), *shares(), *worst_cells()]

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +130,18 @@ class Outcome:
     spread: float
 
 
+class BusyError(RuntimeError):
+    """Other programs disturbed the runs, which say nothing of a quiet machine."""
+
+
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
     """Train until enough iterations were quiet, at most ``ROUNDS`` times.
 
     What is needed to do without another run is kept in ``folder``.
 
     Raises:
-        RuntimeError: the trainer failed, or the machine was never quiet.
+        BusyError: the machine was never quiet.
+        RuntimeError: the trainer failed.
     """
     seen = []
     for number in range(ROUNDS):
@@ -162,7 +167,7 @@ def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
             }
             (folder / KEPT).write_text(json.dumps(kept) + "\n", encoding="utf-8")
             return reload(shape, folder)
-    raise RuntimeError(f"{shape}: others kept the machine busy: quiet iterations {seen}")
+    raise BusyError(f"{shape}: others kept the machine busy: quiet iterations {seen}")
 
 
 def reload(shape: Shape, folder: Path) -> Outcome:
@@ -297,12 +302,21 @@ def measure(folder: Path, quick: bool = False, *, again: bool = True) -> Result:
     seen: dict[Shape, list[tuple[float, float]]] = {shape: [] for shape in plans}
     rounds = (1 if quick else 3) if again else len(list(folder.glob("round-*")))
     for number in range(1, rounds + 1):
-        done = {}
+        done: dict[Shape, Outcome] = {}
         for shape in in_turn(TEACHERS, plans):
             place = folder / f"round-{number}" / str(shape).replace(" ", "_")
-            done[shape] = run(shape, place, ITERATIONS) if again else reload(shape, place)
-        profile = taught({shape: done[shape] for shape in TEACHERS}, model)
-        for shape in plans:
+            try:
+                if (place / KEPT).is_file():
+                    done[shape] = reload(shape, place)
+                elif again:
+                    done[shape] = run(shape, place, ITERATIONS)
+            except BusyError as error:
+                print(f"round {number}: left out: {error}", flush=True)
+        teachers = {shape: done[shape] for shape in TEACHERS if shape in done}
+        if not teachers:
+            continue
+        profile = taught(teachers, model)
+        for shape in [shape for shape in plans if shape in done]:
             predicted = predicted_s(shape, model, profile)
             seen[shape].append((done[shape].step_s, predicted))
             print(
@@ -311,8 +325,15 @@ def measure(folder: Path, quick: bool = False, *, again: bool = True) -> Result:
                 f" {predicted / done[shape].step_s - 1:+.1%}",
                 flush=True,
             )
-    records = [_record(shape, pairs) for shape, pairs in seen.items()]
-    return Result(rows=summary(records), facts={"own": records})
+    records = [_record(shape, pairs) for shape, pairs in seen.items() if pairs]
+    if not records:
+        raise BusyError("others kept the machine busy in all runs: start it when it is quiet")
+    lost = sum(rounds - len(pairs) for pairs in seen.values())
+    note = (
+        f"{lost} of {rounds * len(seen)} runs left out, for others disturbed them" if lost else ""
+    )
+    rows = [replace(row, note=note) for row in summary(records)]
+    return Result(rows=rows, facts={"own": records})
 
 
 def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:

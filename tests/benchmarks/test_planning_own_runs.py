@@ -56,3 +56,26 @@ def test_kept_runs_are_judged_without_running(tmp_path: Path) -> None:
     assert found.trace.num_ranks == 2
     with pytest.raises(RuntimeError, match="measure anew"):
         own_runs.reload(own_runs.Shape(), tmp_path)
+
+
+def test_what_ran_in_quiet_is_kept_where_others_disturb_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher, *plans = own_runs.TEACHERS[0], *own_runs.PLANS[:2]
+    monkeypatch.setattr(own_runs, "TEACHERS", (teacher,))
+    monkeypatch.setattr(own_runs, "PLANS", tuple(plans))
+    for shape in (teacher, plans[0]):  # as an earlier, broken measurement left them
+        place = tmp_path / "round-1" / str(shape).replace(" ", "_")
+        made_up = SyntheticRun(num_ranks=2, schedule="1f1b", iterations=6, layers=3)
+        write_synthetic(place / "0", made_up)
+        kept = {"shape": str(shape), "run": "0", "iterations": [3, 4], "steps_s": [1.0, 1.0]}
+        (place / own_runs.KEPT).write_text(json.dumps({**kept, "others": [0.0, 0.0]}))
+
+    def disturbed(shape: own_runs.Shape, *_: object) -> own_runs.Outcome:
+        raise own_runs.BusyError(f"{shape}: others kept the machine busy")
+
+    monkeypatch.setattr(own_runs, "run", disturbed)
+    found = own_runs.measure(tmp_path, again=True)
+    assert [record["plan"] for record in found.facts["own"]] == [str(plans[0])]
+    assert found.rows[0].note == "5 of 6 runs left out, for others disturbed them"
+    assert "left out: " in capsys.readouterr().out

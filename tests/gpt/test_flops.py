@@ -13,7 +13,7 @@ from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.errors import DataError
-from megatron.adaptive.gpt.model import flops_per_token, stage_work
+from megatron.adaptive.gpt.model import flops_per_token, layer_work, stage_work
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -114,3 +114,14 @@ def test_work_of_stages_adds_up_to_the_whole_model() -> None:
     logits = 6 * 64 * PADDED_VOCAB_SIZE
     layer = (flops_per_token(cfg) - logits) / 4
     assert work[3] == pytest.approx(1 + logits / layer)
+
+
+def test_work_of_unlike_layers_counts_what_they_do() -> None:
+    cfg = settings(
+        "--num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --num-layers 4"
+        " --partition 1-3 --pipeline-model-parallel-size 2",
+        world_size=2,
+    )
+    first, rest = layer_work(cfg)  # of four layers the first and third have experts
+    assert first > 1
+    assert rest == pytest.approx(first + 2)

@@ -60,12 +60,21 @@ def test_adaptive_takes_the_deepest_backward() -> None:
     assert pick(rules.ready_first, s) == "B1-0"
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("v", "F1-0"), ("loop", "F0-1")])
-def test_adaptive_goes_deep_in_a_v_and_in_groups_in_a_loop(kind: str, expected: str) -> None:
-    s = state(kind)
+def test_adaptive_takes_forwards_in_groups_in_a_loop() -> None:
+    s = state("loop")
     arrive(s, "F0-0", "F0-1", "F1-0")
     run(s, "F0-0")
-    assert pick(rules.ready_first, s) == expected
+    assert pick(rules.ready_first, s) == "F0-1"
+
+
+def test_adaptive_takes_the_longest_way_in_a_v() -> None:
+    s = state()  # stages 1 and 4
+    arrive(s, "F1-0", *(f"F0-{index}" for index in range(5)))
+    for expected in ("F0-0", "F0-1", "F0-2", "F1-0"):  # of two equally long ways the deeper
+        assert pick(rules.ready_first, s) == expected
+        run(s, expected)
+    arrive(s, "B1-0", *(f"B0-{index}" for index in range(3)))
+    assert pick(rules.ready_first, s) == "B1-0"
 
 
 def test_adaptive_heeds_the_cap_and_waits_when_nothing_is_left() -> None:

@@ -25,7 +25,14 @@ SHAPES = (
 )
 # Settings that say what is computed with them; a fine-tuning may change these.
 MEANINGS = (
-    *("squared_relu", "norm_epsilon", "apply_layernorm_1p", "rotary_base", "rotary_percent"),
+    *(
+        "parallel_residual",
+        "squared_relu",
+        "norm_epsilon",
+        "apply_layernorm_1p",
+        "rotary_base",
+        "rotary_percent",
+    ),
     *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
     *("rope_scaling_factor", "apply_residual_connection_post_layernorm"),
 )

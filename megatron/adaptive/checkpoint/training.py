@@ -35,6 +35,7 @@ from megatron.adaptive.checkpoint import state as state
 from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
+from megatron.adaptive.checkpoint.hugging_face import load_weights
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
 from megatron.adaptive.checkpoint.megatron_lm import (
     MEANINGS,
@@ -198,9 +199,13 @@ class Checkpoints:
             CheckpointError: the checkpoint is missing where one must be, damaged, of a newer
                 format, or does not fit this run; the model may be loaded in part.
         """
-        if self._settings.load is None:
-            return None
-        steps = self._all.on_first(self._steps, name_rank=False)
+        steps: list[int] = []
+        if self._settings.load is not None:
+            steps = self._all.on_first(self._steps, name_rank=False)
+        if not steps and self._settings.load_hf is not None:
+            folder = Path(self._settings.load_hf)
+            self._all.together(lambda: load_weights(self._chunks, folder, self._config))
+            self._optimizer.reload_model_params()
         return load_first_whole(steps, self._load, self._all) if steps else None
 
     def _load(self, iteration: int) -> Progress:

@@ -73,6 +73,10 @@ class CheckpointConfig:
     no_save_optim: bool = switch("Leave the optimizer out of checkpoints.")
     no_save_rng: bool = switch("Leave random states out of checkpoints.")
     load: Folder | None = flag("Folder of checkpoints to go on from.")
+    load_hf: Folder | None = flag(
+        "Folder of a Hugging Face model whose weights the run starts from where --load has no "
+        "checkpoint; flags of the model that are not given are those of its config.json."
+    )
     ckpt_step: Natural | None = flag(
         "Iteration to load.", unit="ITERATION", derived="the latest one that is whole"
     )
@@ -143,6 +147,22 @@ class LoggingConfig:
     tensorboard_queue_size: Count = flag(
         "Points that wait before TensorBoard writes them.", 1000, unit="POINTS"
     )
+    wandb_project: str | None = flag(
+        "Project of Weights & Biases that gets the curves too; needs the package wandb.",
+        unit="NAME",
+    )
+    wandb_entity: str | None = flag("User or team of --wandb-project.", unit="NAME")
+    wandb_exp_name: str | None = flag("Name of the run there.", unit="NAME")
+    wandb_save_dir: Folder | None = flag(
+        "Folder for what Weights & Biases keeps here.", derived="wandb in --save"
+    )
+    mlflow_experiment: str | None = flag(
+        "Experiment of MLflow that gets the curves too; needs the package mlflow.", unit="NAME"
+    )
+    mlflow_run_name: str | None = flag("Name of the run there.", unit="NAME")
+    mlflow_tracking_uri: str | None = flag(
+        "Server or file: address of MLflow.", derived="that of MLFLOW_TRACKING_URI", unit="URI"
+    )
     log_timers_to_tensorboard: bool = switch("Write timers to TensorBoard.")
     log_batch_size_to_tensorboard: bool = switch("Write the batch size to TensorBoard.")
     log_learning_rate_to_tensorboard: bool = switch(
@@ -157,3 +177,8 @@ class LoggingConfig:
     )
     log_memory_to_tensorboard: bool = switch("Write memory use to TensorBoard.")
     log_world_size_to_tensorboard: bool = switch("Write the world size to TensorBoard.")
+
+    @property
+    def draws_curves(self) -> bool:
+        """True if TensorBoard or another logger takes curves."""
+        return any((self.tensorboard_dir, self.wandb_project, self.mlflow_experiment))

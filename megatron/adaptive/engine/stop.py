@@ -58,11 +58,6 @@ class StopRequest:
         self.close()
 
     @property
-    def requested_locally(self) -> bool:
-        """Whether a signal came to this rank, or its time is over."""
-        return any(self._mine())
-
-    @property
     def reason(self) -> str | None:
         """Reason that all ranks agreed on, such as ``signal SIGTERM``; ``None`` before they did."""
         return self._agreed

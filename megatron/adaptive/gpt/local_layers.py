@@ -30,6 +30,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 if not transformer_engine.HAVE_TE:
     # It takes its own import of the extension for the package, and asks for classes of it.
@@ -110,6 +111,21 @@ class LocalNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = split
         return norm
+
+
+class ParallelLayer(TransformerLayer):  # type: ignore[misc]
+    """Feeds the feed-forward block with the layer's own input, beside attention.
+
+    What both add to the input is summed up as in other layers.
+    """
+
+    def _forward_attention(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._own_input: torch.Tensor | None = hidden_states
+        return super()._forward_attention(hidden_states, *args, **kwargs)
+
+    def _forward_pre_mlp_layernorm(self, hidden_states: torch.Tensor) -> Any:
+        own, self._own_input = self._own_input, None
+        return super()._forward_pre_mlp_layernorm(own)
 
 
 _INSTEAD: Mapping[type, type] = {DotProductAttention: LocalAttention, WrappedTorchNorm: LocalNorm}

@@ -64,7 +64,7 @@ from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.local_layers import completed
+from megatron.adaptive.gpt.local_layers import ParallelLayer, completed
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     layout_of,
@@ -154,6 +154,10 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.enter_layer(layer_number + get_transformer_layer_offset(config, vp_stage))
         super().__init__(config, submodules, layer_number=layer_number, vp_stage=vp_stage, **kwargs)
         init.leave_layer()
+
+
+class KeyedParallelLayer(ParallelLayer, KeyedTransformerLayer):
+    """Does both."""
 
 
 class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
@@ -593,7 +597,10 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    kinds = _KEYED if core.use_cpu_initialization else _EXPERTS
+    kinds: dict[type, type] = dict(_KEYED if core.use_cpu_initialization else _EXPERTS)
+    if model.parallel_residual:
+        keyed = core.use_cpu_initialization
+        kinds[TransformerLayer] = KeyedParallelLayer if keyed else ParallelLayer
     return [completed(spec, kinds) for spec in specs]
 
 
@@ -695,14 +702,19 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
 
 
+def layer_work(cfg: TrainerConfig) -> list[float]:
+    """Return the multiply-adds of each stage's layers, in those of a plain layer."""
+    each = iter(one / _layer(cfg) for one in _layers(cfg))
+    return [sum(itertools.islice(each, layers), 0.0) for layers in cfg.layers_per_stage]
+
+
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
     """Return how much each stage should have to do, in layers.
 
     By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
     the loss move through memory comes on top.
     """
-    each = iter(one / _layer(cfg) for one in _layers(cfg))
-    work = [sum(itertools.islice(each, layers), 0.0) for layers in cfg.layers_per_stage]
+    work = layer_work(cfg)
     predicted, hidden = cfg.model.mtp_num_layers or 0, cfg.model.hidden_size
     work[-1] += (1 + predicted) * hidden * padded_vocab_size / _layer(cfg)
     if cfg.mtp_stage is not None:
@@ -770,12 +782,9 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     Raises:
         DataError: the tokenizer's files cannot be read.
     """
-    data = config.data
-    tokenizer = tokenizers.build_tokenizer(
-        data.tokenizer_type, data.vocab_file, data.merge_file, vocab_size=data.vocab_size
-    )
+    tokenizer = tokenizers.build_tokenizer(config.data)
     return tokenizer, tokenizers.padded_vocab_size(
-        tokenizer.vocab_size,
+        max(tokenizer.vocab_size, config.data.vocab_size or 0),
         config.model.make_vocab_size_divisible_by,
         config.parallel.tensor_model_parallel_size,
     )

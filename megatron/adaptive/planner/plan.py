@@ -75,7 +75,9 @@ class Plan:
         overlap_reduce: whether gradients are reduced while backwards still run.
         sequence_parallel: whether activations outside of attention and MLP are divided by ``tp``.
         expert_ranks: neighbouring replicas that experts are spread over.
-        places: where each pipeline rank lies, ``[pp]``.
+        context_ranks: neighbouring ranks that share each sequence.
+        places: where each pipeline rank lies, ``[pp]``; of ranks that share a sequence each counts
+            as a replica, so that a stage has ``dp * context_ranks``.
     """
 
     tp: int
@@ -92,6 +94,7 @@ class Plan:
     overlap_reduce: bool = False
     sequence_parallel: bool = False
     expert_ranks: int = 1
+    context_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.global_batch % (self.dp * self.micro_batch):
@@ -122,7 +125,8 @@ class Plan:
     def uniform(self) -> bool:
         """Whether all stages have the same widths, as the trainer needs it."""
         return all(
-            len(place.replicas) == self.dp and all(one.tp == self.tp for one in place.replicas)
+            len(place.replicas) == self.dp * self.context_ranks
+            and all(one.tp == self.tp for one in place.replicas)
             for place in self.places
         )
 
@@ -323,6 +327,8 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
     }
     if plan.expert_ranks > 1:
         document["degrees"]["expert"] = plan.expert_ranks
+    if plan.context_ranks > 1:
+        document["degrees"]["context"] = plan.context_ranks
     if plan.pp * plan.chunks > 1:
         document["partition"] = list(inputs.model.counted(plan.partition))
     if not plan.uniform:
@@ -490,6 +496,7 @@ def _titan_toml(document: Mapping[str, Any]) -> str:
             "tensor_parallel_degree": degrees["tensor"],
             "pipeline_parallel_degree": pp,
             "expert_parallel_degree": degrees.get("expert", 1),
+            "context_parallel_degree": degrees.get("context", 1),
         },
         "activation_checkpoint": {"mode": document["recompute"]},
     }
@@ -527,6 +534,9 @@ def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: st
     return shlex.join(["sbatch", *words, f"--wrap={command}"]) + "\n"
 
 
+_COMPARED = {"step_s": "step, s", "tokens_per_s": "tokens/s", "price_per_step": "price/step"}
+
+
 def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Returns how plans differ: settings, time, memory, price, and the parts of a step that do.
 
@@ -534,10 +544,12 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         files: names and contents of plan files; what the planner predicted of them is in them.
 
     Raises:
-        ConfigError: a plan has no prediction.
+        ConfigError: a plan breaks the schema or has no prediction.
     """
     for name, document in files:
-        if "parts_s" not in document.get("prediction", {}):
+        plan_variables(document, name, "--compare ")
+        found = document.get("prediction")
+        if not isinstance(found, dict) or not {"parts_s", "memory_bytes", *_COMPARED} <= set(found):
             raise ConfigError(
                 f"{name}: it does not say what is predicted of it: write it with plan --output"
             )
@@ -549,10 +561,8 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         lines += [[key, *values]] * (len(set(values)) > 1)
     figures = [
         {
-            "step, s": float(one["step_s"]),
-            "tokens/s": float(one["tokens_per_s"]),
+            **{what: float(one[key]) for key, what in _COMPARED.items()},
             "fullest GPU, GB": max(one["memory_bytes"]) / _GB,
-            "price/step": float(one["price_per_step"]),
         }
         for one in seen
     ]
@@ -581,7 +591,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
     """Returns what a plan decides, as words by key."""
-    found = {**document["degrees"]}
+    found = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
             value = ", ".join(
@@ -617,12 +627,14 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     """
     priced = any(row.prediction.price_per_hour for row in rows)
     spread = inputs.model.has_experts
+    shared = any(row.plan.context_ranks > 1 for row in rows)
     head = [
         "",
         "tp",
         "dp",
         "pp",
         *["ep"] * spread,
+        *["cp"] * shared,
         "batch",
         "schedule",
         "recompute",
@@ -643,6 +655,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         cells = [
             *(str(number), str(plan.tp), _replicas(plan), f"{plan.pp}{chunks}"),
             *[str(plan.expert_ranks)] * spread,
+            *[str(plan.context_ranks)] * shared,
             f"{plan.num_microbatches}x{plan.micro_batch}",
             *(plan.schedule, plan.recompute),
             "sharded" if plan.distributed_optimizer else "whole",
@@ -737,4 +750,4 @@ def _aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 def _replicas(plan: Plan) -> str:
     """Returns the number of replicas, of each stage where they differ."""
     counts = [len(place.replicas) for place in plan.places]
-    return str(plan.dp) if len(set(counts)) == 1 else "-".join(map(str, counts))
+    return str(plan.dp) if plan.uniform else "-".join(map(str, counts))

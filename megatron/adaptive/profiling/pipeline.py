@@ -68,7 +68,7 @@ class Sample:
 def profile_of(
     samples: Sequence[Sample],
     placement: Placement,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[float] | None = None,
     num_microbatches: int = 0,
 ) -> StageProfile:
     """Puts the ranks' samples together; replicas of a stage count alike.
@@ -76,8 +76,9 @@ def profile_of(
     Args:
         samples: at least one of every rank of the pipeline.
         placement: where stages live.
-        layers: transformer layers of each stage; with them the profile also holds for other
-            placements, for the slowness of a rank is separated from that of a stage.
+        layers: work of each stage's transformer layers, their number where they are alike; with
+            it the profile also holds for other placements, for the slowness of a rank is separated
+            from that of a stage.
         num_microbatches: of each step measured; with it unequal microbatches are found.
 
     Returns:
@@ -166,7 +167,7 @@ def _microbatch_factors(
 
 
 def rank_factors(
-    times: Mapping[ActionKind, Sequence[float]], placement: Placement, layers: Sequence[int]
+    times: Mapping[ActionKind, Sequence[float]], placement: Placement, layers: Sequence[float]
 ) -> tuple[float, ...]:
     """Estimates how much slower each rank is than the typical one, from transformer layers alone.
 
@@ -178,7 +179,7 @@ def rank_factors(
     Args:
         times: measured seconds of each stage, by kind.
         placement: where the stages lay.
-        layers: transformer layers of each stage.
+        layers: work of each stage's transformer layers.
 
     Returns:
         A factor per rank, 1 where nothing shows it.

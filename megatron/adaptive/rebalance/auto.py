@@ -59,7 +59,7 @@ class TunedPipeline:
         forward_backward: runs the steps.
         transport: channels of this rank, ``None`` where it has none.
         payload_shape, payload_dtype: tensors between stages.
-        layers: transformer layers of each stage, ``None`` where that is not known.
+        layers: work of each stage's transformer layers, ``None`` where that is not known.
         cap: most activations that the user allows, in microbatches; ``None`` for what fits.
         splits: backwards can be split.
         weight_pieces: most parts of a weight gradient.
@@ -75,7 +75,7 @@ class TunedPipeline:
     transport: Transport | None
     payload_shape: Sequence[int]
     payload_dtype: torch.dtype
-    layers: Sequence[int] | None
+    layers: Sequence[float] | None
     cap: float | None
     splits: bool
     weight_pieces: int

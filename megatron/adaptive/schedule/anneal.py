@@ -35,9 +35,9 @@ from megatron.adaptive.schedule.policy import actions_of
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
-VISITS = 60_000_000
-"""Actions that are timed in all, at most: some 0.15 s."""
-LEAST_ORDERS, MOST_ORDERS = 5_000, 30_000
+VISITS = 500_000_000
+"""Actions that are timed in all, at most: about a second."""
+LEAST_ORDERS, MOST_ORDERS = 40_000, 200_000
 HEAT = 2
 """At first orders are taken that are longer by less than so many actions of mean duration."""
 

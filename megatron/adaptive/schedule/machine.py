@@ -30,7 +30,7 @@ CAP = 3
 CHUNKS = 4
 MICROBATCHES = 5
 PIECES = 6  # parts of each weight gradient, 0 if backwards are whole
-GROUP = 7  # microbatches that a chunk should take in a row, see ``rules``
+RANKS = 7
 RANK = 8
 STARTED = 9
 FINISHED = 10
@@ -40,7 +40,8 @@ LAST_CHUNK = 13  # holds the last stage, whose forward enables its own backward;
 BESIDE = 14  # 1 where an action may start while another communicates
 BUSY = 15  # and two more: 1 where a forward, a backward, a weight gradient is under way
 SIZED = 18  # 1 where microbatches differ in size; then their sizes follow the flags
-HEAD = 19
+TURNED = 19  # 1 in a V, where every second chunk runs from the last rank to the first
+HEAD = 20
 
 # Blocks of one count of actions per chunk; a count is also the next index.
 DONE = 3  # from a kind's block of started actions to that of finished ones
@@ -76,6 +77,12 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
     if kind == B and index >= s[HEAD + (F + DONE) * chunks + chunk]:
         return False
     return s[HEAD + FLAGS * chunks + (kind * chunks + chunk) * microbatches + index] == 1
+
+
+def stage_of(s: State, chunk: int) -> int:
+    """Stage of a chunk, as :meth:`Placement.stage_of`."""
+    rank = s[RANKS] - 1 - s[RANK] if s[TURNED] == 1 and chunk % 2 == 1 else s[RANK]
+    return chunk * s[RANKS] + rank
 
 
 def size_of(s: State, microbatch: int) -> int:

@@ -16,7 +16,8 @@ cap:
 1. after a forward a backward, after a backward a forward, where both are possible;
 2. backwards: the deepest chunk first;
 3. forwards: in a loop the lowest group of ``num_ranks`` microbatches first, in it the shallowest
-   chunk; in a V the deepest chunk first;
+   chunk; in a V the one with the longest way to the end of the step, the lowest sum of stage and
+   microbatch.
    A chunk that has its share of the cap waits for a backward;
 4. where backwards are split: a weight gradient, or a piece of one, when there is nothing else.
 
@@ -25,7 +26,9 @@ Microbatches ascend within a stage in any case (``RankState``). Nothing possible
 In a V with two chunks and split backwards, 8 equal ranks and 32 microbatches take the least time
 that is possible, the work of a rank and the ramp, as ZB-V does, and stay within 3% of it under
 jitter of sigma 0.3, where ZB-V loses 7%. Taking forwards in groups there costs 9% more once a
-message takes as long as a forward.
+message takes as long as a forward, and taking the deepest chunk's first 0.2% on average: with 16
+ranks, 32 microbatches, memory for all and sigma 0.3, the worst of 100 draws then is 5.2% above the
+lower bound, and 3.7% by the longest way. In a loop the longest way gains nothing.
 
 In a loop, why not simply backward before forward, then the lowest microbatch. Simulated on 2, 4 and
 8 equal ranks with p, 2p and 4p microbatches, backward as long as forward or twice, latency from
@@ -89,13 +92,14 @@ from megatron.adaptive.schedule.machine import (
     CHUNKS,
     DONE,
     FINISHED,
-    GROUP,
     HEAD,
     IN_FLIGHT,
     LAST,
     PIECES,
+    RANKS,
     SIZED,
     STARTED,
+    TURNED,
     UNIT,
     B,
     F,
@@ -106,6 +110,7 @@ from megatron.adaptive.schedule.machine import (
     lane_count,
     lanes,
     size_of,
+    stage_of,
 )
 
 LOOKAHEAD = 96
@@ -153,26 +158,30 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
     return lane_count(s, F, chunk) - lane_count(s, B + DONE, chunk) < hint[chunk]
 
 
-def grouped_forward(s: State, hint: Sequence[int]) -> int:
-    """Code of the forward to take: lowest group of microbatches first, then the shallowest chunk.
+def next_forward(s: State, hint: Sequence[int]) -> int:
+    """Chunk of the forward to take, -1 if none is ready and fits.
 
-    A group is as many microbatches as the pipeline has ranks in a loop, and one in a V. -1 if none
-    is ready and fits.
+    In a loop, of the lowest group of as many microbatches as there are ranks, the shallowest. In a
+    V the one with the longest way to the end of the step.
     """
     best = -1
-    best_group = 0
+    lowest = 0
     for chunk in range(s[CHUNKS]):
         if is_ready(s, F, chunk) and fits(s, chunk) and within_share(s, hint, chunk):
-            group = lane_count(s, F, chunk) // s[GROUP]
-            if best < 0 or group < best_group:
+            place = lane_count(s, F, chunk)
+            if s[TURNED] == 1:
+                place += stage_of(s, chunk)
+            else:
+                place //= s[RANKS]
+            if best < 0 or place < lowest or (place == lowest and s[TURNED] == 1):
                 best = chunk
-                best_group = group
+                lowest = place
     return best
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
     """The rule of ``adaptive``."""
-    forward = grouped_forward(s, hint)
+    forward = next_forward(s, hint)
     backward = deepest_ready(s, B)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
         return forward

@@ -86,9 +86,8 @@ class RankState:
         s[machine.CHUNKS] = chunks
         s[machine.MICROBATCHES] = num_microbatches
         s[machine.PIECES] = self.weight_pieces
-        # A loop keeps its rhythm with a microbatch per rank; where the stages turn around, a
-        # microbatch is best taken to the end before the next one starts.
-        s[machine.GROUP] = placement.num_ranks if placement.kind == "loop" else 1
+        s[machine.RANKS] = placement.num_ranks
+        s[machine.TURNED] = int(placement.kind == "v")
         s[machine.RANK] = rank
         s[machine.TOTAL] = (
             chunks * num_microbatches * (1 if forward_only else 2 + self.weight_pieces)

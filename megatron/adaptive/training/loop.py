@@ -30,6 +30,7 @@ from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
+from megatron.adaptive.gpt.model import layer_work
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
 from megatron.adaptive.gpt.step import Step, StepResult, gather_parameters, params_norm
 from megatron.adaptive.rebalance.auto import Decision, TunedPipeline, Tuner
@@ -434,7 +435,7 @@ def _tuned(run: Run) -> TunedPipeline:
         transport=None if run.wiring is None else run.wiring.transport,
         payload_shape=payload_shape(config),
         payload_dtype=run.core.pipeline_dtype,
-        layers=config.layers_per_stage,
+        layers=layer_work(config),
         cap=config.schedule.activation_cap,
         splits=config.splits_backward,
         weight_pieces=config.schedule.weight_pieces,

@@ -1,0 +1,749 @@
+"""Weights of Hugging Face models: read into a model or a checkpoint of ours, and written back.
+
+One table per family (:data:`FAMILIES`) names our modules and theirs; each of our tensors is put
+together from rows of theirs, and the same list of :class:`RowRun` serves both directions::
+
+    ours, [rows, columns]                                   theirs
+    linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or all in one
+    linear_fc1    gate | up                                  gate_proj, up_proj, or all in one
+    others        the same rows; GPT-2's matrices turned over
+
+Sizes follow from the run's settings, so that a tensor of another size is found before it is read,
+and none is left over. Rows of the embedding that only pad it are zero here and absent there.
+How ranks hold parts of our tensors is megatron-core's to say: a rank asks for the parts that its
+shards are, in any mesh, partition and placement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+from megatron.adaptive.checkpoint import state, values
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest, write_files
+from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
+from megatron.adaptive.checkpoint.safetensors import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    TensorFolder,
+    write_folder,
+)
+from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
+from megatron.adaptive.checkpoint.torch_dist import Entry, indices_of, pickled, write_file
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.core import LATENT_SETTINGS, parse_pattern
+from megatron.adaptive.config.hugging_face import CONFIG, load_config
+from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.data.tokenizer import padded_vocab_size
+from megatron.adaptive.errors import CheckpointError, ConfigError
+
+# Buffers that older versions of transformers saved, and later ones compute.
+_COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
+_BESIDE = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("chat_template.jinja", "chat_template.json", "tekken.json"),
+)
+FORMAT = CheckpointingConfig("torch_dist", 1)
+_SHARD = "__0_0.distcp"
+_ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+# Settings of megatron-core that say what is computed with the weights.
+CORE_MEANINGS = (
+    *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_pre_softmax"),
+    *("moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
+    *("moe_router_group_topk", "window_size", "window_attn_skip_freq", *LATENT_SETTINGS),
+)
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+class FamilyNames(NamedTuple):
+    """Their names in one family.
+
+    Attributes:
+        inside: their modules of a layer by ours, in the order of the model; one module for all
+            blocks of rows, or one for each.
+        outside: their modules by ours.
+        layer: begins the names of a layer's modules; has its number.
+        turned: whether matrices of linear layers are stored as ``[inputs, outputs]``.
+        grouped: whether rows of queries, keys and values alternate as ours do.
+    """
+
+    inside: Mapping[str, list[str]]
+    outside: Mapping[str, list[str]]
+    layer: str = "model.layers.{}."
+    turned: bool = False
+    grouped: bool = False
+
+
+def _table(text: str) -> dict[str, list[str]]:
+    lines = (line.partition(" = ") for line in text.strip().splitlines())
+    return {ours.strip(): theirs.split() for ours, _, theirs in lines}
+
+
+_ATTENTION = """
+self_attention.linear_qkv = self_attn.q_proj self_attn.k_proj self_attn.v_proj
+self_attention.linear_proj = self_attn.o_proj
+self_attention.q_layernorm = self_attn.q_norm
+self_attention.k_layernorm = self_attn.k_norm
+"""
+_LATENT = """
+self_attention.linear_q_proj = self_attn.q_proj
+self_attention.linear_q_down_proj = self_attn.q_a_proj
+self_attention.q_layernorm = self_attn.q_a_layernorm
+self_attention.linear_q_up_proj = self_attn.q_b_proj
+self_attention.linear_kv_down_proj = self_attn.kv_a_proj_with_mqa
+self_attention.kv_layernorm = self_attn.kv_a_layernorm
+self_attention.linear_kv_up_proj = self_attn.kv_b_proj
+self_attention.linear_proj = self_attn.o_proj
+"""
+_DENSE = """
+mlp.linear_fc1 = mlp.gate_proj mlp.up_proj
+mlp.linear_fc2 = mlp.down_proj
+"""
+_NORMS = """
+input_layernorm = input_layernorm
+pre_mlp_layernorm = post_attention_layernorm
+"""
+_EXPERTS = """
+mlp.router = mlp.gate
+mlp.router.expert_bias = mlp.gate.e_score_correction_bias
+mlp.experts.experts.linear_fc1 = mlp.experts.{}.gate_proj mlp.experts.{}.up_proj
+mlp.experts.experts.linear_fc2 = mlp.experts.{}.down_proj
+mlp.shared_experts.linear_fc1 = mlp.shared_experts.gate_proj mlp.shared_experts.up_proj
+mlp.shared_experts.linear_fc2 = mlp.shared_experts.down_proj
+"""
+_MIXTRAL = """
+mlp.router = block_sparse_moe.gate
+mlp.experts.experts.linear_fc1 = block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3
+mlp.experts.experts.linear_fc2 = block_sparse_moe.experts.{}.w2
+"""
+_PHI = """
+self_attention.linear_proj = self_attn.o_proj
+self_attention.linear_qkv = self_attn.qkv_proj
+mlp.linear_fc1 = mlp.gate_up_proj
+mlp.linear_fc2 = mlp.down_proj
+"""
+_GPT_2 = """
+input_layernorm = ln_1
+self_attention.linear_qkv = attn.c_attn
+self_attention.linear_proj = attn.c_proj
+pre_mlp_layernorm = ln_2
+mlp.linear_fc1 = mlp.c_fc
+mlp.linear_fc2 = mlp.c_proj
+"""
+_NEOX = """
+self_attention.linear_qkv = attention.query_key_value
+self_attention.linear_proj = attention.dense
+mlp.linear_fc1 = mlp.dense_h_to_4h
+mlp.linear_fc2 = mlp.dense_4h_to_h
+"""
+_OUTSIDE = _table("""
+embedding.word_embeddings = model.embed_tokens
+decoder.final_layernorm = model.norm
+output_layer = lm_head
+""")
+_GPT_2_OUTSIDE = _table("""
+embedding.word_embeddings = transformer.wte
+embedding.position_embeddings = transformer.wpe
+decoder.final_layernorm = transformer.ln_f
+output_layer = lm_head
+""")
+_NEOX_OUTSIDE = _table("""
+embedding.word_embeddings = gpt_neox.embed_in
+decoder.final_layernorm = gpt_neox.final_layer_norm
+output_layer = embed_out
+""")
+_LLAMA = FamilyNames(_table(_ATTENTION + _DENSE + _NORMS), _OUTSIDE)
+_DEEPSEEK = FamilyNames(_table(_LATENT + _DENSE + _EXPERTS + _NORMS), _OUTSIDE)
+FAMILIES: Mapping[str, FamilyNames] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    "mixtral": FamilyNames(_table(_ATTENTION + _MIXTRAL + _NORMS), _OUTSIDE),
+    "qwen3_moe": FamilyNames(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),
+    "phi3": FamilyNames(_table(_PHI + _NORMS), _OUTSIDE),
+    "gpt2": FamilyNames(_table(_GPT_2), _GPT_2_OUTSIDE, "transformer.h.{}.", turned=True),
+    "gpt_neox": FamilyNames(
+        _table(_NORMS + _NEOX), _NEOX_OUTSIDE, "gpt_neox.layers.{}.", grouped=True
+    ),
+}
+
+
+class ModuleSize(NamedTuple):
+    """Size of a module of ours.
+
+    Attributes:
+        blocks: rows of each of the matrices that it is made of.
+        columns: of its matrix, 0 where it is a vector.
+        has_bias: whether it has one beside its weight.
+        groups: parts that each block is cut into, which alternate; 1 where blocks follow.
+        experts: of which each has such a module, 0 for none.
+    """
+
+    blocks: tuple[int, ...]
+    columns: int = 0
+    has_bias: bool = False
+    groups: int = 1
+    experts: int = 0
+
+
+class RowRun(NamedTuple):
+    """Says where some rows of a tensor of ours are among theirs.
+
+    Attributes:
+        at, count: the rows of ours.
+        expert: place in our first axis, 0 where there is none.
+        name: of their tensor.
+        first: row there.
+        turned: whether it is stored with its axes exchanged.
+    """
+
+    at: int
+    count: int
+    expert: int
+    name: str
+    first: int
+    turned: bool
+
+
+class OurTensor(NamedTuple):
+    """A tensor of ours.
+
+    Attributes:
+        experts: length of its first axis, 0 where it has none.
+        height: rows, without those that pad it.
+        columns: 0 of a vector.
+        rows: that it is made of.
+    """
+
+    experts: int
+    height: int
+    columns: int
+    rows: Sequence[RowRun]
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the whole."""
+        lead = [self.experts] if self.experts else []
+        return [*lead, self.height, *([self.columns] if self.columns else [])]
+
+
+def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
+    """Returns the modules of a layer, or of what is outside of layers, with their sizes."""
+    model, core = config.model, config.core
+    hidden, heads, biased = model.hidden_size, model.num_attention_heads, model.add_bias_linear
+    norm = ModuleSize((hidden,), has_bias=model.normalization == "LayerNorm")
+    if layer is None:
+        matrix = ModuleSize((config.data.vocab_size or 0,), hidden)
+        found = {"embedding.word_embeddings": matrix, "decoder.final_layernorm": norm}
+        if model.position_embedding_type == "learned_absolute":
+            positions = ModuleSize((model.max_position_embeddings,), hidden)
+            found["embedding.position_embeddings"] = positions
+        if model.untie_embeddings_and_output_weights:
+            found["output_layer"] = matrix
+        return found
+    found = {"input_layernorm": norm, "pre_mlp_layernorm": norm}
+    attention: dict[str, ModuleSize] = {}
+    if core.multi_latent_attention:
+        rotated, down, rank = core.qk_pos_emb_head_dim, core.kv_lora_rank, core.q_lora_rank
+        queries, value = heads * (core.qk_head_dim + rotated), core.v_head_dim
+        if rank is None:
+            attention["linear_q_proj"] = ModuleSize((queries,), hidden)
+        else:
+            attention["linear_q_down_proj"] = ModuleSize((rank,), hidden)
+            attention["linear_q_up_proj"] = ModuleSize((queries,), rank)
+            attention["q_layernorm"] = ModuleSize((rank,))
+        attention["linear_kv_down_proj"] = ModuleSize((down + rotated,), hidden)
+        attention["linear_kv_up_proj"] = ModuleSize((heads * (core.qk_head_dim + value),), down)
+        attention["kv_layernorm"] = ModuleSize((down,))
+    else:
+        value, groups = model.kv_channels, model.query_groups
+        blocks = (heads * value, groups * value, groups * value)
+        attention["linear_qkv"] = ModuleSize(blocks, hidden, model.add_qkv_bias, groups)
+        if model.qk_layernorm:
+            attention["q_layernorm"] = attention["k_layernorm"] = norm._replace(blocks=(value,))
+    attention["linear_proj"] = ModuleSize((hidden,), heads * value, biased)
+    found |= {f"self_attention.{name}": size for name, size in attention.items()}
+
+    def feed_forward(name: str, width: int, experts: int = 0) -> None:
+        blocks = (width,) * (2 if model.swiglu or model.quick_geglu else 1)
+        found[f"{name}.linear_fc1"] = ModuleSize(blocks, hidden, biased, experts=experts)
+        found[f"{name}.linear_fc2"] = ModuleSize((hidden,), width, biased, experts=experts)
+
+    if not _has_experts(config, layer):
+        feed_forward("mlp", model.ffn_hidden_size)
+        return found
+    experts = core.num_moe_experts
+    feed_forward("mlp.experts.experts", core.moe_ffn_hidden_size or model.ffn_hidden_size, experts)
+    found["mlp.router"] = ModuleSize((experts,), hidden)
+    if core.moe_router_enable_expert_bias:
+        found["mlp.router.expert_bias"] = ModuleSize((experts,))
+    if core.moe_shared_expert_intermediate_size:
+        feed_forward("mlp.shared_experts", core.moe_shared_expert_intermediate_size)
+    return found
+
+
+def _has_experts(config: TrainerConfig, layer: int) -> bool:
+    if config.core.num_moe_experts is None:
+        return False
+    pattern = parse_pattern(config.core.moe_layer_freq)
+    return bool(layer % pattern == 0 if isinstance(pattern, int) else pattern[layer])
+
+
+def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
+    """Returns the tensors of a model by their names in a checkpoint, in the order of the model.
+
+    Args:
+        config: settings; ``vocab_size`` counts the rows of theirs.
+        family: ``model_type`` of theirs.
+    """
+    names, found = FAMILIES[family], dict[str, OurTensor]()
+    outside = _sizes(config, None)
+
+    def add(*modules: str) -> None:
+        for ours in modules:
+            if ours in outside:
+                _add(found, ours, outside[ours], names.outside[ours], names, ours)
+
+    add("embedding.word_embeddings", "embedding.position_embeddings")
+    for layer in range(config.model.num_layers):
+        sizes, prefix = _sizes(config, layer), names.layer.format(layer)
+        for ours, theirs in names.inside.items():
+            if ours in sizes:
+                saved = f"decoder.layers.{layer}.{_saved_module(ours, config, layer)}"
+                full = [prefix + one for one in theirs]
+                _add(found, ours, sizes[ours], full, names, saved)
+    add("decoder.final_layernorm", "output_layer")
+    return found
+
+
+def _saved_module(ours: str, config: TrainerConfig, layer: int) -> str:
+    """Returns the name of a norm in a checkpoint, where megatron-core counts it to a product."""
+    engine, latent = config.model.transformer_impl != "local", config.core.multi_latent_attention
+    into = {
+        "input_layernorm": "" if latent else "self_attention.linear_qkv",
+        "pre_mlp_layernorm": "mlp.linear_fc1" if engine or not latent else "",
+    }
+    if engine and latent:
+        into["self_attention.q_layernorm"] = "self_attention.linear_q_up_proj"
+        into["self_attention.kv_layernorm"] = "self_attention.linear_kv_up_proj"
+    if engine and ours == "pre_mlp_layernorm" and _has_experts(config, layer):
+        return ours
+    return f"{into[ours]}.layer_norm_" if into.get(ours) else ours
+
+
+def _add(
+    found: dict[str, OurTensor],
+    ours: str,
+    size: ModuleSize,
+    theirs: Sequence[str],
+    names: FamilyNames,
+    saved: str,
+) -> None:
+    """Adds weight and bias of a module of ours that is saved under a name."""
+    is_whole = ours.endswith("expert_bias")
+    is_grouped = names.grouped and ours.endswith("linear_qkv")
+    for part, columns in (("weight", size.columns), ("bias", 0)):
+        if part == "bias" and not size.has_bias:
+            continue
+        rows: list[RowRun] = []
+        for expert in range(size.experts or 1):
+            for at, count, block, first in _runs(size, is_one=is_grouped):
+                module, before = theirs[min(block, len(theirs) - 1)], 0
+                if len(theirs) == 1:
+                    before = sum(size.blocks[:block])
+                name = (module if is_whole else f"{module}.{part}").format(expert)
+                turned = names.turned and bool(columns) and "linear" in ours
+                one = RowRun(at, count, expert, name, before + first, turned)
+                rows.append(one)
+        separator = "" if is_whole or saved.endswith("_") else "."
+        name = f"{saved}{separator}{'' if is_whole else part}"
+        found[name] = OurTensor(size.experts, sum(size.blocks), columns, rows)
+
+
+def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Yields runs of rows: where they are in ours, how many, and in which block from which row."""
+    if is_one:
+        yield 0, sum(size.blocks), 0, 0
+        return
+    at = 0
+    for group in range(size.groups):
+        for block, height in enumerate(size.blocks):
+            count = height // size.groups
+            yield at, count, block, group * count
+            at += count
+
+
+def their_shapes(tensors: Mapping[str, OurTensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of their tensors by name, in the order of the model."""
+    heights: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    order: dict[str, int] = {}
+    for our in tensors.values():
+        for one in our.rows:
+            height = heights[one.name] = max(heights.get(one.name, 0), one.first + one.count)
+            shape = (height, our.columns) if our.columns else (height,)
+            shapes[one.name] = shape[::-1] if one.turned else shape
+            order.setdefault(one.name.rpartition(".")[0], len(order))
+    # A module's bias follows its weight.
+    names = sorted(shapes, key=lambda name: (order[name.rpartition(".")[0]], name[-4:] == "bias"))
+    return {name: shapes[name] for name in names}
+
+
+class HuggingFaceReader:
+    """Reads tensors of a checkpoint of ours from a folder of theirs; use it in ``with``.
+
+    Args:
+        folder: of the model.
+        config: settings of the model that is built.
+
+    Attributes:
+        tensors: of ours, by name.
+
+    Raises:
+        ConfigError: the trainer cannot build the model.
+        CheckpointError: the folder holds other tensors than the model has.
+    """
+
+    def __init__(self, folder: Path, config: TrainerConfig) -> None:
+        self._folder = TensorFolder(folder)
+        document, words = load_config(folder)
+        data = dataclasses.replace(config.data, vocab_size=_rows_of(words))
+        self.tensors = our_tensors(
+            dataclasses.replace(config, data=data), str(document["model_type"])
+        )
+        self._names = self._match(their_shapes(self.tensors), folder)
+
+    def __enter__(self) -> HuggingFaceReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.__exit__()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the type of a tensor of ours.
+
+        Raises:
+            CheckpointError: those that it is made of have several.
+        """
+        found = {
+            one.name: self._folder.tensors[self._names[one.name]].dtype
+            for one in self.tensors[name].rows
+        }
+        if len({*found.values()}) > 1:
+            kinds = ", ".join(f"{key} is {value}" for key, value in list(found.items())[:3])
+            raise CheckpointError(
+                f"{self._folder.folder}: {kinds}: they become one tensor here; save them alike"
+            )
+        return DTYPES[next(iter(found.values()))]
+
+    def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
+        """Fills a part of a tensor; rows that pad a vocabulary become zero.
+
+        Args:
+            name: of the tensor.
+            offset: of the part in it.
+            target: the part.
+        """
+        with torch.no_grad():
+            for rows, row, column, region in _meet(self.tensors[name], offset, target):
+                theirs = self._names[rows.name]
+                if rows.turned:
+                    self._folder.read(theirs, column, row, region.t())
+                else:
+                    self._folder.read(theirs, row, column, region)
+
+    def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
+        """Returns the names in the folder by those of transformers; all must be as expected."""
+        there = self._folder.tensors
+        base = next(iter(shapes)).partition(".")[0] + "."
+        # The model without its head, as some folders have it.
+        is_bare = not any(name.startswith(base) for name in there)
+        names = {name: name.removeprefix(base) if is_bare else name for name in shapes}
+        missing = [name for name, given in names.items() if given not in there]
+        if missing:
+            tied = (
+                f" ({CONFIG} says that embedding and head are not tied)"
+                if len(missing) == 1 and _HEAD in self.tensors
+                else ""
+            )
+            raise CheckpointError(
+                f"{folder} has no {missing[0]}{tied}, and {len(missing)} of {len(names)} tensors"
+                f" are missing: it is not whole, or of another model than its {CONFIG} says"
+            )
+        for name, shape in shapes.items():
+            if there[names[name]].shape != shape:
+                raise CheckpointError(
+                    f"{there[names[name]].file} has {name} with shape"
+                    f" {list(there[names[name]].shape)}, and the model of {CONFIG} and flags has"
+                    f" {list(shape)}: it is of another model"
+                )
+        known = {*names.values()}
+        for name in there:
+            if name not in known and not _COMPUTED.search(name) and not self._is_copy(name, names):
+                raise CheckpointError(
+                    f"{there[name].file} has {name}, which the model of {CONFIG} has no place for:"
+                    " take it out, or load another model"
+                )
+        return names
+
+    def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
+        """Returns whether a tensor is the head of a model in which it is the embedding."""
+        if name not in ("lm_head.weight", "embed_out.weight") or _HEAD in self.tensors:
+            return False
+        embedding = names[self.tensors[_EMBEDDING].rows[0].name]
+        first, second = self._folder.tensors[name], self._folder.tensors[embedding]
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        step = 1 + (1 << 20) // max(1, first.shape[1])
+        for at in range(0, first.shape[0], step):
+            size = (min(step, first.shape[0] - at), first.shape[1])
+            both = [torch.empty(size, dtype=DTYPES[first.dtype]) for _ in range(2)]
+            for one, target in zip((name, embedding), both, strict=True):
+                self._folder.read(one, at, 0, target)
+            if not torch.equal(*both):
+                raise CheckpointError(
+                    f"{first.file} has {name} with other values than {embedding}, and {CONFIG}"
+                    " says that they are tied (tie_word_embeddings): set it to false there"
+                )
+        return True
+
+
+def _rows_of(words: Sequence[str]) -> int:
+    return int(words[words.index("--vocab-size") + 1])
+
+
+def _meet(
+    our: OurTensor, offset: Sequence[int], target: torch.Tensor
+) -> Iterator[tuple[RowRun, int, int, torch.Tensor]]:
+    """Yields the runs of rows that a part has: row and column of ours in theirs, and the region.
+
+    Rows of the part that only pad a vocabulary become zero.
+
+    Args:
+        our: the tensor.
+        offset: of the part in it.
+        target: the part.
+    """
+    place = [*offset] if our.experts else [0, *offset]
+    target = target.detach() if our.experts else target.detach()[None]
+    if not our.columns:
+        place, target = [*place, 0], target[..., None]
+    begin, end = place[1], place[1] + target.shape[1]
+    if end > our.height:
+        target[:, max(0, our.height - begin) :].zero_()
+    each = len(our.rows) // (our.experts or 1)  # in the order of experts
+    for one in our.rows[each * place[0] : each * (place[0] + target.shape[0])]:
+        low, high = max(begin, one.at), min(end, one.at + one.count)
+        if low < high:
+            region = target[one.expert - place[0], low - begin : high - begin]
+            yield one, one.first + low - one.at, place[2], region
+
+
+def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
+    """Fills the parameters of this rank's chunks in place.
+
+    Raises:
+        AdaptiveError: see :class:`HuggingFaceReader`.
+    """
+    weights = state.sharded_model(chunks, state.METADATA)
+    apply_factories(weights)
+    shards = [one for one in nested_values(weights) if isinstance(one, ShardedTensor)]
+    with HuggingFaceReader(folder, config) as reader:
+        rows, given = reader.tensors[_EMBEDDING].height, state.padded_vocab_size(chunks)
+        if given < rows:
+            raise ConfigError(
+                f"--vocab-size {config.data.vocab_size} makes {given} rows of the embedding, and"
+                f" {folder} has {rows}: leave it out"
+            )
+        for shard in shards:
+            lead = shard.prepend_axis_num
+            reader.read(shard.key, shard.global_offset, shard.data.detach()[(None,) * lead])
+
+
+def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
+    """Writes a checkpoint of iteration 0 from a folder of theirs, tensor by tensor.
+
+    Args:
+        folder: of the model.
+        output: folder of checkpoints, which must have none.
+        config: settings of the model.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        AdaptiveError: see :class:`HuggingFaceReader`; or the output holds checkpoints, or cannot be
+            written.
+    """
+    checkpoints = CheckpointFolder(output)
+    if checkpoints.named():
+        raise CheckpointError(f"{output} holds checkpoints already: name another --output")
+    with HuggingFaceReader(folder, config) as reader:
+        multiple = config.model.make_vocab_size_divisible_by
+        rows = padded_vocab_size(reader.tensors[_EMBEDDING].height, multiple, 1)
+        entries: list[Entry] = []
+        for name, our in reader.tensors.items():
+            whole, lead = our.shape, 1 if our.experts else 0
+            if name in (_EMBEDDING, _HEAD):
+                whole[0] = rows
+            size = [1] * lead + whole[lead:]
+            dtype = str(reader.dtype(name)).removeprefix("torch.")
+            for expert in range(our.experts or 1):
+                offset = [expert] * lead + [0] * (len(whole) - lead)
+                entry = {"name": name, "offset": offset, "size": size, "whole": whole}
+                entries.append({**entry, "type": dtype})
+
+        def tensors() -> Iterator[torch.Tensor]:
+            for entry in entries:
+                target = torch.empty(entry["size"], dtype=getattr(torch, entry["type"]))
+                reader.read(entry["name"], entry["offset"], target)
+                yield target
+
+        try:
+            partial = checkpoints.begin(0)
+            places, total = write_file(partial / _SHARD, tensors(), {})
+            for entry, place in zip(entries, places, strict=True):
+                entry.update(path=_SHARD, place=place)
+            common = {
+                "content_metadata": dict(state.METADATA),
+                "iteration": 0,
+                "opt_param_scheduler": {"num_steps": 0},
+            }
+            once = {"common.values": values.dumps(common), "common.pt": pickled(common)}
+            form = json.dumps(dataclasses.asdict(FORMAT)).encode()
+            write_files(partial, {**indices_of(entries), **once, "metadata.json": form})
+            manifest = Manifest(
+                progress={},
+                config=config.to_dict(),
+                shape={},
+                padded_vocab_size=rows,
+                has_optimizer=False,
+                has_rng=False,
+            )
+            return checkpoints.commit(0, {**manifest.to_dict(), "blocks": {_SHARD: total[1]}})
+        except OSError as error:
+            raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
+        finally:
+            checkpoints.abandon(0)
+
+
+def export_folder(
+    checkpoints: Path, step: int | None, like: Path | None, output: Path, shard_bytes: int
+) -> None:
+    """Writes a checkpoint of ours as a folder of theirs, tensor by tensor.
+
+    Args:
+        checkpoints: folder of them.
+        step: iteration, by default the latest.
+        like: folder of theirs with configuration and tokenizer; by default the one that the
+            checkpoint or its run came from.
+        output: folder that is made, and must not hold a model.
+        shard_bytes: size of the largest file.
+
+    Raises:
+        AdaptiveError: the checkpoint is of another model than the configuration, or damaged; or
+            the output cannot be written.
+    """
+    found = CheckpointFolder(checkpoints)
+    step = found.latest() if step is None else step
+    if step is None:
+        raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
+    path, manifest = found.open(step)
+    config = TrainerConfig.from_dict(manifest.config)
+    like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
+    if like is None or not (like / CONFIG).is_file():
+        raise CheckpointError(
+            f"{path} does not say which {CONFIG} its model has"
+            + (f" ({like} is gone)" if like else "")
+            + ": give a folder with one as --config"
+        )
+    document, words = load_config(like)
+    require_same(config, words, f"{like / CONFIG}", path)
+    if any((output / name).exists() for name in (CONFIG, SINGLE, INDEX)):
+        raise CheckpointError(f"{output} holds a model already: name another --output")
+    data = dataclasses.replace(config.data, vocab_size=_rows_of(words))
+    ours = our_tensors(dataclasses.replace(config, data=data), str(document["model_type"]))
+    holders: dict[str, list[tuple[str, RowRun]]] = {}
+    for name, our in ours.items():
+        for one in our.rows:
+            holders.setdefault(one.name, []).append((name, one))
+    shapes = their_shapes(ours)
+    with CheckpointReader(path, path, manifest.files, manifest.blocks) as reader:
+        absent = [name for name in ours if name not in reader.tensors]
+        if absent:
+            raise CheckpointError(f"{path} has no {absent[0]}: it is of another model than {like}")
+        if more := [name for name in reader.tensors if _is_weight(name) and name not in ours]:
+            raise CheckpointError(
+                f"{path} has {more[0]}, which models of type {document['model_type']} have no place"
+                " for: export a run without it"
+            )
+        kinds = {name: reader.tensors[parts[0][0]].dtype for name, parts in holders.items()}
+
+        def read(name: str) -> torch.Tensor:
+            target = torch.empty(shapes[name], dtype=kinds[name])
+            wanted = []
+            for our, one in holders[name]:
+                whole = target.t() if one.turned else target
+                region = whole[one.first : one.first + one.count]
+                offset = [one.at, *([0] if ours[our].columns else [])]
+                if ours[our].experts:
+                    region, offset = region[None], [one.expert, *offset]
+                wanted.append(WantedPart(name=our, offset=offset, target=region))
+            reader.read(wanted)
+            return target
+
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            tensors = {name: (kinds[name], shape) for name, shape in shapes.items()}
+            write_folder(output, tensors, read, shard_bytes=shard_bytes)
+            dtype = str(next(iter(kinds.values()))).removeprefix("torch.")
+            write_files(output, {CONFIG: _config_of(like / CONFIG, document, dtype)})
+            for name in _BESIDE:
+                if (like / name).is_file():
+                    shutil.copyfile(like / name, output / name)
+        except OSError as error:
+            raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
+
+
+def _is_weight(name: str) -> bool:
+    return name.startswith(("decoder.", "mtp.", "embedding.", "output_layer."))
+
+
+def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
+    """Returns the file as it is, but for the type of the tensors where that is another."""
+    key = "dtype" if "dtype" in document else "torch_dtype"
+    if document.get(key) in (None, dtype):
+        return path.read_bytes()
+    return (json.dumps({**document, key: dtype}, indent=2) + "\n").encode()
+
+
+def require_same(config: TrainerConfig, words: Sequence[str], where: str, path: Path) -> None:
+    """Checks that a checkpoint's settings are those of a configuration.
+
+    Raises:
+        CheckpointError: one differs, which is named.
+    """
+    their = parse([*words, *_ANY_RUN], world_size=1, last_wins=True)
+    for group, names in (("model", (*SHAPES, *MEANINGS)), ("core", CORE_MEANINGS)):
+        for name in names:
+            saved = getattr(getattr(config, group), name)
+            given = getattr(getattr(their, group), name)
+            # As far as the rotation goes, so do positions.
+            is_free = name == "max_position_embeddings" and "rope" in words
+            if saved != given and not is_free:
+                raise CheckpointError(
+                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {given}: give the"
+                    " configuration of its own model as --config"
+                )

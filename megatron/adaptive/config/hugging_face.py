@@ -1,0 +1,453 @@
+"""Reads ``config.json`` of Hugging Face as arguments of the trainer.
+
+A table of families says what a model is by its ``model_type``; a table of keys says which argument
+each number is. Owns what keys mean, for the planner and for the trainer alike: what a model holds
+follows from the arguments as for any other. The planner counts models that the trainer cannot
+build (``differs``); for the trainer :func:`load_config` refuses each key that asks for them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron.adaptive.config.flags import FieldSpec
+from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.errors import ConfigError
+
+CONFIG = "config.json"
+LOAD_FLAG = "--load-hf"
+
+_LONGEST = 4096
+"""Tokens of a sample where none are given, if the model takes as many."""
+_GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+_BIASED = "--position-embedding-type rope"
+_LATENT = f"{_GATED} --multi-latent-attention --qk-layernorm --moe-router-dtype fp32"
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Models of one ``model_type``.
+
+    Attributes:
+        arguments: that all of them have.
+        tied: whether embedding and head share weights where the file does not say it.
+        differs: what the trainer's layers lack or have otherwise; empty where it trains the model.
+        window_period: of so many layers with a window the last has none; 0 where all have it.
+        default: values of keys that a file may leave out, where they are not those of all.
+        nearest: the family to start from instead, where the trainer lacks this one.
+    """
+
+    arguments: str
+    tied: bool = False
+    differs: str = ""
+    window_period: int = 0
+    default: Mapping[str, Any] = field(default_factory=dict)
+    nearest: str = "llama"
+
+
+_GEMMA = (
+    "gates with GELU (hidden_activation), norms behind attention and feed-forward block, and"
+    " embeddings scaled by the root of hidden_size"
+)
+_EPSILON: Mapping[str, Any] = {"rms_norm_eps": 1e-6}
+_GROUPS_32 = {**_EPSILON, "num_key_value_heads": 32}
+_V2 = {**_EPSILON, "q_lora_rank": 1536, "norm_topk_prob": False}
+_V3 = {
+    **_V2,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "rope_interleave": True,
+}
+_GPT_2 = {"activation_function": "gelu_new", "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+_MISTRAL = {**_EPSILON, "num_key_value_heads": 8}
+_FAMILIES: Mapping[str, _Family] = {
+    "deepseek_v2": _Family(_LATENT, default=_V2),
+    "deepseek_v3": _Family(_LATENT, default=_V3),
+    "gemma": _Family(_GATED, tied=True, differs=_GEMMA),
+    "gemma2": _Family(_GATED, tied=True, differs=_GEMMA, window_period=2),
+    "gemma3_text": _Family(f"{_GATED} --qk-layernorm", tied=True, differs=_GEMMA, window_period=6),
+    "gpt2": _Family("", tied=True, default=_GPT_2),
+    "gpt_neox": _Family(_BIASED, default={"rotary_pct": 0.25, "use_parallel_residual": True}),
+    "llama": _Family(_GATED, default=_EPSILON),
+    "mistral": _Family(_GATED, default={**_MISTRAL, "sliding_window": 4096}),
+    "mixtral": _Family(_GATED, default={"num_key_value_heads": 8, "rope_theta": 1e6}),
+    "phi": _Family(_BIASED, differs="one norm for both blocks of a layer", nearest="phi3"),
+    "phi3": _Family(_GATED),
+    "qwen2": _Family(f"{_GATED} --add-qkv-bias", default=_GROUPS_32),
+    "qwen2_moe": _Family(
+        f"{_GATED} --add-qkv-bias", differs="a gate of the shared expert", nearest="qwen3_moe"
+    ),
+    "qwen3": _Family(f"{_GATED} --qk-layernorm", default={**_GROUPS_32, "head_dim": 128}),
+    "qwen3_moe": _Family(
+        f"{_GATED} --qk-layernorm",
+        default={**_EPSILON, "num_key_value_heads": 4, "norm_topk_prob": False},
+    ),
+}
+_Table = Mapping[str, tuple[str, ...]]
+"""Keys of the file by the argument that each is; the first of them that is there counts."""
+_NEEDED: _Table = {
+    "--num-layers": ("num_hidden_layers", "n_layer"),
+    "--hidden-size": ("hidden_size", "n_embd"),
+    "--num-attention-heads": ("num_attention_heads", "n_head"),
+    "--vocab-size": ("vocab_size",),
+    "--max-position-embeddings": ("max_position_embeddings", "n_positions"),
+}
+_OPTIONAL: _Table = {
+    "--ffn-hidden-size": ("intermediate_size", "n_inner"),
+    "--norm-epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    "--rotary-base": ("rope_theta", "rotary_emb_base"),
+    "--rotary-percent": ("partial_rotary_factor", "rotary_pct"),
+    "--attention-dropout": ("attention_dropout", "attn_pdrop"),
+    "--hidden-dropout": ("hidden_dropout", "resid_pdrop"),
+    "--mtp-num-layers": ("num_nextn_predict_layers",),
+}
+_OF_HEADS: _Table = {"--kv-channels": ("head_dim",)}
+_OF_LATENT: _Table = {
+    "--kv-lora-rank": ("kv_lora_rank",),
+    "--qk-head-dim": ("qk_nope_head_dim",),
+    "--qk-pos-emb-head-dim": ("qk_rope_head_dim",),
+    "--v-head-dim": ("v_head_dim",),
+}
+_OF_EXPERTS: _Table = {
+    "--num-experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "--moe-router-topk": ("num_experts_per_tok",),
+    "--moe-ffn-hidden-size": ("moe_intermediate_size", "intermediate_size"),
+}
+_OF_ROUTER: _Table = {
+    "--moe-shared-expert-intermediate-size": ("shared_expert_intermediate_size",),
+    "--moe-router-score-function": ("scoring_func",),
+    "--moe-router-topk-scaling-factor": ("routed_scaling_factor",),
+    "--moe-router-num-groups": ("n_group",),
+    "--moe-router-group-topk": ("topk_group",),
+}
+_READ = frozenset(
+    key
+    for table in (_NEEDED, _OPTIONAL, _OF_HEADS, _OF_LATENT, _OF_EXPERTS, _OF_ROUTER)
+    for keys in table.values()
+    for key in keys
+)
+_DEFAULTS = {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}
+_ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
+_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+# Keys that must have one value where they are there, and what another one asks for.
+_ONLY: Mapping[str, tuple[Any, str]] = {
+    "attention_bias": (False, "a bias of the output projection"),
+    "mlp_bias": (False, "a bias of the feed-forward block"),
+    "scale_attn_weights": (True, "scores that are not scaled"),
+    "scale_attn_by_inverse_layer_idx": (False, "scores that are scaled by layer"),
+    "rope_interleave": (True, "rotation of another order"),
+    "moe_layer_freq": (1, "experts in every n-th layer"),
+    "router_jitter_noise": (0.0, "noise in the router"),
+}
+# Keys that change nothing in the model: how text is made, training, where the file comes from.
+_WITHOUT_EFFECT = frozenset(
+    """
+    architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range
+    pretraining_tp _name_or_path name_or_path gradient_checkpointing output_router_logits
+    router_aux_loss_coef aux_loss_alpha seq_aux ep_size classifier_dropout summary_type
+    summary_first_dropout summary_proj_to_labels summary_use_proj summary_activation
+    task_specific_params _attn_implementation attn_implementation is_decoder n_ctx qk_head_dim
+    id2label label2id max_window_layers original_max_position_embeddings cache_implementation
+    model_type reorder_and_upcast_attn classifier_dropout_prob bos_token_id eos_token_id
+    pad_token_id sep_token_id unk_token_id decoder_start_token_id rope_scaling rope_parameters
+    num_key_value_heads tie_word_embeddings layer_types sliding_window sliding_window_pattern
+    use_sliding_window n_shared_experts first_k_dense_replace decoder_sparse_step mlp_only_layers
+    topk_method norm_topk_prob embd_pdrop num_nextn_predict_layers head_dim q_lora_rank
+    use_parallel_residual rope_theta partial_rotary_factor scoring_func unsloth_version
+    text_config output_hidden_states output_attentions return_dict use_bfloat16 torchscript
+    """.split()
+)
+
+
+def is_config(document: Any) -> bool:
+    """Returns whether the contents of a JSON file are such a configuration."""
+    return isinstance(document, dict) and "model_type" in document and "format" not in document
+
+
+def config_arguments(
+    document: Mapping[str, Any], where: str, sequence: int | None = None
+) -> tuple[list[str], str]:
+    """Returns the trainer's arguments for a configuration, and in what its own model differs.
+
+    Args:
+        document: contents of the file.
+        where: the file, for messages.
+        sequence: tokens of a sample; by default as many as the model takes, 4,096 at most.
+
+    Raises:
+        ConfigError: the architecture is unknown or something of it is not counted, or a key is
+            missing.
+    """
+    # Of a model of several kinds of input, what reads text.
+    text = document.get("text_config")
+    config: Mapping[str, Any] = text if isinstance(text, dict) else document
+    family = _family(config.get("model_type", document["model_type"]), where)
+    rotary = config.get("rope_parameters") or {}
+    config = {**family.default, **rotary, **config}
+    words = family.arguments.split()
+    if "--moe-router-dtype" in words and not _value(config, "n_routed_experts"):
+        words = [word for word in words if word not in ("--moe-router-dtype", "fp32")]
+    experts = any(_value(config, key) for key in _OF_EXPERTS["--num-experts"])
+    latent = "--multi-latent-attention" in words
+    needed: list[_Table] = [_NEEDED, *[_OF_EXPERTS] * experts, *[_OF_LATENT] * latent]
+    optional: list[_Table] = [_OPTIONAL, *[_OF_ROUTER] * experts]
+    optional.append({"--q-lora-rank": ("q_lora_rank",)} if latent else _OF_HEADS)
+    for table in (*needed, *optional):
+        for flag, keys in table.items():
+            found = next((v for key in keys if (v := _value(config, key)) is not None), None)
+            if found is None and table in needed:
+                raise ConfigError(f"{where}: {' or '.join(keys)} is missing; a model has it")
+            if found is None:
+                found = _DEFAULTS.get(flag)
+            of_groups = flag.endswith(("groups", "group-topk"))
+            # A model without groups has one.
+            if found is None or ((of_groups or flag.endswith("mtp-num-layers")) and not found):
+                continue
+            if of_groups and config.get("topk_method") == "greedy":
+                continue
+            words += [flag, str(int(found) if flag == "--rotary-base" else found)]
+    heads, groups = _number(config, "num_attention_heads", where), config.get("num_key_value_heads")
+    if groups is not None and groups != heads and not latent:
+        words += ["--group-query-attention", "--num-query-groups", str(groups)]
+    if config.get("attention_bias") and "--disable-bias-linear" in words:
+        words.append("--add-qkv-bias")
+    if not config.get("tie_word_embeddings", document.get("tie_word_embeddings", family.tied)):
+        words.append("--untie-embeddings-and-output-weights")
+    layers = _number(config, "num_hidden_layers", where)
+    words += _experts(config, layers, where) if experts else []
+    words += _windows(config, family, layers, where)
+    words += _rotation(config, latent=latent) if "rope" in words else []
+    if next((config[key] for key in _ACTIVATION if config.get(key)), None) in _TANH:
+        words += [] if "--swiglu" in words else ["--openai-gelu"]
+    words += ["--parallel-residual"] if config.get("use_parallel_residual") else []
+    words += ["--make-vocab-size-divisible-by", "1"]
+    longest = int(words[words.index("--max-position-embeddings") + 1])
+    words += ["--seq-length", str(sequence or min(longest, _LONGEST))]
+    return words, family.differs
+
+
+def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Reads ``config.json`` of a model that the trainer shall build.
+
+    Args:
+        folder: of the model.
+        sequence: as in :func:`config_arguments`.
+
+    Returns:
+        The contents of the file, and the trainer's arguments for the model.
+
+    Raises:
+        ConfigError: the trainer cannot build it; names the key, what it asks for, and the nearest.
+    """
+    path = folder / CONFIG
+    document = read_json(path, "name the folder of a Hugging Face model")
+    if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
+        raise ConfigError(f"{path} names no model_type: it is of no model of Hugging Face")
+    if document["model_type"] not in _FAMILIES:
+        near = difflib.get_close_matches(document["model_type"], _FAMILIES, n=1, cutoff=0.3)
+        known = [name for name, one in _FAMILIES.items() if not one.differs]
+        raise ConfigError(
+            f"{path}: model_type {document['model_type']!r} is not known; the nearest is"
+            f" {(near or known)[0]}, and {', '.join(known)} are read"
+        )
+    words, differs = config_arguments(document, str(path), sequence)
+    family = _FAMILIES[document["model_type"]]
+    if differs:
+        raise ConfigError(
+            f"{path}: model_type {document['model_type']} asks for {differs}, which megatron-core's"
+            f" layers lack; the nearest that is read is {family.nearest}"
+        )
+    for key, value in document.items():
+        _refuse(key, value, {**family.default, **document}, words, str(path))
+    return document, words
+
+
+def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[str]:
+    """Adds the arguments of the model that ``--load-hf`` names, where a command line lacks them.
+
+    Args:
+        argv: a command line of the trainer.
+        specs: all flags by field.
+
+    Raises:
+        ConfigError: see :func:`load_config`.
+    """
+    places = [at for at, word in enumerate(argv) if word.split("=", 1)[0] == LOAD_FLAG]
+    if not places or (not argv[places[-1] :][1:] and "=" not in argv[places[-1]]):
+        return list(argv)
+    _, equals, folder = argv[places[-1]].partition("=")
+    _, words = load_config(Path(folder if equals else argv[places[-1] + 1]))
+    dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
+    given = {dest_of.get(word.split("=", 1)[0]) for word in argv}
+    starts = [at for at, word in enumerate(words) if word.startswith("--")]
+    added: list[str] = []
+    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        # Layers that predict further are not among the weights that are read.
+        if dest_of[words[start]] not in given and words[start] != "--mtp-num-layers":
+            added += words[start:end]
+    return [*argv, *added]
+
+
+def _refuse(
+    key: str, value: Any, config: Mapping[str, Any], words: Sequence[str], where: str
+) -> None:
+    """Refuses a key that asks for what the trainer's layers do not do."""
+    gated, latent = "--swiglu" in words, "--multi-latent-attention" in words
+    is_well, why, nearest = True, "", ""
+    if key in _ACTIVATION:
+        known = ("silu", "swish") if gated else ("gelu", *_TANH)
+        is_well, why, nearest = value in known, "another activation", " or ".join(known)
+    elif key in ("rope_parameters", "rope_scaling"):
+        kind = _kind_of_rotation(config)
+        scaled = kind == "yarn" if latent else bool(_rotation(config, latent=False))
+        is_well, why = not value or kind == "default" or scaled, f"{kind} rotation"
+        nearest = "default, linear with a whole factor, or llama3 with factors 1 and 4 of 8192"
+        nearest = "default or yarn" if latent else nearest
+    elif key == "attention_bias" and "--disable-bias-linear" not in words:
+        is_well, why, nearest = bool(value), "no bias of queries, keys and values", "true"
+    elif key in _ONLY:
+        only, why = _ONLY[key]
+        is_well, nearest = value in (None, only), str(only).lower()
+    elif key == "embd_pdrop":
+        nearest = f"resid_pdrop, {config.get('resid_pdrop')}"
+        is_well, why = value == config.get("resid_pdrop"), "another dropout of embeddings"
+    elif key == "norm_topk_prob" and "--num-experts" in words:
+        raw = "--moe-router-pre-softmax" in words
+        is_well, why, nearest = bool(value) != raw, "weights scaled otherwise", str(raw).lower()
+    elif key == "num_experts_per_tok" and "--moe-router-pre-softmax" not in words:
+        is_well, why, nearest = value != 1, "one expert whose weight is always 1", "2"
+    elif key == "topk_method":
+        is_well, why, nearest = value in ("greedy", "noaux_tc"), "another choice", "greedy"
+    elif key == "topk_group" and "--moe-router-group-topk" in words and value:
+        is_well = config["num_experts_per_tok"] // value == 2 or config.get("n_group") == 1
+        why, nearest = "groups chosen by other experts than two", "half of num_experts_per_tok"
+    elif key not in _READ and key not in _WITHOUT_EFFECT:
+        is_well, why, nearest = not value, "something unknown", "null, if it changes nothing"
+    if not is_well:
+        raise ConfigError(
+            f"{where}: {key} {value!r} asks for {why}, which this trainer's layers lack; the"
+            f" nearest is {nearest}"
+        )
+
+
+def _kind_of_rotation(config: Mapping[str, Any]) -> str:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return str(scaling.get("rope_type", scaling.get("type", "default")))
+
+
+def _rotation(config: Mapping[str, Any], *, latent: bool) -> list[str]:
+    """Returns how rotary frequencies are scaled, nothing where they are not or in another way."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind, factor = _kind_of_rotation(config), scaling.get("factor")
+    if latent and kind == "yarn":
+        longest = config["max_position_embeddings"]
+        words = ["--rope-type", "yarn", "--rotary-scaling-factor", str(factor)]
+        for flag, key, default in (
+            ("--original-max-position-embeddings", "original_max_position_embeddings", longest),
+            ("--beta-fast", "beta_fast", 32),
+            ("--beta-slow", "beta_slow", 1),
+            ("--mscale", "mscale", 1.0),
+            ("--mscale-all-dim", "mscale_all_dim", 0.0),
+        ):
+            words += [flag, str(scaling.get(key) or default)]
+        return words
+    if latent:
+        return ["--rope-type", "rope"]
+    expected = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if kind == "llama3" and all(scaling.get(key) == value for key, value in expected.items()):
+        return ["--use-rope-scaling", "--rope-scaling-factor", str(factor)]
+    if kind == "linear" and factor and float(factor).is_integer():
+        return ["--rotary-seq-len-interpolation-factor", str(int(factor))]
+    return []
+
+
+def _family(name: Any, where: str) -> _Family:
+    if name in _FAMILIES:
+        return _FAMILIES[name]
+    nearest = difflib.get_close_matches(str(name), _FAMILIES, n=1)
+    hint = f"the nearest is {nearest[0]}" if nearest else f"known are {', '.join(_FAMILIES)}"
+    raise ConfigError(
+        f"{where}: how layers of model_type {name!r} are made is not known ({hint}): give their"
+        " sizes as `layers` of a model file, see plan --schema model"
+    )
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """Returns a value that can be one of an argument."""
+    found = config.get(key)
+    return found if isinstance(found, int | float | str) else None
+
+
+def _number(config: Mapping[str, Any], key: str, where: str) -> int:
+    """Returns a number of the file, which may have GPT-2's name for it."""
+    keys = (key, "n_head" if "heads" in key else "n_layer")
+    found = next((config[key] for key in keys if key in config), None)
+    if type(found) is not int or not 0 < found <= 10_000:
+        raise ConfigError(f"{where}: {key} is {found!r}: it must be a whole number from 1 on")
+    return found
+
+
+def _experts(config: Mapping[str, Any], layers: int, where: str) -> list[str]:
+    """Returns which layers have experts, and the width of the one for all tokens."""
+    first, every = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    try:
+        has = [
+            i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense
+            for i in range(layers)
+        ]
+        words = [] if all(has) else ["--moe-layer-freq", _pattern(has)]
+        if shared := config.get("n_shared_experts"):
+            width = shared * config["moe_intermediate_size"]
+            words += ["--moe-shared-expert-intermediate-size", str(width)]
+    except (TypeError, KeyError, ZeroDivisionError):
+        raise ConfigError(
+            f"{where}: which layers have experts is not to be read: first_k_dense_replace,"
+            " moe_layer_freq, decoder_sparse_step and n_shared_experts are whole numbers"
+        ) from None
+    if config.get("norm_topk_prob") is False and "scoring_func" not in config:
+        words.append("--moe-router-pre-softmax")
+    if config.get("topk_method") == "noaux_tc":
+        words.append("--moe-router-enable-expert-bias")
+    return words
+
+
+def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str) -> list[str]:
+    """Returns the window of attention, and which layers have it."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if kinds is not None:
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ConfigError(
+                    f"{where}: layer_types has {kind!r}, whose layers the planner does not count:"
+                    " give their sizes as `layers` of a model file, see plan --schema model"
+                )
+        has = [kind == "sliding_attention" for kind in kinds]
+    else:
+        period = config.get("sliding_window_pattern", family.window_period)
+        begin = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+        has = [i >= begin and (not period or (i + 1) % period != 0) for i in range(layers)]
+    if not window or not any(has) or config.get("use_sliding_window") is False:
+        return []
+    # megatron-core counts the tokens before one, Hugging Face also itself.
+    words = ["--window-size", f"{window - 1},0"]
+    return words if all(has) else [*words, "--window-attn-skip-freq", _pattern(has)]
+
+
+def _pattern(has: Sequence[bool]) -> str:
+    """Returns which layers have something as the trainer reads it, such as ``[0]*3+[1]*58``."""
+    runs = [(int(value), len(list(group))) for value, group in groupby(has)]
+    return "+".join(f"[{value}]*{count}" for value, count in runs)

@@ -1,0 +1,242 @@
+"""Hugging Face models in and out: the same logits, gradients and bytes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.adaptive.checkpoint.safetensors import INDEX, SINGLE
+from megatron.adaptive.cli.hugging_face import export_hf, import_hf
+from megatron.adaptive.config.hugging_face import load_config
+from megatron.adaptive.errors import AdaptiveError, ConfigError
+
+from ..multiprocess.launch import run_ranks, tail
+from . import tiny_models
+
+WORKER = Path(__file__).parents[1] / "multiprocess" / "hugging_face_worker.py"
+LOGITS, GRADIENTS = 1e-5, 1e-4
+MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+
+
+def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
+    """Runs models in shapes and compares what they compute; each is to have said it."""
+    (folder / "cases.json").write_text(
+        json.dumps([{"model": name, "flags": flags} for name, flags in cases])
+    )
+    log = folder.with_name(f"{folder.name}-{world_size}.log")
+    command = [str(WORKER), str(folder)]
+    status = run_ranks(command, world_size=world_size, log=log, limit_s=280.0)
+    assert status == 0, tail(log)
+    said = [line.split() for line in log.read_text().splitlines()]
+    logits = [line for line in said if line[:1] == ["LOGITS"]]
+    gradients = [line for line in said if line[:1] == ["GRADIENTS"]]
+    assert {line[2] for line in logits} == {name for name, _ in cases}
+    assert len(logits) >= len(cases)
+    assert [line for line in logits if not float(line[1]) < LOGITS] == []
+    assert [line for line in gradients if not float(line[1]) < GRADIENTS] == []
+    assert bool(gradients) == (world_size == 1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model of each family and what it computes."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in tiny_models.FAMILIES:
+        tiny_models.make(folder / name, name)
+    return folder
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+def test_random_configurations_compute_the_same(tmp_path: Path) -> None:
+    """One of each family; ``benchmarks/hugging_face.py --part random`` takes more."""
+    for name in tiny_models.FAMILIES:
+        tiny_models.make(tmp_path / name, name, 7, **tiny_models.random_sizes(name, 7))
+    compare(tmp_path, [(name, load(name)) for name in tiny_models.FAMILIES], 1)
+
+
+def load(name: str) -> list[str]:
+    return ["--load-hf", f"FOLDER/{name}"]
+
+
+@pytest.mark.multiprocess
+def test_logits_and_gradients_are_those_of_transformers(models: Path) -> None:
+    compare(models, [(name, load(name)) for name in tiny_models.FAMILIES], 1)
+
+
+@pytest.mark.multiprocess
+def test_shapes_of_two_ranks_compute_the_same(models: Path, tmp_path: Path) -> None:
+    import_hf([str(models / "llama"), "--output", str(models / "imported")])
+    from_checkpoint = ["--load", "FOLDER/imported", "--finetune"]
+    tensor = ["--tensor-model-parallel-size", "2"]
+    pipeline = ["--pipeline-model-parallel-size", "2"]
+    chunks = [*pipeline, "--num-virtual-stages-per-pipeline-rank", "2"]
+    flags = (models / "imported" / "model_flags.txt").read_text().split()
+    cases = [
+        ("llama", [*load("llama"), *chunks, "--pipeline-placement", "v"]),
+        ("llama", [*flags, *from_checkpoint, *tensor]),
+        ("llama", [*flags, *from_checkpoint, *chunks]),
+        ("gpt2", [*load("gpt2"), *tensor]),
+        ("gpt2", [*load("gpt2"), *pipeline, "--partition", "3-1"]),
+        ("phi3", [*load("phi3"), *tensor, "--sequence-parallel"]),
+        ("gpt_neox", [*load("gpt_neox"), *tensor]),
+        ("deepseek_v3", [*load("deepseek_v3"), *tensor, "--sequence-parallel"]),
+        ("qwen3_moe", [*load("qwen3_moe"), "--expert-model-parallel-size", "2"]),
+        ("mixtral", [*load("mixtral"), *pipeline]),
+    ]
+    compare(models, cases, 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+def test_every_family_computes_the_same_on_four_ranks(models: Path) -> None:
+    cases = []
+    for name in tiny_models.FAMILIES:
+        mesh = [
+            *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+            *("--num-virtual-stages-per-pipeline-rank", "2"),
+        ]
+        more = ["--sequence-parallel"] if name in MIXED else []
+        cases.append((name, [*load(name), *mesh, *more]))
+        if name in MIXED:
+            spread = ["--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+            cases.append((name, [*load(name), *spread]))
+        cases.append((name, [*load(name), "--pipeline-model-parallel-size", "4"]))
+    compare(models, cases, 4)
+
+
+@pytest.mark.parametrize("name", tiny_models.FAMILIES)
+def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -> None:
+    import_hf([str(models / name), "--output", str(tmp_path / "checkpoint")])
+    export_hf([str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")])
+    for file in (SINGLE, "config.json", "generation_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (models / name / file).read_bytes()
+
+
+def test_shards_and_index_are_those_of_transformers(
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(models / "qwen2")
+    # One that was loaded is written in the order of the alphabet.
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
+    import_hf([str(tmp_path / "theirs"), "--output", str(tmp_path / "checkpoint")])
+    words = [str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")]
+    export_hf([*words, "--shard-gb", "7e-6"])
+    names = {one.name for one in (tmp_path / "theirs").iterdir()}
+    assert {one.name for one in (tmp_path / "out").iterdir()} == names
+    for file in names:
+        ours, theirs = ((tmp_path / one / file).read_bytes() for one in ("out", "theirs"))
+        assert ours == theirs, file
+    caplog.clear()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not caplog.records
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def _change(folder: Path, **keys: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE)
+        change(tensors)
+        save_file(tensors, folder / SINGLE)
+
+    return edit
+
+
+def _cut(folder: Path) -> None:
+    data = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(data[:-100])
+
+
+def _pickle(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+
+
+def _miss_a_shard(folder: Path) -> None:
+    table = {"model.norm.weight": "model-00002-of-00002.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": table}))
+
+
+_HEAD = "lm_head.weight"
+_QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (_miss_a_shard, "model-00002-of-00002.safetensors is missing, and 1 tensors are in it"),
+        (_cut, "model.safetensors is cut or damaged .*copy it again"),
+        (_pickle, "pytorch_model.bin, a pickle, .* save_pretrained"),
+        (_edit(lambda t: t.update({_QUERY: t[_QUERY][:8].clone()})), r"q_proj.weight with shape"),
+        (_edit(lambda t: t.update({_QUERY: t[_QUERY].to(torch.int8)})), "q_proj.* is of type I8"),
+        (_edit(lambda t: t.update({_QUERY: t[_QUERY].half()})), "become one tensor here"),
+        (_edit(lambda t: t.pop(_HEAD)), r"no lm_head.weight \(config.json says .* not tied"),
+        (_edit(lambda t: t.update(more=t[_HEAD][:1].clone())), "has more, which the model"),
+        (
+            lambda folder: _change(folder, tie_word_embeddings=True),
+            "lm_head.weight with other values than model.embed_tokens.weight",
+        ),
+        (lambda folder: _change(folder, num_hidden_layers=3), "layers.3.*no place for"),
+        (lambda folder: _change(folder, vocab_size=80), "embed_tokens.weight with shape"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json: No such file"),
+    ],
+)
+def test_folders_that_are_not_whole_are_refused(
+    break_it: Callable[[Path], object], words: str, models: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "llama"
+    shutil.copytree(models / "llama", folder)
+    break_it(folder)
+    with pytest.raises(AdaptiveError, match=words) as info:
+        import_hf([str(folder), "--output", str(tmp_path / "checkpoint")])
+    assert "\n" not in str(info.value)
+    assert not list((tmp_path).glob("checkpoint/iter_*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "words"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' .* nearest is silu"),
+        ("llama", {"attention_bias": True}, "attention_bias True asks for a bias of the output"),
+        ("llama", {"mlp_bias": True}, "mlp_bias True asks for"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_parameters .* asks for dynamic rotation",
+        ),
+        ("llama", {"rope_parameters": {"type": "linear", "factor": 1.5}}, "linear rotation"),
+        ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config .* unknown"),
+        ("llama", {"model_type": "lama"}, "'lama' is not known; the nearest is llama"),
+        ("llama", {"model_type": "gemma2"}, "gemma2 asks for gates with GELU .* nearest"),
+        ("llama", {"model_type": "phi"}, "phi asks for one norm .* read is phi3"),
+        ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop 0.1 asks for another dropout"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 asks for one expert"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob False asks for"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method .* greedy"),
+    ],
+)
+def test_what_the_layers_lack_is_refused_by_its_key(
+    name: str, keys: dict[str, Any], words: str, models: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text((models / name / "config.json").read_text())
+    _change(tmp_path, **keys)
+    with pytest.raises(ConfigError, match=words) as info:
+        load_config(tmp_path)
+    assert "\n" not in str(info.value)

@@ -1,0 +1,200 @@
+"""Makes small Hugging Face models, and what transformers computes with them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 96
+LAYERS = 4
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "topk_group": 1,
+}
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+}
+# The class of the configuration, and what differs from the sizes above.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"rope_parameters": _LLAMA_3}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 12}),
+    "mistral": ("MistralConfig", {"sliding_window": 5, "head_dim": 8}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "head_dim": 8,
+        },
+    ),
+    "gpt2": (
+        "GPT2Config",
+        {
+            "n_embd": 32,
+            "n_layer": LAYERS,
+            "n_head": 4,
+            "n_positions": 64,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+            "attn_pdrop": 0,
+        },
+    ),
+    "gpt_neox": ("GPTNeoXConfig", {"use_parallel_residual": True}),
+    "phi3": ("Phi3Config", {}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**_LATENT, "q_lora_rank": 12, "n_shared_experts": 1, "n_group": 2}
+        | {"rope_parameters": _YARN},
+    ),
+}
+
+
+def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
+    """Writes a model with random weights, its logits of some tokens and its gradients."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kind, own = FAMILIES[name]
+    sizes = {} if name == "gpt2" else dict(_SIZES)
+    if name == "gpt_neox":
+        del sizes["num_key_value_heads"]
+    torch.manual_seed(seed)
+    plain = {key: _SIZES[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
+    config = getattr(transformers, kind)(**{**plain, **sizes, **own, **more})
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, one in model.named_parameters():
+            if "norm" in key or key.endswith("bias"):
+                one.add_(0.2 * torch.randn_like(one))
+        for key, one in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                one.copy_(0.2 * torch.randn_like(one))
+    model.save_pretrained(folder)
+    tokens = torch.randint(0, config.vocab_size, (2, 12))
+    found = {"tokens": tokens, "logits": model(tokens).logits.detach()}
+    logits = model(tokens[:, :-1]).logits
+    labels = tokens[:, 1:].reshape(-1)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels).backward()
+    gradients = {
+        key: torch.zeros_like(one) if one.grad is None else one.grad
+        for key, one in model.named_parameters()
+    }
+    found |= revert_weight_conversion(model, gradients)
+    copies = {key: one.detach().contiguous().clone() for key, one in found.items()}
+    save_file(copies, folder / "expected.safetensors")
+
+
+def random_sizes(name: str, seed: int) -> dict[str, Any]:
+    """Draws sizes and switches of a configuration that two ranks can share."""
+    draw = random.Random(f"{name} {seed}")
+    heads = draw.choice((2, 4, 6))
+    width = draw.choice((4, 8, 10, 16))
+    sizes: dict[str, Any] = {
+        "vocab_size": draw.randrange(VOCABULARY // 2, VOCABULARY) * 2,
+        "initializer_range": draw.choice((0.05, 0.2)),
+    }
+    if name == "gpt2":
+        inner = draw.choice((None, 2 * draw.randrange(8, 40)))
+        activation = draw.choice(("gelu_new", "gelu"))
+        more = {"n_embd": heads * width, "n_head": heads, "n_inner": inner}
+        return {**sizes, **more, "activation_function": activation}
+    sizes |= {
+        "hidden_size": heads * width,
+        "intermediate_size": 2 * draw.randrange(8, 40),
+        "num_attention_heads": heads,
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+    base = float(draw.choice((1000, 10000, 500000)))
+    if name == "gpt_neox":
+        share = draw.choice((0.25, 0.5, 1.0)) if width > 4 and width != 10 else 1.0
+        rotation = {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": share}
+        activation = draw.choice(("gelu", "gelu_new"))
+        sizes["use_parallel_residual"] = draw.random() < 0.5
+        return {**sizes, "rope_parameters": rotation, "hidden_act": activation}
+    sizes["rms_norm_eps"] = draw.choice((1e-6, 1e-5))
+    if name in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
+        experts = draw.choice((4, 8))
+        chosen = 2 if name.startswith("deepseek") else draw.randrange(2, 4)
+        sizes |= {"num_experts_per_tok": chosen, "moe_intermediate_size": 2 * draw.randrange(4, 20)}
+        kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+        sizes[kind.get(name, "n_routed_experts")] = experts
+        if name == "mixtral":
+            del sizes["moe_intermediate_size"]  # its experts have the width of the others' block
+        if name == "qwen3_moe":
+            sizes["norm_topk_prob"] = draw.random() < 0.5
+            sizes["mlp_only_layers"] = draw.sample(range(LAYERS), draw.randrange(3))
+    if name.startswith("deepseek"):
+        sizes |= {
+            "num_key_value_heads": heads,
+            "kv_lora_rank": 2 * draw.randrange(4, 12),
+            "q_lora_rank": draw.choice((None, 12)),
+            "qk_nope_head_dim": width,
+            "qk_rope_head_dim": draw.choice((4, 8)),
+            "v_head_dim": draw.choice((6, 8, 12)),
+            "n_shared_experts": draw.randrange(1, 3),
+            "rms_norm_eps": 1e-6,
+            "first_k_dense_replace": draw.randrange(3),
+            "routed_scaling_factor": 1.7,
+        }
+        return sizes
+    sizes["num_key_value_heads"] = draw.choice([n for n in (2, heads) if heads % n == 0])
+    rotation = {"rope_type": "default", "rope_theta": base}
+    if name in ("llama", "qwen2", "qwen3", "mistral") and draw.random() < 0.5:
+        rotation = draw.choice((_LLAMA_3, {**rotation, "rope_type": "linear", "factor": 2.0}))
+    sizes["rope_parameters"] = rotation
+    if name not in ("phi3", "qwen2"):
+        sizes["head_dim"] = draw.choice((4, 8, 12))
+    if name in ("mistral", "phi3", "mixtral"):
+        sizes["sliding_window"] = draw.choice((None, 1, 3, 7, 64))
+    if name in ("qwen2", "qwen3") and draw.random() < 0.5:
+        window = {"use_sliding_window": True, "sliding_window": 4}
+        sizes |= {**window, "max_window_layers": draw.randrange(LAYERS)}
+    return sizes
