@@ -782,18 +782,15 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     Raises:
         DataError: the tokenizer's files cannot be read.
     """
-    data = config.data
-    tokenizer = tokenizers.build_tokenizer(
-        data.tokenizer_type, data.vocab_file, data.merge_file, vocab_size=data.vocab_size
-    )
-    size, given = tokenizer.vocab_size, data.vocab_size
-    if data.tokenizer_type != "NullTokenizer" and given is not None:
-        if size > given:
-            raise ConfigError(
-                f"the tokenizer has {size} ids, and --vocab-size {given} (of the model, with"
-                " --load-hf) gives no row to some: take the model's own tokenizer"
-            )
-        size = given
+    tokenizer = tokenizers.build_tokenizer(config.data)
+    size, given = tokenizer.vocab_size, config.data.vocab_size or 0
+    is_real = not isinstance(tokenizer, tokenizers.NullTokenizer)
+    if config.checkpoint.load_hf and is_real and size > given:
+        raise ConfigError(
+            f"the tokenizer has {size} ids, and the model of --load-hf {given} (--vocab-size): take"
+            " its own tokenizer"
+        )
     multiple, ranks = config.model.make_vocab_size_divisible_by, config.parallel
-    rows = tokenizers.padded_vocab_size(size, multiple, ranks.tensor_model_parallel_size)
-    return tokenizer, rows
+    return tokenizer, tokenizers.padded_vocab_size(
+        max(size, given), multiple, ranks.tensor_model_parallel_size
+    )
