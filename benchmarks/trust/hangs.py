@@ -314,7 +314,7 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
         Row(
             what="of a processor for the watch of a machine, reports and stacks included",
             value=max(shares, default=None),
-            goal=0.01,
+            goal=0.01 if rows else None,
         ),
         Row(what="quiet minutes of jobs", value=minutes, goal=quiet_min, least=True),
         Row(
