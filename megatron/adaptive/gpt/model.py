@@ -778,20 +778,9 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     Raises:
         DataError: the tokenizer's files cannot be read.
     """
-    data = config.data
-    tokenizer = tokenizers.build_tokenizer(
-        data.tokenizer_type, data.vocab_file, data.merge_file, vocab_size=data.vocab_size
-    )
-    size, given = tokenizer.vocab_size, data.vocab_size
-    if data.tokenizer_type != "NullTokenizer" and given is not None:
-        if size > given:
-            raise ConfigError(
-                f"the tokenizer has {size} ids, and --vocab-size {given} (of the model, with"
-                " --load-hf) gives no row to some: take the model's own tokenizer"
-            )
-        size = given
+    tokenizer = tokenizers.build_tokenizer(config.data)
     return tokenizer, tokenizers.padded_vocab_size(
-        size,
+        max(tokenizer.vocab_size, config.data.vocab_size or 0),
         config.model.make_vocab_size_divisible_by,
         config.parallel.tensor_model_parallel_size,
     )
