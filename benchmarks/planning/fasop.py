@@ -23,6 +23,7 @@ _SPACE = SearchOptions(
     tp=(1, 2, 4),
     recompute=("none",),
     distributed_optimizer=(False,),
+    sequence_parallel=(False,),
     all_nodes=True,
     schedules=("1f1b", "interleaved"),
 )
@@ -122,7 +123,11 @@ def neutral_rows(data: Fasop) -> list[Row]:
 def _front(data: Fasop, folder: Path) -> list[Row]:
     run = data.run("gpt2XL-het-pareto", {"A": 8, "B": 8})
     options = SearchOptions(
-        tp=(1, 2, 4), recompute=("none",), distributed_optimizer=(False,), most_leaves=200
+        tp=(1, 2, 4),
+        recompute=("none",),
+        distributed_optimizer=(False,),
+        sequence_parallel=(False,),
+        most_leaves=200,
     )
     began = time.process_time()
     front = pareto(run.searcher(options))

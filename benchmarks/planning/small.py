@@ -25,7 +25,7 @@ class Problem(PlanInputs):
 
 def random_problem(seed: int) -> Problem:
     """A problem with up to four nodes of up to three types and up to seven layers."""
-    rng = random.Random(seed)
+    rng, more = random.Random(seed), random.Random(-seed - 1)
     kinds = {
         name: LayerKind(
             name=name,
@@ -33,6 +33,11 @@ def random_problem(seed: int) -> Problem:
             output_elements=rng.uniform(1e5, 4e6),
             activation_bytes=rng.uniform(1e7, 1e9),
             tp_bytes=rng.uniform(0, 4e6),
+            forward_flops=2.0,
+            attention_flops=float(name in ("wide", "narrow")),
+            attention_bytes=5e6 * more.choice((0, 1)),
+            context_bytes=more.uniform(1e5, 4e6),
+            replicated_activation_bytes=more.uniform(0, 1e7),
         )
         for name in ("embedding", "wide", "narrow", "head")
     }
@@ -44,6 +49,7 @@ def random_problem(seed: int) -> Problem:
         layers=("embedding", *middle, "head"),
         tied_parameters=1e7 if tied else 0.0,
         tied_layers=(0, len(middle) + 1) if tied else (),
+        sequence=8,
     )
     gpus = rng.choice((1, 2))
     names = "abc"[: rng.randint(1, 3)]
@@ -86,6 +92,7 @@ def random_problem(seed: int) -> Problem:
             distributed_optimizer=(False,),
             micro_batch=(1, 2, 4),
             overlap_reduce=rng.random() < 0.5,
+            context_ranks=(1, 2),
             schedules=("1f1b",),
             most_leaves=10**6,
         ),
@@ -120,14 +127,17 @@ def _plans(problem: Problem) -> Iterator[Plan]:
     cluster, model = problem.cluster, problem.model
     gpus = cluster.nodes[0].gpus
     for order in _orders(cluster):
-        for tp, dp, micro_batch in itertools.product((1, 2), range(1, 9), (1, 2, 4)):
-            stages, rest = divmod(len(order) * gpus, tp * dp)
-            whole = gpus % (tp * dp) == 0 or (tp * dp) % gpus == 0
+        ways = itertools.product((1, 2), range(1, 9), (1, 2, 4), (1, 2), (False, True))
+        for tp, dp, micro_batch, shared, split in ways:
+            width = tp * dp * shared
+            stages, rest = divmod(len(order) * gpus, width)
+            whole = (gpus % width == 0 or width % gpus == 0) and tp >= 1 + split
             if rest or not whole or gpus % tp or stages > model.num_layers:
                 continue
             if problem.global_batch % (dp * micro_batch):
                 continue
-            places = place_ranks(cluster, order, tp=tp, dp=dp, pp=stages, micro_batch=micro_batch)
+            sizes = {"tp": tp, "dp": dp * shared, "pp": stages}
+            places = place_ranks(cluster, order, **sizes, micro_batch=micro_batch)
             for inner in itertools.combinations(range(1, model.num_layers), stages - 1):
                 cuts = (0, *inner, model.num_layers)
                 yield Plan(
@@ -139,6 +149,8 @@ def _plans(problem: Problem) -> Iterator[Plan]:
                     partition=tuple(b - a for a, b in itertools.pairwise(cuts)),
                     places=places,
                     overlap_reduce=problem.options.overlap_reduce,
+                    sequence_parallel=split,
+                    context_ranks=shared,
                 )
 
 

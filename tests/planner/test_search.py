@@ -9,12 +9,24 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planning.small import better, brute_force, random_problem, searcher_of, solve
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.model import MODELS
+from megatron.adaptive.config.plan import plan_flags, world_size_of
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import make_estimator
-from megatron.adaptive.planner.model_file import preset
+from megatron.adaptive.planner.model_file import arguments_model, preset
+from megatron.adaptive.planner.plan import plan_document
 from megatron.adaptive.planner.profile import PlanInputs, Profile
-from megatron.adaptive.planner.propose import SCHEDULES, pareto
+from megatron.adaptive.planner.propose import (
+    SCHEDULES,
+    Request,
+    complete_profile,
+    pareto,
+    propose,
+)
 from megatron.adaptive.planner.search import Objective, Searcher, SearchOptions
 
 
@@ -26,6 +38,53 @@ def test_small_problems_equal_brute_force(seed: int) -> None:
     assert seconds == pytest.approx(brute_force(problem), rel=1e-9)
     assert result.whole
     assert result.gap == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8, 14))
+def test_no_plan_is_faster_than_the_bound_of_what_was_not_looked_at(seed: int) -> None:
+    problem = random_problem(seed)
+    options = replace(problem.options, schedules=SCHEDULES, most_cpu_s=0.0)
+    unseen = solve(replace(problem, options=options))
+    assert not unseen.found
+    looked = solve(replace(problem, options=replace(options, most_cpu_s=60.0)))
+    fastest = min([one.seconds for one in looked.found], default=math.inf)
+    assert unseen.bound <= min(fastest, brute_force(problem)) * (1 + 1e-9)
+
+
+def test_long_sequences_are_shared_and_the_trainer_takes_such_plans() -> None:
+    model = arguments_model(
+        f"{MODELS['llama3-8b'].replace('8192', '65536')} --num-layers 4".split(),
+        *("long", "bf16"),
+        fused=True,
+    )
+    node = NodeType(
+        name="n", gpu="h100-80", gpus=8, memory_bytes=80e9, intra=LinkSpeed(bytes_per_s=450e9)
+    )
+    cluster = Cluster(groups=(NodePool(type=node, count=2),), network=LinkSpeed(bytes_per_s=5e10))
+    inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
+    # Two samples are too few for 16 GPUs without it.
+    request = Request(global_batch=2, options=SearchOptions(tp=(2,)), schedules=("1f1b",))
+    row = propose(inputs, request).rows[0]
+    plan = row.plan
+    assert plan.context_ranks > 1
+    assert plan.sequence_parallel
+    assert row.prediction.fits
+    alone = replace(request, options=replace(request.options, context_ranks=(1,)))
+    assert row.prediction.seconds < propose(inputs, alone).rows[0].prediction.seconds
+    document = plan_document(plan, inputs, row.prediction)
+    given = [*model.arguments, "--train-iters", "1", "--lr", "1e-4", "--mock-data"]
+    world_size = plan.tp * sum(len(place.replicas) for place in plan.places)
+    installed = Installed(transformer_engine=True, apex=True)
+    config = parse(
+        [*given, *plan_flags(document, "plan")],
+        world_size=world_size,
+        last_wins=True,
+        installed=installed,
+    )
+    assert config.parallel.context_parallel_size == plan.context_ranks
+    assert world_size_of(document) == world_size
+    with pytest.raises(ConfigError, match="--context-parallel-size 3: .* multiple of 6 tokens"):
+        propose(inputs, replace(request, options=replace(request.options, context_ranks=(3,))))
 
 
 @pytest.mark.parametrize("seed", range(12))

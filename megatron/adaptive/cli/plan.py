@@ -165,6 +165,11 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="1,2",
         help="replicas that the experts of each layer are spread over",
     )
+    add(
+        "--context-parallel-size",
+        metavar="1,2",
+        help="ranks that share each sequence; without it, 4096 tokens at least are one rank's",
+    )
     add("--micro-batch-sizes", metavar="1,2", help="samples of a microbatch")
     add("--partition", metavar="8-8-8", help="layers of each stage")
     add("--recompute", metavar="none,full", help=f"of {', '.join(RECOMPUTE)}")
@@ -176,7 +181,14 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     choices = ("both", "on", "off")
     add("--distributed-optimizer", choices=choices, default="both", help="%(default)s")
     add("--overlap-grad-reduce", action="store_true", help="the run overlaps it")
-    add("--sequence-parallel", action="store_true", help="the run uses it")
+    add(
+        *("--sequence-parallel",),
+        nargs="?",
+        const="on",
+        choices=choices,
+        default="both",
+        help="where tp is above 1; %(default)s",
+    )
     add("--all-nodes", action="store_true", help="leave no node out")
     add("--unequal", action="store_true", help="also stages of unequal widths; run with --tp 1")
 
@@ -203,7 +215,7 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
             partition = parse_partition(options.partition)
         except ValueError as error:
             raise ConfigError(f"--partition {options.partition}: {error}") from error
-    sharded = {"both": (False, True), "on": (True,), "off": (False,)}
+    switches = {"both": (False, True), "on": (True,), "off": (False,)}
     return Request(
         global_batch=options.global_batch_size,
         objective=_objective(options, model),
@@ -215,9 +227,10 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
             expert_ranks=parse_counts("--expert-parallel-size", options.expert_parallel_size),
             micro_batch=parse_counts("--micro-batch-sizes", options.micro_batch_sizes),
             recompute=recompute,
-            distributed_optimizer=sharded[options.distributed_optimizer],
+            distributed_optimizer=switches[options.distributed_optimizer],
             overlap_reduce=options.overlap_grad_reduce,
-            sequence_parallel=options.sequence_parallel,
+            sequence_parallel=switches[options.sequence_parallel],
+            context_ranks=parse_counts("--context-parallel-size", options.context_parallel_size),
             partition=partition,
             all_nodes=options.all_nodes,
             unequal=options.unequal,

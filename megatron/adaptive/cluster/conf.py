@@ -53,6 +53,7 @@ SETTINGS: Mapping[str, Setting] = {
     "STAGE_DP_SIZES": Setting("text", "", "ranks of each stage where they differ, as in 2-1"),
     "MODEL_CHUNKS": Setting("count", "1", "model chunks of each pipeline rank"),
     "EXPERT_MP_SIZE": Setting("count", "", "copies that the experts of a layer are spread over"),
+    "CONTEXT_MP_SIZE": Setting("count", "", "ranks that share each sequence"),
     "PARTITION": Setting("text", "", "layers of each stage, as in 0-11-8-8"),
     "SCHEDULE": Setting("text", "adaptive", "order of work in the pipeline"),
     "RECOMPUTE": Setting(

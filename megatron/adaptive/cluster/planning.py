@@ -202,7 +202,7 @@ def profile_of(profile: Profile, kinds: Iterable[NodeKind]) -> Profile:
     def slowed(table: Mapping[str, float]) -> dict[str, float]:
         return {gpu: value * slowness[gpu] for gpu, value in _renamed(table, gpus).items()}
 
-    def estimate(name: str, gpu: str, tp: int, size: int) -> LayerTimes:
+    def estimate(name: str, gpu: str, tp: int, size: float) -> LayerTimes:
         assert estimator is not None
         return _slowed(estimator(name, base[gpu], tp, size), slowness[gpu])
 
@@ -472,7 +472,8 @@ class Planning:
             # With one replica there is nothing to divide, so that both are looked at.
             distributed_optimizer=(False, True) if sharded else (False,),
             overlap_reduce=config.parallel.overlap_grad_reduce,
-            sequence_parallel=config.parallel.sequence_parallel,
+            sequence_parallel=(config.parallel.sequence_parallel,),
+            context_ranks=(1,),
             top=_PLANS,
         )
 

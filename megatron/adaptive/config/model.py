@@ -249,6 +249,7 @@ _LLAMA = (
 )
 _LLAMA_3 = f"{_LLAMA} --group-query-attention --num-query-groups 8 --rotary-base 500000"
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+_GROUPS_8 = f"{_LLAMA} --group-query-attention --num-query-groups 8"
 
 MODELS: Mapping[str, str] = {
     "tiny": _shape(4, 64, 4, 64, _NO_DROPOUT),
@@ -285,6 +286,36 @@ MODELS: Mapping[str, str] = {
     ),
     "llama3-8b": _shape(32, 4096, 32, 8192, f"{_LLAMA_3} --ffn-hidden-size 14336"),
     "llama3-70b": _shape(80, 8192, 64, 8192, f"{_LLAMA_3} --ffn-hidden-size 28672"),
+    "llama3-405b": _shape(126, 16384, 128, 8192, f"{_LLAMA_3} --ffn-hidden-size 53248"),
+    "mistral-7b": _shape(32, 4096, 32, 4096, f"{_GROUPS_8} --ffn-hidden-size 14336"),
+    "mixtral-8x7b": _shape(
+        *(32, 4096, 32, 4096),
+        f"{_GROUPS_8} --ffn-hidden-size 14336 --num-experts 8 --moe-router-topk 2",
+    ),
+    "qwen2.5-7b": _shape(
+        *(28, 3584, 28, 4096),
+        f"{_LLAMA} --add-qkv-bias --ffn-hidden-size 18944 --group-query-attention"
+        " --num-query-groups 4",
+    ),
+    "qwen2.5-72b": _shape(
+        80, 8192, 64, 4096, f"{_GROUPS_8} --add-qkv-bias --ffn-hidden-size 29568"
+    ),
+    "qwen3-8b": _shape(36, 4096, 32, 4096, f"{_GROUPS_8} --qk-layernorm --ffn-hidden-size 12288"),
+    "qwen3-30b-a3b": _shape(
+        *(48, 2048, 32, 4096),
+        f"{_LLAMA} --qk-layernorm --kv-channels 128 --group-query-attention --num-query-groups 4"
+        " --ffn-hidden-size 6144 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768",
+    ),
+    "deepseek-v3": _shape(
+        *(61, 7168, 128, 4096),
+        f"{_LLAMA} --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512"
+        " --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --ffn-hidden-size 18432"
+        " --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048"
+        " --moe-shared-expert-intermediate-size 2048 --moe-layer-freq [0]*3+[1]*58"
+        " --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+        " --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5"
+        " --mtp-num-layers 1",
+    ),
 }
 
 

@@ -7,6 +7,7 @@ its own flags; both mean the same run.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _DEGREES = {
     "data": "DP_SIZE",
     "chunks": "MODEL_CHUNKS",
     "expert": "EXPERT_MP_SIZE",
+    "context": "CONTEXT_MP_SIZE",
 }
 _KEYS = (
     *("format", "degrees", "placement", "partition", "micro_batch_size", "global_batch_size"),
@@ -68,6 +70,7 @@ FLAGS = {
     "TENSOR_MP_SIZE": "--tensor-model-parallel-size",
     "PIPELINE_MP_SIZE": "--pipeline-model-parallel-size",
     "EXPERT_MP_SIZE": "--expert-model-parallel-size",
+    "CONTEXT_MP_SIZE": "--context-parallel-size",
     "MICRO_BATCH_SIZE": "--micro-batch-size",
     "GLOBAL_BATCH_SIZE": "--global-batch-size",
     "SCHEDULE": "--pipeline-schedule",
@@ -148,7 +151,7 @@ def world_size_of(content: Mapping[str, Any]) -> int | None:
         return sum(len(stage["tensor"]) for stage in content["stages"])
     if "data" not in degrees:
         return None
-    return int(degrees["data"] * degrees.get("tensor", 1) * degrees.get("pipeline", 1))
+    return math.prod(int(degrees.get(one, 1)) for one in ("data", "tensor", "pipeline", "context"))
 
 
 def plan_variables(content: Any, where: str, setting: str = _SETTING) -> dict[str, str]:

@@ -461,7 +461,7 @@ def build_layer(
         index: its place in the block.
     """
     kept = {name: getattr(core, name) for name in (*_DRAWING, *_OF_THE_RUN)}
-    vars(core).update(dict.fromkeys(_DRAWING, _as_it_is), **dict.fromkeys(_OF_THE_RUN))
+    vars(core).update(dict.fromkeys(_DRAWING, torch.nn.Identity()), **dict.fromkeys(_OF_THE_RUN))
     before = get_transformer_layer_offset(core, block.vp_stage) + index
     try:
         layer: torch.nn.Module = build_module(
@@ -506,10 +506,6 @@ _OF_THE_RUN = (
     *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
     *("finalize_model_grads_func", "timers"),
 )
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _build_chunk(
@@ -782,20 +778,9 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     Raises:
         DataError: the tokenizer's files cannot be read.
     """
-    data = config.data
-    tokenizer = tokenizers.build_tokenizer(
-        data.tokenizer_type, data.vocab_file, data.merge_file, vocab_size=data.vocab_size
-    )
-    size, given = tokenizer.vocab_size, data.vocab_size
-    if data.tokenizer_type != "NullTokenizer" and given is not None:
-        if size > given:
-            raise ConfigError(
-                f"the tokenizer has {size} ids, and --vocab-size {given} (of the model, with"
-                " --load-hf) gives no row to some: take the model's own tokenizer"
-            )
-        size = given
+    tokenizer = tokenizers.build_tokenizer(config.data)
     return tokenizer, tokenizers.padded_vocab_size(
-        size,
+        max(tokenizer.vocab_size, config.data.vocab_size or 0),
         config.model.make_vocab_size_divisible_by,
         config.parallel.tensor_model_parallel_size,
     )

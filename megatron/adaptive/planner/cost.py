@@ -205,6 +205,7 @@ def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> _Tables:
                 recompute=plan.recompute,
                 sequence_parallel=plan.sequence_parallel,
                 expert_ranks=plan.expert_ranks,
+                context_ranks=plan.context_ranks,
                 others=others,
             ),
         )
@@ -282,7 +283,7 @@ def _messages(
     for stage in range(placement.num_stages - 1):
         one, other = placement.locate(stage)[0], placement.locate(stage + 1)[0]
         size = inputs.model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
-        size *= inputs.model.precision.element_bytes
+        size *= inputs.model.precision.element_bytes / plan.context_ranks
         whole[0, stage] = whole[1, stage + 1] = size * plan.places[one].micro_batch
         if one == other:
             continue
@@ -410,7 +411,7 @@ def _parts(
 
 _NAMES = {
     "compute": "compute of stage {stage}",
-    "tp": "communication between the tensor- and expert-parallel ranks of stage {stage}",
+    "tp": "communication between the tensor-, context- and expert-parallel ranks of stage {stage}",
     "transfer": "transfers between stages",
     "reduction": "gradient reduction of stage {stage}",
     "embedding": "gradients of the tied embeddings",

@@ -194,6 +194,7 @@ def layer_table(
     recompute: str = "none",
     sequence_parallel: bool = False,
     expert_ranks: int = 1,
+    context_ranks: int = 1,
     others: Sequence[NodeType] = (),
 ) -> LayerTable:
     """Computes durations and bytes of every layer on one type of node.
@@ -206,18 +207,32 @@ def layer_table(
         recompute: one of ``RECOMPUTE``.
         sequence_parallel: whether tensor parallelism divides all activations.
         expert_ranks: replicas that experts are spread over.
+        context_ranks: replicas that share each sequence.
         others: types of the nodes that these are on, of which the farthest counts.
 
     Raises:
         ConfigError: the profile lacks a duration.
     """
     exchange = exchange_of(inputs, node, others or (node,), tp, expert_ranks)
+    ring = context_ring(inputs, node, others or (node,), tp, context_ranks)
+    # Of a part of each sequence a rank computes as for a part of the samples.
+    samples = micro_batch / context_ranks
     rows = {}
     for name in dict.fromkeys(inputs.model.layers):
         kind = inputs.model.kinds.get(f"{name}/{expert_ranks}", inputs.model.kinds[name])
-        exchange_s = 2 * exchange(kind.routed_bytes * micro_batch / tp)
+        exchange_s = 2 * exchange(kind.routed_bytes * samples / tp)
+        part_s = ring(kind.context_bytes * samples / tp)
         rows[name] = _kind_row(
-            kind, inputs, node, tp, micro_batch, recompute, sequence_parallel, exchange_s
+            kind,
+            inputs,
+            node,
+            tp,
+            samples,
+            recompute,
+            sequence_parallel,
+            exchange_s,
+            part_s,
+            context_ranks,
         )
     table = np.array([rows[name][0] for name in inputs.model.layers], dtype=np.float64).T
     return LayerTable(any(row[1] for row in rows.values()), *table)
@@ -228,29 +243,46 @@ def _kind_row(
     inputs: PlanInputs,
     node: NodeType,
     tp: int,
-    micro_batch: int,
+    micro_batch: float,
     recompute: str,
     sequence_parallel: bool,
     once: float,
+    part_s: float,
+    context_ranks: int,
 ) -> tuple[tuple[float, ...], bool]:
-    """Returns a row of the table; ``once``: seconds that tokens are under way in a forward."""
+    """Returns a row of the table.
+
+    ``once``: seconds that tokens are on their way to experts and back in a forward; ``part_s``:
+    those in which each of the ranks that share a sequence sends its keys and values to the next.
+    """
     times = inputs.profile.times(kind.name, node.gpu, tp, micro_batch)
     if tp > 1 and not times.tp_included and kind.tp_bytes:
         once += all_reduce_s(
             inputs.profile.intra_links.get(node.name, node.intra), kind.tp_bytes * micro_batch, tp
         )
-    forward = times.forward_s + once
-    backward, comm = times.backward_input_s + once, 2 * once
+    attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
+    fused = not kind.attention_bytes
+    # Fused attention sends a part while it attends to the one before; a backward sends twice as
+    # much and computes so. Others gather all parts first, and add up as many gradients.
+    turns = context_ranks - 1
+    passed = turns * (max(part_s - attention / context_ranks, 0.0) if fused else part_s)
+    passed_back = passed * (2 if fused else 1)
+    forward = times.forward_s + once + passed
+    backward = times.backward_input_s + once + passed_back
+    comm = 2 * once + passed + passed_back
     if recompute == "full" and kind.counted:
         backward += forward
-        comm += once
-    elif recompute == "selective" and kind.forward_flops:
-        backward += times.forward_s * kind.attention_flops / kind.forward_flops
+        comm += once + passed
+    elif recompute == "selective":
+        backward += attention + passed
+        comm += passed
     shared = tp if sequence_parallel else 1
     whole = times.kept_bytes
     if whole is None:
         whole = kind.kept_bytes(tp) * micro_batch
     whole -= kind.replicated_activation_bytes * micro_batch * (1 - 1 / shared)
+    # Parts that were gathered are kept as the scores are.
+    whole += 0.0 if fused else kind.context_bytes / tp * micro_batch * turns
     kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * micro_batch
     if recompute == "none" or not kind.counted:
         kept = whole
@@ -259,7 +291,7 @@ def _kind_row(
     share = inputs.profile.allocator_share.get(node.gpu)
     messages = 0 if share is None else _HOST_MESSAGES
     # With sequence parallelism, sequences are gathered before every product.
-    whole_outputs = messages / shared + (shared > 1)
+    whole_outputs = messages / shared + (shared > 1 and kind.forward_flops > 0)
     output = kind.output_elements * inputs.model.precision.element_bytes * micro_batch
     working += whole_outputs * output
     waiting = kind.weight_bytes / tp + kind.replicated_activation_bytes / shared
@@ -355,6 +387,34 @@ def exchange_of(
             link.latency_s + count * part / link.bandwidth(part, pairs) if count else 0.0
             for link, count, pairs in ways
         )
+
+    return seconds
+
+
+def context_ring(
+    inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], tp: int, ranks: int
+) -> Callable[[float], float]:
+    """Returns the seconds in which each of a sequence's ranks sends bytes to the next.
+
+    Args:
+        inputs: for the links.
+        node: type of a node of the ranks.
+        others: types of the nodes that all of them are on, of which the farthest counts.
+        tp: GPUs of each rank, side by side.
+        ranks: that share a sequence; those of one node do not leave it.
+    """
+    links = [(inputs.profile.intra_links.get(node.name, node.intra), tp)]
+    if any((one.gpus // tp) % ranks for one in (node, *others)):
+        for other in others:
+            link = inputs.cluster.link_of_types(node, other)
+            for pair in ((node.name, other.name), (other.name, node.name)):
+                link = inputs.profile.links.get(pair, link)
+            links.append((link, tp))
+
+    def seconds(part_bytes: float) -> float:
+        if ranks < 2 or part_bytes <= 0:
+            return 0.0
+        return max(link.seconds(part_bytes, pairs) for link, pairs in links)
 
     return seconds
 
@@ -555,7 +615,7 @@ _OPTIMIZER_MOVES = 7
 two moments, and writes master weight and moments."""
 
 
-def make_estimator(model: Model) -> Callable[[str, str, int, int], LayerTimes]:
+def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]:
     """Returns a function that estimates layers of a model that a profile does not hold.
 
     Returns:
@@ -565,7 +625,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, int], LayerTimes]:
     """
 
     @cache
-    def estimate(kind: str, gpu: str, tp: int, micro_batch: int) -> LayerTimes:
+    def estimate(kind: str, gpu: str, tp: int, micro_batch: float) -> LayerTimes:
         if kind not in model.kinds:
             raise ConfigError(f"model {model.name} has no layers of kind {kind!r}")
         return _estimate(model, model.kinds[kind], find_gpu(gpu, "cluster"), tp, micro_batch)
@@ -573,7 +633,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, int], LayerTimes]:
     return estimate
 
 
-def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: int) -> LayerTimes:
+def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: float) -> LayerTimes:
     sizes = model.precision
     pace = gpu.peak(sizes.name) * MATRIX_SHARE
     moving = gpu.memory_bytes_per_s * MEMORY_SHARE

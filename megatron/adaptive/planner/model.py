@@ -89,6 +89,8 @@ class LayerKind:
         tp_bytes: all-reduced over the tensor-parallel ranks in a forward; a backward has as many.
         expert_parameters: part of ``parameters`` that belongs to experts, which fewer replicas hold
             the more ranks they are spread over.
+        context_bytes: keys and values that ranks which share a sequence send each other in a
+            forward, divided by tensor parallelism; 0 where they cannot share it.
         routed_bytes: kept copies of tokens on their way to experts. Where these are spread over
             ranks, as many go there and back in a forward, and again in a backward.
         group: ``encoder`` or ``decoder`` where no stage may hold layers of both; else empty.
@@ -109,6 +111,7 @@ class LayerKind:
     weight_bytes: float = 0.0
     tp_bytes: float = 0.0
     expert_parameters: float = 0.0
+    context_bytes: float = 0.0
     routed_bytes: float = 0.0
     group: str = ""
     counted: bool = True
@@ -159,6 +162,7 @@ class Model:
         precision: bytes of numbers.
         arguments: the Megatron arguments that it was made of, for plan files; may be empty.
         expert_ranks: numbers of ranks that its experts can be spread over, 1 included.
+        sequence: tokens of a sample that ranks can divide; 1 where they cannot.
     """
 
     name: str
@@ -171,6 +175,7 @@ class Model:
     precision: Precision = field(default_factory=Precision)
     arguments: tuple[str, ...] = ()
     expert_ranks: tuple[int, ...] = (1,)
+    sequence: int = 1
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -201,6 +206,16 @@ class Model:
     def has_experts(self) -> bool:
         """Whether a layer has experts."""
         return any(self.kinds[name].routed_bytes for name in set(self.layers))
+
+    def divides_sequence(self, tp: int, context_ranks: int, sequence_parallel: bool) -> bool:
+        """Returns whether its layers can be run with these ranks sharing each sequence."""
+        kinds = [self.kinds[name] for name in set(self.layers)]
+        if context_ranks > 1 and not all(k.context_bytes for k in kinds if k.attention_flops):
+            return False
+        unit = max(tp if sequence_parallel else 1, 1 if context_ranks == 1 else 2) * context_ranks
+        if sequence_parallel and tp == 1:
+            return False
+        return self.sequence % unit == 0
 
     @cached_property
     def parameters(self) -> float:
@@ -453,6 +468,7 @@ def build_model(shape: TransformerShape) -> Model:
         precision=shape.precision,
         arguments=shape.arguments,
         expert_ranks=tuple(spreads),
+        sequence=1 if shape.family == "t5" else tokens,
     )
 
 
@@ -560,6 +576,10 @@ def _layer(
         weight_bytes=tokens * (both + pairs + gates * inner) * element,
         tp_bytes=(attentions + routed + (ffn > 0)) * width * element,
         expert_parameters=experts,
+        # The trainer's own attention knows no windows in parts of a sequence.
+        context_bytes=0.0
+        if not causal or shape.experts or (shape.window and not shape.fused_attention)
+        else tokens * pairs * element,
         routed_bytes=routed * width * element,
         group=group,
     )

@@ -32,7 +32,10 @@ from megatron.adaptive.planner.model import (
     build_model,
 )
 
-_VOCABULARY = {"gpt": 50257, "llama": 32000, "llama2": 32000, "llama3": 128256}
+_VOCABULARY = {"gpt": 50257, "llama3": 128256, "qwen2.5": 152064, "qwen3": 151936}
+_VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
+    ("llama", "llama2", "mistral", "mixtral"), 32000
+)
 _SMALL_VOCABULARY = 50303
 ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 
@@ -88,17 +91,21 @@ def preset_names() -> tuple[str, ...]:
     return (*MODELS, *PRESETS)
 
 
-def preset(name: str, precision: str = "bf16", *, fused: bool | None = None) -> Model:
+def preset(
+    name: str, precision: str = "bf16", *, fused: bool | None = None, imbalance: float = 1.0
+) -> Model:
     """Returns a model by its name.
 
     Args:
-        name: one of :func:`preset_names`.
+        name: one of :func:`preset_names`; capitals and hyphens do not count.
         precision: ``fp32``, ``fp16`` or ``bf16``.
-        fused: as in :func:`arguments_model`.
+        fused: as in :func:`arguments_model`, likewise ``imbalance``.
 
     Raises:
         ConfigError: no such model; names the nearest.
     """
+    alike = {one.replace("-", ""): one for one in preset_names()}
+    name = alike.get(name.lower().replace("-", ""), name)
     if name in PRESETS:
         shape = replace(PRESETS[name], precision=Precision.named(precision))
         return build_model(replace(shape, fused_attention=bool(fused)))
@@ -110,7 +117,7 @@ def preset(name: str, precision: str = "bf16", *, fused: bool | None = None) -> 
     family = name.partition("-")[0]
     vocabulary = _VOCABULARY.get("gpt" if family.startswith("gpt") else family, _SMALL_VOCABULARY)
     flags = [*MODELS[name].split(), "--vocab-size", str(vocabulary)]
-    return arguments_model(flags, name, precision, fused=fused)
+    return arguments_model(flags, name, precision, fused=fused, imbalance=imbalance)
 
 
 def arguments_model(
@@ -263,7 +270,9 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
         raise ConfigError(f"{where}: {text}: {error.strerror}; name a file of arguments") from error
     context = only_groups(words, (), ("context_parallel_size",))
     if context and context[-1].rpartition("=")[2] != "1":
-        raise ConfigError(f"{where}: {' '.join(context)}: plans divide no sequences; leave it out")
+        raise ConfigError(
+            f"{where}: {' '.join(context)}: a plan decides it: give plan --context-parallel-size"
+        )
     return words
 
 
@@ -312,7 +321,7 @@ def read_model(
     if sequence is not None:
         raise ConfigError(f"--seq-length {sequence}: model {text} says it itself; leave it out")
     if text in preset_names() or not path.is_file():
-        return preset(text, precision or default, fused=fused)
+        return preset(text, precision or default, fused=fused, imbalance=imbalance)
     arguments = _read_arguments(text, Path(), "--model")
     return arguments_model(arguments, path.stem, precision, fused=fused, imbalance=imbalance)
 

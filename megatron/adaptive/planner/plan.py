@@ -75,7 +75,9 @@ class Plan:
         overlap_reduce: whether gradients are reduced while backwards still run.
         sequence_parallel: whether activations outside of attention and MLP are divided by ``tp``.
         expert_ranks: neighbouring replicas that experts are spread over.
-        places: where each pipeline rank lies, ``[pp]``.
+        context_ranks: neighbouring ranks that share each sequence.
+        places: where each pipeline rank lies, ``[pp]``; of ranks that share a sequence each counts
+            as a replica, so that a stage has ``dp * context_ranks``.
     """
 
     tp: int
@@ -92,6 +94,7 @@ class Plan:
     overlap_reduce: bool = False
     sequence_parallel: bool = False
     expert_ranks: int = 1
+    context_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.global_batch % (self.dp * self.micro_batch):
@@ -122,7 +125,8 @@ class Plan:
     def uniform(self) -> bool:
         """Whether all stages have the same widths, as the trainer needs it."""
         return all(
-            len(place.replicas) == self.dp and all(one.tp == self.tp for one in place.replicas)
+            len(place.replicas) == self.dp * self.context_ranks
+            and all(one.tp == self.tp for one in place.replicas)
             for place in self.places
         )
 
@@ -323,6 +327,8 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
     }
     if plan.expert_ranks > 1:
         document["degrees"]["expert"] = plan.expert_ranks
+    if plan.context_ranks > 1:
+        document["degrees"]["context"] = plan.context_ranks
     if plan.pp * plan.chunks > 1:
         document["partition"] = list(inputs.model.counted(plan.partition))
     if not plan.uniform:
@@ -490,6 +496,7 @@ def _titan_toml(document: Mapping[str, Any]) -> str:
             "tensor_parallel_degree": degrees["tensor"],
             "pipeline_parallel_degree": pp,
             "expert_parallel_degree": degrees.get("expert", 1),
+            "context_parallel_degree": degrees.get("context", 1),
         },
         "activation_checkpoint": {"mode": document["recompute"]},
     }
@@ -620,12 +627,14 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     """
     priced = any(row.prediction.price_per_hour for row in rows)
     spread = inputs.model.has_experts
+    shared = any(row.plan.context_ranks > 1 for row in rows)
     head = [
         "",
         "tp",
         "dp",
         "pp",
         *["ep"] * spread,
+        *["cp"] * shared,
         "batch",
         "schedule",
         "recompute",
@@ -646,6 +655,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         cells = [
             *(str(number), str(plan.tp), _replicas(plan), f"{plan.pp}{chunks}"),
             *[str(plan.expert_ranks)] * spread,
+            *[str(plan.context_ranks)] * shared,
             f"{plan.num_microbatches}x{plan.micro_batch}",
             *(plan.schedule, plan.recompute),
             "sharded" if plan.distributed_optimizer else "whole",
@@ -740,4 +750,4 @@ def _aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 def _replicas(plan: Plan) -> str:
     """Returns the number of replicas, of each stage where they differ."""
     counts = [len(place.replicas) for place in plan.places]
-    return str(plan.dp) if len(set(counts)) == 1 else "-".join(map(str, counts))
+    return str(plan.dp) if plan.uniform else "-".join(map(str, counts))

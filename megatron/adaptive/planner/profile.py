@@ -101,9 +101,9 @@ class Profile:
     action_sigma: float = 0.0
     context_bytes: Mapping[str, float] = field(default_factory=dict)
     allocator_share: Mapping[str, float] = field(default_factory=dict)
-    estimator: Callable[[str, str, int, int], LayerTimes] | None = None
+    estimator: Callable[[str, str, int, float], LayerTimes] | None = None
 
-    def times(self, kind: str, gpu: str, tp: int, micro_batch: int) -> LayerTimes:
+    def times(self, kind: str, gpu: str, tp: int, micro_batch: float) -> LayerTimes:
         """Returns durations of one layer.
 
         A microbatch size between two measured ones is interpolated, one above the largest lies on
@@ -114,7 +114,8 @@ class Profile:
         Raises:
             ConfigError: neither measured nor to be estimated.
         """
-        found = self.layers.get((kind, gpu, tp, micro_batch))
+        # A whole number is found whatever its type.
+        found = self.layers.get((kind, gpu, tp, micro_batch))  # type: ignore[arg-type]
         if found is not None:
             return found
         sizes = self._sizes.get((kind, gpu, tp), ())
@@ -147,7 +148,7 @@ class Profile:
         return {key: tuple(sorted(values)) for key, values in sizes.items()}
 
     def _between(
-        self, kind: str, gpu: str, tp: int, micro_batch: int, sizes: tuple[int, ...]
+        self, kind: str, gpu: str, tp: int, micro_batch: float, sizes: tuple[int, ...]
     ) -> LayerTimes:
         if micro_batch < sizes[0]:
             found = self.layers[kind, gpu, tp, sizes[0]].scaled(micro_batch / sizes[0])
@@ -173,7 +174,7 @@ class Profile:
 
 
 def _beyond(
-    low: LayerTimes, high: LayerTimes, small: int, large: int, micro_batch: int
+    low: LayerTimes, high: LayerTimes, small: int, large: int, micro_batch: float
 ) -> LayerTimes:
     """Extrapolates from the two largest sizes, at least at half the rate of the largest."""
     whole = replace(high.scaled(micro_batch / large), source="estimated")

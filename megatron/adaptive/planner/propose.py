@@ -555,6 +555,13 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
             f"--expert-parallel-size {_words(spreads)}: {model.name}"
             f" {has if model.has_experts else 'has no experts; leave it out'}"
         )
+    for shared in options.context_ranks:
+        if not model.divides_sequence(1, shared, False):
+            raise ConfigError(
+                f"--context-parallel-size {shared}: it shares sequences of causal attention without"
+                f" experts and local windows, of a multiple of {2 * shared} tokens; {model.name}"
+                f" has others or {model.sequence}: change it"
+            )
     for tp in options.tp:
         if model.max_tp % tp:
             raise ConfigError(
@@ -676,6 +683,7 @@ def _remedies(
     names = {
         "recompute": "any --recompute",
         "distributed_optimizer": "--distributed-optimizer",
+        "sequence_parallel": "--sequence-parallel",
         "micro_batch": "any --micro-batch-sizes",
         "partition": "no --partition",
         "tp": "any --tp",

@@ -9,15 +9,14 @@ too many orders of nodes to go through, weaker bounds hold for all of them at on
 The search stands on 1F1B, whose order is fixed: no plan gets slower when a duration shrinks. Where
 other schedules may be chosen, the fastest pipeline of each set of nodes, length and shape is found
 under 1F1B, then timed under every other schedule, with chunks divided anew. What counts, also for
-limits and fronts, is the least of these. Its bound is the work alone, divided evenly over the
-nodes, which no schedule beats.
+limits and fronts, is the least of these. Its bound is what no schedule beats (``_work_s``).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +26,7 @@ from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.chunks import ChunkedPipeline
 from megatron.adaptive.planner.cost import as_run, predict
 from megatron.adaptive.planner.kernel import search_s
-from megatron.adaptive.planner.layers import in_flight
+from megatron.adaptive.planner.layers import OURS, in_flight
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, PlanRow, StagePlace, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
@@ -38,6 +37,8 @@ from megatron.adaptive.planner.shapes import (
     Tables,
     capacity_bound,
     make_dp_states,
+    most_rate,
+    only_partition,
     stage_classes,
 )
 
@@ -63,6 +64,8 @@ _FORWARD_BACK = 2.5
 beats: what takes this many times as long as a known plan is not worth another schedule."""
 _NO_HOPE = 1.08
 _HAND_OVERS = 30
+LEAST_TOKENS = 4096
+"""Tokens of a sequence that each rank has at least where nobody says how many share it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,8 @@ class SearchOptions:
         recompute: of ``model.RECOMPUTE``.
         distributed_optimizer: which of off and on.
         overlap_reduce: whether the run overlaps the gradient reduction.
-        sequence_parallel: whether the run uses it; with experts it does wherever ``tp`` is above 1.
+        sequence_parallel: which of off and on, where ``tp`` is above 1; with experts it is on.
+        context_ranks: ranks that share each sequence; empty for what ``LEAST_TOKENS`` allows.
         expert_ranks: replicas that experts are spread over; empty for all that are possible.
         partition: layers of each stage, embedding and head included, if they are given.
         schedules: of ``SEARCHED``.
@@ -98,7 +102,8 @@ class SearchOptions:
     recompute: tuple[str, ...] = RECOMPUTE
     distributed_optimizer: tuple[bool, ...] = (False, True)
     overlap_reduce: bool = False
-    sequence_parallel: bool = False
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    context_ranks: tuple[int, ...] = ()
     expert_ranks: tuple[int, ...] = ()
     partition: tuple[int, ...] = ()
     schedules: tuple[str, ...] = ("1f1b",)
@@ -276,7 +281,8 @@ class SearchShape:
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
         """Identifies plans that compete for one place: only their ways to save memory differ."""
-        return tuple(one.widths for one in self.classes), used, stages
+        widths = tuple(one.widths for one in self.classes)
+        return widths, self.choice.context_ranks, used, stages
 
 
 class _Bounded(NamedTuple):
@@ -323,6 +329,8 @@ class Searcher:
         self._counts = tuple(group.count for group in inputs.cluster.groups)
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
+        # Of the idle time of 1F1B other schedules leave about a third.
+        self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
         self._whole = True
@@ -342,10 +350,10 @@ class Searcher:
         shapes = self.shapes()
         looked = []
         self._until = search_s() + self.options.most_cpu_s * len(self._counts)
-        left_out = math.inf
+        left_out, unseen = math.inf, []
         for shape in shapes:
             if search_s() > self._until:
-                left_out = min(left_out, best.value(shape.bound_s, self._least_price))
+                unseen.append(shape)
             elif shape.bound_s < best.most_seconds(self._least_price):
                 self._look(shape, best)
                 looked.append(shape)
@@ -354,6 +362,10 @@ class Searcher:
                 left_out = min(left_out, shape.least_value)
             else:
                 left_out = min(left_out, self._exhaust(shape, best))
+        for shape in sorted(unseen, key=lambda one: one.bound_s):
+            if best.value(shape.bound_s, self._least_price) >= left_out:
+                break
+            left_out = min(left_out, best.value(self._capacity_s(shape), self._least_price))
         found = tuple(best.sorted())
         bound = min(left_out, found[0].value) if found else left_out
         return SearchResult(
@@ -367,7 +379,7 @@ class Searcher:
     def shapes(self) -> list[SearchShape]:
         """Returns every choice, those that promise most first."""
         options, found = self.options, []
-        for classes, microbatches in self._class_sets():
+        for classes, microbatches, shared in self._class_sets():
             known = tuple(one for one in classes if self._known(one))
             spreads = [
                 spread
@@ -375,9 +387,10 @@ class Searcher:
                 if spread in (options.expert_ranks or self.model.expert_ranks)
                 and all(one.dp % spread == 0 for one in classes)
             ]
-            ways = itertools.product(options.recompute, options.distributed_optimizer, spreads)
-            split = self.model.has_experts and any(one.tp > 1 for one in classes)
-            for recompute, sharded, spread in ways if known else ():
+            splits = self._sequence_parallel(classes, shared)
+            sharding = options.distributed_optimizer
+            ways = itertools.product(options.recompute, sharding, spreads, splits)
+            for recompute, sharded, spread, split in ways if known else ():
                 if sharded and all(one.dp == 1 for one in classes):
                     continue
                 choice = ShapeChoice(
@@ -385,33 +398,58 @@ class Searcher:
                     recompute=recompute,
                     distributed_optimizer=sharded,
                     overlap_reduce=options.overlap_reduce,
-                    sequence_parallel=options.sequence_parallel or split,
+                    sequence_parallel=split,
                     expert_ranks=spread,
+                    context_ranks=shared,
                 )
+                if not split and True in splits and self._tables.fits_split(known, choice):
+                    continue
                 bound = self._work_s(known, choice, self._counts, self._most_stages(known))
                 found.append(SearchShape(classes=known, choice=choice, bound_s=bound))
         return sorted(found, key=self._guess_s)
 
-    def _guess_s(self, shape: SearchShape) -> float:
-        """Returns the seconds of 1F1B on all GPUs, were stages alike."""
-        stages = min(self._most_stages((one,)) for one in shape.classes)
-        return shape.bound_s * (1 + (stages - 1) / shape.choice.microbatches)
+    def _sequence_parallel(self, classes: Sequence[StageClass], shared: int) -> tuple[bool, ...]:
+        """Returns whether sequence parallelism may be off and on."""
+        widest = max((one.tp for one in classes), default=1)
+        if widest == 1:
+            return (False,)
+        given = (True,) if self.model.has_experts else self.options.sequence_parallel
+        divided = self.model.divides_sequence(widest, shared, True)
+        return tuple(on for on in given if divided or not on)
 
-    def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int]]:
-        """Yields classes whose stages may meet in one pipeline, and its microbatches."""
+    def _guess_s(self, shape: SearchShape) -> float:
+        """Returns the seconds on all GPUs, were stages alike."""
+        stages = min(self._most_stages((one,)) for one in shape.classes)
+        return shape.bound_s * (1 + (stages - 1) * self._idle / shape.choice.microbatches)
+
+    def _likely_s(self, ordered: float, stages: int, microbatches: int) -> float:
+        """Returns the seconds of a pipeline's likely best schedule, by those of 1F1B."""
+        idle = (stages - 1) / microbatches
+        return ordered * (1 + self._idle * idle) / (1 + idle)
+
+    def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int, int]]:
+        """Yields classes whose stages may meet in one pipeline, microbatches, context ranks."""
         waves: dict[int, list[StageClass]] = {}
-        for tp, dp, micro_batch in self._widths():
-            classes, whole = stage_classes(self.cluster, tp=tp, dp=dp, micro_batch=micro_batch)
+        for tp, dp, micro_batch, shared in self._widths():
+            classes, whole = stage_classes(
+                self.cluster, tp=tp, dp=dp * shared, micro_batch=micro_batch
+            )
             self._whole &= whole
-            if self.options.unequal:
+            if self.options.unequal and shared == 1:
                 waves.setdefault(dp * micro_batch, []).extend(classes)
             elif classes:
-                yield classes, self.global_batch // (dp * micro_batch)
+                yield classes, self.global_batch // (dp * micro_batch), shared
         for wave, found in waves.items():
-            yield tuple(found), self.global_batch // wave
+            yield tuple(found), self.global_batch // wave, 1
 
-    def _widths(self) -> Iterator[tuple[int, int, int]]:
-        options, batch = self.options, self.global_batch
+    def _widths(self) -> Iterator[tuple[int, int, int, int]]:
+        options, batch, model = self.options, self.global_batch, self.model
+        most = max(model.sequence // LEAST_TOKENS, 1)
+        shares = [
+            shared
+            for shared in options.context_ranks or range(1, most + 1)
+            if model.divides_sequence(1, shared, False)
+        ]
         widest = max(group.type.gpus for group in self.cluster.groups)
         widths = [
             tp
@@ -420,13 +458,14 @@ class Searcher:
             if any(group.type.gpus % tp == 0 for group in self.cluster.groups)
         ]
         for tp in widths:
-            for dp in options.dp or range(1, self.cluster.num_gpus // tp + 1):
-                if batch % dp:
+            most = self.cluster.num_gpus // tp
+            for dp, shared in itertools.product(options.dp or range(1, most + 1), shares):
+                if batch % dp or dp * shared > most:
                     continue
                 share = batch // dp
                 for micro_batch in options.micro_batch or range(1, share + 1):
                     if share % micro_batch == 0:
-                        yield tp, dp, micro_batch
+                        yield tp, dp, micro_batch, shared
 
     def _known(self, one: StageClass) -> bool:
         """Returns whether the profile knows every layer on every node of a class."""
@@ -445,29 +484,43 @@ class Searcher:
         *,
         exactly: bool = False,
     ) -> float:
-        """Returns the seconds of work divided evenly over nodes: no pipeline is faster.
+        """Returns seconds that no pipeline is faster than.
 
-        Rank r starts after the forwards of r stages, of a layer at least each; where no backward
-        is split, it ends before as many backwards. ``exactly``: there are ``most_stages`` ranks.
+        Work, reductions and optimizer are divided evenly over nodes. Rank r starts after the
+        forwards of r stages, of a layer at least each. A microbatch takes its way through all
+        layers and back, and what they keep on this way has to fit beside the weights.
+
+        ``exactly``: there are ``most_stages`` ranks.
         """
-        rates, layers = [], []
+        rates, found, rooms = [], [], []
+        microbatches = choice.microbatches
         for index, group in enumerate(self.cluster.groups):
             for one in classes if nodes[index] else ():
                 if one.nodes[index]:
-                    work, layer = self._tables.work_s(group.type, one, choice, self._whole_backward)
+                    sums = self._tables.totals(group.type, one, choice, self._whole_backward)
+                    each = sums.work_s + sums.after_s / microbatches
                     stages = nodes[index] * group.type.gpus / (one.tp * one.dp)
-                    rates.append((index, 1 / max(work, 1e-30), stages))
-                    layers.append(layer)
-        whole_s = choice.microbatches / _most_rate(rates, most_stages)
+                    rates.append((index, 1 / max(each, 1e-30), stages))
+                    found.append(sums)
+                    context = self.profile.context_bytes.get(group.type.gpu, OURS.context_bytes)
+                    rooms.append((index, group.type.memory_bytes - context, stages))
+        whole_s = microbatches / most_rate(rates, most_stages)
         if not rates:
             return whole_s
         slowest, fastest = min(one[1] for one in rates), max(one[1] for one in rates)
         ranks = np.arange(most_stages if exactly else 1, most_stages + 1)
-        lost = min(layers) * slowest * (ranks - 1) * (ranks - 2) / 2
-        each_s = (choice.microbatches + lost) / (ranks * fastest)
+        lost = min(one.least_s for one in found) * slowest * (ranks - 1) * (ranks - 2) / 2
+        each_s = (microbatches + lost) / (ranks * fastest)
         if exactly:
-            whole_s *= 1 + float(lost[0]) / choice.microbatches
-        return max(whole_s, float(each_s.min()))
+            whole_s *= 1 + float(lost[0]) / microbatches
+        whole_s = max(whole_s, float(each_s.min()))
+        if self.options.unequal:
+            return whole_s  # microbatches are smaller where they are dealt out
+        free = most_rate(rooms, most_stages) - min(one.held_bytes for one in found)
+        if free < min(one.kept_bytes for one in found):
+            return math.inf
+        stay = microbatches * min(one.stay for one in found)
+        return max(whole_s, min(one.way_s for one in found), stay / max(free, 1.0))
 
     def _most_stages(self, classes: Sequence[StageClass]) -> int:
         if self.options.pp:
@@ -488,7 +541,7 @@ class Searcher:
         levels = self._levels[key]
         arrays = self._tables.arrays(shape.classes, shape.choice)
         if self.options.partition:
-            arrays["after"] = _only(arrays["after"], self.options.partition)
+            arrays["after"] = only_partition(arrays["after"], self.options.partition)
         held = in_flight("1f1b", most, 1, shape.choice.microbatches)[::-1]
         made = kernel.ShapeArrays(
             **arrays,
@@ -521,7 +574,8 @@ class Searcher:
             if not self._exact:
                 seconds = self._work_s(shape.classes, shape.choice, used, stages, exactly=True)
             if seconds < best.most_seconds(price):
-                goals.append((best.value(seconds, price), seconds, level, price, ordered))
+                likely = self._likely_s(ordered, stages, shape.choice.microbatches)
+                goals.append((best.value(seconds, price), seconds, level, price, likely))
         return _Bounded(shape, levels, made, (ends, done, trips), sorted(goals))
 
     def visit(
@@ -563,14 +617,20 @@ class Searcher:
         """
         bounded = self._bounded(shape, best, min(_FEW_LEVELS, self.options.most_levels))
         shape.least_value = bounded.goals[0][0] if bounded.goals else math.inf
-        if not bounded.levels.whole:
-            room = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
-            shape.bound_s = max(shape.bound_s, room)
-            shape.least_value = best.value(shape.bound_s, self._least_price)
+        if not (bounded.levels.whole and self._exact):
+            least = best.value(self._capacity_s(shape), self._least_price)
+            known = shape.least_value if bounded.levels.whole else least
+            shape.least_value = max(known, least)
         few = len(bounded.levels.used) <= _SMALL_LEVELS
         for *_, level, price, _ in sorted(bounded.goals, key=lambda goal: goal[-1])[:1]:
             # The same as later, so that it does not matter what was looked at first.
             self._try(bounded, level, price, best, self.options.most_leaves if few else 10, True)
+
+    def _capacity_s(self, shape: SearchShape) -> float:
+        """Returns and keeps a shape's bound, raised by what all nodes together can hold."""
+        room = capacity_bound(self._tables, self.cluster, shape.classes, shape.choice)
+        shape.bound_s = max(shape.bound_s, room)
+        return shape.bound_s
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
         """Searches a shape to its end; returns the least value that was left out."""
@@ -578,9 +638,8 @@ class Searcher:
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
         left_out = min((best.value(*one) for one in missed), default=math.inf)
-        if shape.partial:
-            left_out = min(left_out, best.value(shape.bound_s, self._least_price))
-        return left_out
+        least = best.value(shape.bound_s, self._least_price)
+        return least if shape.partial else max(left_out, least)
 
     def _try(
         self,
@@ -697,7 +756,7 @@ class Searcher:
             places.append(place_stage(self.cluster, nodes, *one.widths, position=position))
         return Plan(
             tp=max(one.tp for one in classes),
-            dp=classes[0].dp,
+            dp=classes[0].dp // choice.context_ranks,
             pp=len(classes),
             micro_batch=classes[0].micro_batch,
             global_batch=self.global_batch,
@@ -738,33 +797,3 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
     return min(
         rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
     )
-
-
-def _only(after: Any, partition: Sequence[int]) -> Any:
-    """Forbids every range of layers that is not a stage of a given partition."""
-    cuts = np.concatenate([[0], np.cumsum(partition)])
-    allowed = np.zeros(after.shape[-2:], dtype=bool)
-    allowed[cuts[:-1], cuts[1:]] = True
-    return np.where(allowed, after, np.inf)
-
-
-def _most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
-    """Returns the microbatches per second if the work of one could be divided freely.
-
-    Args:
-        rates: type of node, microbatches per second of one stage that holds all layers, and how
-            many stages the nodes of the type are enough for; several where widths differ.
-        most_stages: of a pipeline.
-    """
-    by_type: dict[int, tuple[float, float]] = {}
-    for index, rate, stages in rates:
-        fastest, most = by_type.get(index, (0.0, 0.0))
-        # The fastest stage and the most throughput may belong to different widths.
-        fastest, most = max(fastest, rate), max(most, rate * stages)
-        by_type[index] = (fastest, most)
-    left, whole = float(most_stages), 0.0
-    for fastest, most in sorted(by_type.values(), reverse=True):
-        stages = min(most / fastest, left) if fastest else 0.0
-        whole += fastest * stages
-        left -= stages
-    return max(whole, 1e-30)

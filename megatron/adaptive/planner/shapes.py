@@ -15,16 +15,18 @@ state, so that there are few states where there are many orders.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.adaptive.planner.cluster import Cluster, NodeType
 from megatron.adaptive.planner.layers import (
     LayerTable,
+    all_reduce_s,
     boundary_s,
     divided_parameters,
     embedding_s,
@@ -50,7 +52,7 @@ class StageClass:
     Attributes:
         nodes: how many nodes of each type a block takes, in the order of the cluster's types.
         tp: tensor-parallel width.
-        dp: replicas.
+        dp: replicas; those that share a sequence count each.
         micro_batch: samples of a microbatch of each replica.
         block: stages of a block.
     """
@@ -261,6 +263,7 @@ class ShapeChoice:
         overlap_reduce: whether the reduction runs along with backwards.
         sequence_parallel: whether tensor parallelism divides all activations.
         expert_ranks: replicas that experts are spread over.
+        context_ranks: replicas that share each sequence.
     """
 
     microbatches: int
@@ -269,11 +272,35 @@ class ShapeChoice:
     overlap_reduce: bool = False
     sequence_parallel: bool = False
     expert_ranks: int = 1
+    context_ranks: int = 1
 
     @property
     def of_plan(self) -> dict[str, Any]:
         """Those that a plan has under the same names."""
         return {name: value for name, value in vars(self).items() if name != "microbatches"}
+
+
+class Totals(NamedTuple):
+    """Sums over all layers, as if one stage on one type of node held them.
+
+    Attributes:
+        work_s: seconds of a microbatch.
+        least_s: those of the shortest forward between the first layer and the last.
+        way_s: seconds from the start of a microbatch to the end of its backward, which needs no
+            weight gradients if these are split.
+        after_s: reduction and optimizer, at least.
+        held_bytes: weights, gradients and optimizer state.
+        kept_bytes: of a microbatch from forward to backward.
+        stay: bytes times seconds that they are kept, at least.
+    """
+
+    work_s: float
+    least_s: float
+    way_s: float
+    after_s: float
+    held_bytes: float
+    kept_bytes: float
+    stay: float
 
 
 class Tables:
@@ -334,9 +361,10 @@ class Tables:
         memory = choice.recompute, choice.sequence_parallel
         key: Any = (node.name, one.tp, one.micro_batch, *memory)
         others: list[NodeType] = []
-        if choice.expert_ranks > 1:
+        if choice.expert_ranks * choice.context_ranks > 1:
             others = self.types(one) if one.nodes else [node]
-            key = (*key, choice.expert_ranks, *(other.name for other in others))
+            names = (other.name for other in others)
+            key = (*key, choice.expert_ranks, choice.context_ranks, *names)
         if key not in self._layers:
             self._layers[key] = layer_table(
                 self.inputs,
@@ -346,33 +374,91 @@ class Tables:
                 recompute=choice.recompute,
                 sequence_parallel=choice.sequence_parallel,
                 expert_ranks=choice.expert_ranks,
+                context_ranks=choice.context_ranks,
                 others=others,
             )
         return self._layers[key]
 
-    def work_s(
-        self, node: NodeType, one: StageClass, choice: ShapeChoice, backward: bool = True
-    ) -> tuple[float, float]:
-        """Returns the seconds of all layers for one microbatch, and of the shortest but the first.
+    def totals(
+        self, node: NodeType, one: StageClass, choice: ShapeChoice, whole: bool = True
+    ) -> Totals:
+        """Returns sums over all layers.
 
         Args:
-            node: type of it.
+            node: type of node that all of them are on.
             one: class of stages.
             choice: what its stages share.
-            backward: whether the shortest is of forward and backward, else of the forward alone.
+            whole: whether backwards are not split.
         """
         table = self.layers(node, one, choice)
-        key = (id(table), "work", backward)
-        if key not in self._ranges:
-            whole = table.forward_s + table.backward_s + table.weight_s
-            each = (whole if backward else table.forward_s)[1:]
-            self._ranges[key] = float(whole.sum()), float(each.min(initial=np.inf))
-        work, least = self._ranges[key]
-        return work, least if math.isfinite(least) else 0.0
+        key = (id(table), "totals", one, choice.distributed_optimizer, choice.overlap_reduce, whole)
+        if key in self._ranges:
+            found: Totals = self._ranges[key]
+            return found
+        work = table.forward_s + table.backward_s + table.weight_s
+        way = table.forward_s + table.backward_s + whole * table.weight_s - 2 * table.launch_s
+        parameters = float(table.parameters.sum())
+        experts = float(table.expert_parameters.sum())
+        divided = divided_parameters(parameters, experts, choice.expert_ranks)
+        updated = divided if choice.distributed_optimizer else parameters
+        after = optimizer_s(self.profile, node.gpu, updated, one.dp, choice.distributed_optimizer)
+        if not choice.overlap_reduce:
+            alike = parameters - (experts if choice.expert_ranks > 1 else 0.0)
+            after += self._least_reduce_s(one, alike * self.model.precision.reduce_bytes)
+        held = stage_memory(
+            self.model,
+            parameters=parameters,
+            kept_bytes=0.0,
+            held=0.0,
+            workspace_bytes=0.0,
+            dp=one.dp,
+            distributed_optimizer=choice.distributed_optimizer,
+            limit_bytes=0.0,
+            context_bytes=0.0,
+            divided=divided,
+        )
+        least = (table.forward_s - table.launch_s)[1:-1].min(initial=np.inf)
+        self._ranges[key] = Totals(
+            work_s=float(work.sum()),
+            least_s=float(least) if math.isfinite(least) else 0.0,
+            way_s=float(way.sum()),
+            after_s=after,
+            held_bytes=float(held.total_bytes),
+            kept_bytes=float(table.kept_bytes.sum()),
+            # A layer's activations stay while later layers go forward and back.
+            stay=float((table.kept_bytes * way[::-1].cumsum()[::-1]).sum()),
+        )
+        return self.totals(node, one, choice, whole)
+
+    def _least_reduce_s(self, one: StageClass, size: float) -> float:
+        """Returns seconds that no reduction of a stage of a class is faster than."""
+        if one.block > 1 or sum(one.nodes) == 1:
+            place = self.place(one)
+            return 0.0 if place is None else reduction((place,), 0, self.inputs)(size)
+        # A ring enters and leaves each of its nodes.
+        types = self.types(one)
+        ways = [
+            self.profile.links.get((a.name, b.name), self.cluster.link_of_types(a, b))
+            for a, b in itertools.product(types, repeat=2)
+            if len(types) == 1 or a != b
+        ]
+        return min(all_reduce_s(way, size, one.dp, one.tp) for way in ways)
+
+    def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
+        """Returns whether sequence parallelism, which is never slower, fits wherever this does."""
+        other = replace(choice, sequence_parallel=True)
+        for one in classes:
+            for node in self.types(one):
+                off, on = (self.layers(node, one, way) for way in (choice, other))
+                saved = off.kept_bytes - on.kept_bytes
+                more = on.workspace_bytes - off.workspace_bytes
+                if (saved < 0).any() or (more > saved).any():
+                    return False
+        return True
 
     def pipeline_s(self, one: StageClass, choice: ShapeChoice) -> float:
         """Returns the seconds of all layers for one microbatch on the slowest node of a class."""
-        return max(self.work_s(node, one, choice)[0] for node in self.types(one))
+        return max(self.totals(node, one, choice).work_s for node in self.types(one))
 
     def arrays(self, classes: Sequence[StageClass], choice: ShapeChoice) -> dict[str, Any]:
         """Returns the arrays of ``kernel.ShapeArrays`` that belong to classes, by name."""
@@ -484,7 +570,11 @@ class Tables:
                 for kind in range(2):
                     if kind and (a != b or one.block == 1):
                         continue
-                    rows = [self._message(one, other, kind, float(size), choice) for size in sizes]
+                    # Ranks that share a sequence send their part of it.
+                    rows = [
+                        self._message(one, other, kind, float(size) / choice.context_ranks, choice)
+                        for size in sizes
+                    ]
                     both = np.array(rows)[where]
                     # A message back from ``a`` to ``b`` is as one onward between the same two.
                     latency[:, kind, a, b] = both[:, 0]
@@ -531,13 +621,47 @@ class Tables:
         return tied
 
 
+def only_partition(after: Any, partition: Sequence[int]) -> Any:
+    """Forbids every range of layers that is not a stage of a given partition."""
+    cuts = np.concatenate([[0], np.cumsum(partition)])
+    allowed = np.zeros(after.shape[-2:], dtype=bool)
+    allowed[cuts[:-1], cuts[1:]] = True
+    return np.where(allowed, after, np.inf)
+
+
+def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> float:
+    """Returns what the best stages have together, as if the work of one could be divided freely.
+
+    Args:
+        rates: type of node, microbatches per second or bytes of one stage, and how many stages the
+            nodes of the type are enough for; several where widths differ.
+        most_stages: of a pipeline.
+    """
+    by_type: dict[int, tuple[float, float]] = {}
+    for index, rate, stages in rates:
+        fastest, most = by_type.get(index, (0.0, 0.0))
+        # The fastest stage and the most throughput may belong to different widths.
+        fastest, most = max(fastest, rate), max(most, rate * stages)
+        by_type[index] = (fastest, most)
+    left, whole = float(most_stages), 0.0
+    for fastest, most in sorted(by_type.values(), reverse=True):
+        stages = min(most / fastest, left) if fastest else 0.0
+        whole += fastest * stages
+        left -= stages
+    return max(whole, 1e-30)
+
+
 def capacity_bound(
-    tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
+    tables: Tables,
+    cluster: Cluster,
+    classes: Sequence[StageClass],
+    choice: ShapeChoice,
 ) -> float:
     """Returns the seconds below which the stages of all nodes together cannot hold all layers.
 
-    A stage holds at most so many layers as fit beside one microbatch, and as its GPUs get through
-    in time. Mixed stages are no better than their parts.
+    A stage holds at most so many layers as fit beside one microbatch, and as its GPUs get through,
+    reduce and update in time. Of a type's stages, each waits for a layer more than the one before.
+    Mixed stages are no better than their parts.
 
     Args:
         tables: for durations and bytes.
@@ -548,44 +672,65 @@ def capacity_bound(
     Returns:
         Seconds; infinite if they do not fit at all.
     """
-    n = tables.model.num_layers
-    least: dict[int, list[tuple[float, Any]]] = {}
+    n = tables.model.num_layers - 2  # without the ends, which may be next to nothing
+    least: dict[int, list[tuple[Any, Any]]] = {}
+    widths = {one.widths for one in classes}
+    waits = math.inf
     for index, group in enumerate(cluster.groups):
-        for tp, dp, micro_batch in {one.widths for one in classes}:
-            if group.type.gpus % tp == 0:
+        for tp, dp, micro_batch in widths:
+            one = StageClass((), tp, dp, micro_batch, 1)
+            sums = [
+                tables.totals(group.type, some, choice)
+                for some in classes
+                if some.nodes[index] and some.widths == one.widths
+            ]
+            if sums:
                 stages = group.count * group.type.gpus / (tp * dp)
-                one = StageClass((), tp, dp, micro_batch, 1)
-                row = _least_s(tables.ranges(group.type, one, choice), choice.microbatches)
+                row = _least_s(tables, group.type, one, choice, sums)
                 least.setdefault(index, []).append((stages, row))
-    rows = [row for found in least.values() for row in found]
-    times = np.unique(np.concatenate([row[1] for row in rows]))
-    times = times[np.isfinite(times)]
+                waits = min(waits, min(some.least_s for some in sums))
+    # Microbatches are smaller where stages differ and these are dealt out.
+    waits = waits if len(widths) == 1 and math.isfinite(waits) else 0.0
 
     def held(seconds: float) -> float:
         total = 0.0
         for found in least.values():
             # Of several widths on the same nodes, the one that holds most.
-            total += max(
-                stages * float(np.searchsorted(row, seconds, side="right")) for stages, row in found
-            )
+            total += max(_held(seconds, stages, row, waits) for stages, row in found)
         return total
 
-    if not len(times) or held(float(times[-1])) < n:
+    finite = [float(row[np.isfinite(row)].max(initial=0.0)) for f in least.values() for _, row in f]
+    low, high = 0.0, max(finite, default=0.0) + waits * n
+    if n > 0 and (not high or held(high) < n):
         return math.inf
-    low, high = 0, len(times) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if held(float(times[middle])) >= n:
-            high = middle
-        else:
-            low = middle + 1
-    return float(times[low])
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if held(middle) >= n else (middle, high)
+    return low
 
 
-def _least_s(ranges: Sequence[Any], microbatches: int) -> Any:
-    """Returns ``[n]``, ascending: least seconds for a stage of the class with 1, 2, ... layers."""
-    forward, backward, weight, _, _, _, base, kept = ranges
-    whole = microbatches * (forward + backward + weight)
+def _held(seconds: float, stages: float, row: Any, waits: float) -> float:
+    """Returns the layers that stages of one type get through, of which each waits longer."""
+    count = min(math.ceil(stages), len(row) + 2)
+    # The first may hold no inner layer.
+    left = seconds - waits * np.maximum(np.arange(count) - 1, 0)
+    layers = np.searchsorted(row, left, side="right").astype(np.float64)
+    if count > stages:
+        layers[-1] *= stages - math.floor(stages)
+    return float(layers.sum())
+
+
+def _least_s(
+    tables: Tables, node: NodeType, one: StageClass, choice: ShapeChoice, sums: Sequence[Totals]
+) -> Any:
+    """Returns ``[n - 2]``, ascending: least seconds for a stage of 1, 2, ... inner layers.
+
+    ``sums``: of the classes with such nodes, for the seconds after the pipeline.
+    """
+    forward, backward, weight, _, parameters, _, base, kept = tables.ranges(node, one, choice)
+    each = min(some.after_s for some in sums) / max(float(parameters[0, -1]), 1.0)
+    whole = choice.microbatches * (forward + backward + weight) + each * parameters
     whole = np.where(base + kept <= 0, whole, np.inf)
-    each = np.array([np.diagonal(whole, size).min() for size in range(1, whole.shape[0])])
-    return np.maximum.accumulate(each)
+    whole = whole[1:-1, 1:-1]
+    least = np.array([np.diagonal(whole, size).min() for size in range(1, whole.shape[0])])
+    return np.maximum.accumulate(least)
