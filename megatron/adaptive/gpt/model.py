@@ -461,7 +461,7 @@ def build_layer(
         index: its place in the block.
     """
     kept = {name: getattr(core, name) for name in (*_DRAWING, *_OF_THE_RUN)}
-    vars(core).update(dict.fromkeys(_DRAWING, _as_it_is), **dict.fromkeys(_OF_THE_RUN))
+    vars(core).update(dict.fromkeys(_DRAWING, torch.nn.Identity()), **dict.fromkeys(_OF_THE_RUN))
     before = get_transformer_layer_offset(core, block.vp_stage) + index
     try:
         layer: torch.nn.Module = build_module(
@@ -506,10 +506,6 @@ _OF_THE_RUN = (
     *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
     *("finalize_model_grads_func", "timers"),
 )
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _build_chunk(
