@@ -593,9 +593,9 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    kinds: dict[type, type] = dict(_KEYED if core.use_cpu_initialization else _EXPERTS)
+    keyed = core.use_cpu_initialization
+    kinds: dict[type, type] = dict(_KEYED if keyed else _EXPERTS)
     if model.parallel_residual:
-        keyed = core.use_cpu_initialization
         kinds[TransformerLayer] = KeyedParallelLayer if keyed else ParallelLayer
     return [completed(spec, kinds) for spec in specs]
 
@@ -779,8 +779,14 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
         DataError: the tokenizer's files cannot be read.
     """
     tokenizer = tokenizers.build_tokenizer(config.data)
+    size, given = tokenizer.vocab_size, config.data.vocab_size or 0
+    is_real = not isinstance(tokenizer, tokenizers.NullTokenizer)
+    if config.checkpoint.load_hf and is_real and size > given:
+        raise ConfigError(
+            f"the tokenizer has {size} ids, and the model of --load-hf {given} (--vocab-size): take"
+            " its own tokenizer"
+        )
+    multiple, ranks = config.model.make_vocab_size_divisible_by, config.parallel
     return tokenizer, tokenizers.padded_vocab_size(
-        max(tokenizer.vocab_size, config.data.vocab_size or 0),
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
+        max(size, given), multiple, ranks.tensor_model_parallel_size
     )
