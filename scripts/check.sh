@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every check but the tests: format, lint, types, imports, size, shell scripts, and the C++
-# extension with and without RDMA. All checks run; status 1 if any failed.
+# Runs every check but the tests: format, lint, types, imports, size, shell scripts, links of the
+# documentation, and the C++ extension with and without RDMA. All checks run; status 1 if any failed.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -61,6 +61,7 @@ check 'import-linter' tool lint-imports --no-logo
 check 'size' "$python" scripts/size.py
 check 'shellcheck' shell_scripts
 check 'clang-format' cpp_format
+NO_MKDOCS_2_WARNING=1 check 'documentation as a site' tool mkdocs build --strict -q -d "$work/site"
 check 'extension without RDMA' extension 0
 if echo '#include <infiniband/verbs.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null; then
   check 'extension with RDMA' extension 1

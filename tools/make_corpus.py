@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Run ``megatron.adaptive.cli.make_corpus`` from a clone, installed or not."""
+"""Run ``python -m megatron.adaptive make-corpus`` from a clone, installed or not."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.adaptive.cli.make_corpus import main
+from megatron.adaptive.cli.preprocess_data import make_corpus_main as main
 
 if __name__ == "__main__":
     raise SystemExit(main())

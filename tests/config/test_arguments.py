@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.adaptive.config.arguments import flag_table, make_parser, parse
+from megatron.adaptive.config.arguments import flag_table, make_parser, parse, read_recipe
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.refused import FAMILIES, is_idle, reason_for, refused_flags
@@ -149,8 +151,8 @@ NO_LENGTH => --train-iters or --train-samples
 --delay-wgrad-compute
     => --delay-wgrad-compute is a flag | refuses | --split-backward
 --fp8-format hybrid => --fp8-format is a flag of Megatron-LM that this trainer refuses | float32
---wandb-project x
-    => --wandb-project is a flag of Megatron-LM that this trainer refuses | TensorBoard
+--log-energy
+    => --log-energy is a flag of Megatron-LM that this trainer refuses | --wandb-project
 --pipeline-model-parallel-layout E|tx|L => E|tx|L | is not a layout | joined by '|'
 --pipeline-model-parallel-layout t|EL => t|EL | E (embedding) comes first
 --pipeline-model-parallel-layout |Et|L => E not on the first stage
@@ -167,7 +169,7 @@ NO_LENGTH => --train-iters or --train-samples
 --batch-size=8
     => --batch-size is a flag of Megatron-LM that this trainer refuses | --micro-batch-size
 --ckpt-format torch => --ckpt-format | 'torch' | torch_dist
---tokenizer-type Llama2Tokenizer => Llama2Tokenizer | NullTokenizer
+--tokenizer-type Llama2Tokenizer => Llama2Tokenizer | --tokenizer-model
 --kv-lora-rank 8 => --kv-lora-rank 8 has no effect | --multi-latent-attention
 --multi-latent-attention --group-query-attention => --group-query-attention | drop
 --window-size 8 => '8' | 128,0
@@ -284,3 +286,52 @@ def test_importing_the_command_line_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# Recipes
+
+RECIPE = {
+    "hidden_size": 64,
+    "disable-bias-linear": True,
+    "swiglu": False,
+    "rampup_batch_size": [1, 2, 3],
+    "partition": [1, 3],
+    "variants": {
+        "task": {"a": {"lr": 1e-3, "bf16": True}, "b": {"lr": "2e-4"}},
+        "gpus": {1: None, "2x4": {"nodes": 2, "processes_per_node": 4}},
+    },
+}
+
+
+def test_a_recipe_is_a_command_line() -> None:
+    base = ["--rampup-batch-size", "1", "2", "3", "--partition", "1-3"]
+    recipe = read_recipe(RECIPE, [], "r.yaml")
+    given = ["--lr", "0.001", "--bf16", "--hidden-size", "64", "--disable-bias-linear"]
+    assert recipe == (given + base, 1, 1)
+    words = ["task=b", "gpus=2x4", "hidden-size=8", "disable_bias_linear=false", "partition="]
+    recipe = read_recipe(RECIPE, words, "r.yaml")
+    assert recipe == (["--lr", "2e-4", "--hidden-size", "8", *base[:4]], 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ({"num_layrs": 3}, [], "r.yaml: num_layrs is not a setting: the nearest is num_layers"),
+        ({}, ["num_layrs=3"], "the command line: num_layrs is not a setting"),
+        ({"lr": 3}, [], "r.yaml: lr is set in the top and in variants.task"),
+        ({"hidden-size": 3}, [], "hidden_size is set in one place and in it again as hidden-size"),
+        ({"add_bias_linear": True}, [], "add_bias_linear is set in one place"),
+        ({"yaml_cfg": "x"}, [], "this trainer refuses it"),
+        ({"model": {}}, [], "model is not a setting"),
+        ({"seed": {"x": 1}}, [], "seed holds keys"),
+        ({"swiglu": 7}, [], "swiglu is 7: it must be true or false"),
+        ({}, ["nodes=many"], "nodes is many"),
+        ({"variants": []}, [], "variants holds"),
+        ({}, ["lr=1", "lr=2"], "lr is given twice"),
+        ({}, ["lr"], "write key=value"),
+        ({}, ["gpus=3"], "r.yaml has 1, 2x4; choose of them"),
+    ],
+)
+def test_a_wrong_recipe_is_refused(change: dict[str, Any], words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_recipe({**RECIPE, **change}, words, "r.yaml")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
+from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.data.tokenizer import (
     END_OF_DOCUMENT,
     GPT2BPETokenizer,
     NullTokenizer,
+    Tokenizer,
     build_tokenizer,
     padded_vocab_size,
 )
@@ -92,7 +99,7 @@ def test_padding_gives_every_rank_an_aligned_share(
 
 
 def test_null_tokenizer_puts_the_end_on_top() -> None:
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("3 0\n99 100") == [3, 0, 99, 100]
     assert tokenizer.detokenize([3, 0]) == "3 0"
@@ -105,17 +112,18 @@ def test_null_tokenizer_refuses_what_is_no_id(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("kind", "given", "message"),
     [
-        (("SentencePiece",), "GPT2BPETokenizer or NullTokenizer"),
-        (("GPT2BPETokenizer",), "--vocab-file"),
-        (("GPT2BPETokenizer", "vocab.json"), "--merge-file"),
-        (("NullTokenizer",), "--vocab-size"),
+        ("GPT2BPETokenizer", {}, "--vocab-file"),
+        ("GPT2BPETokenizer", {"vocab_file": "vocab.json"}, "needs --merge-file"),
+        ("NullTokenizer", {}, "--vocab-size"),
+        ("HuggingFaceTokenizer", {}, "--tokenizer-model"),
+        ("SentencePieceTokenizer", {}, "--tokenizer-model"),
     ],
 )
-def test_missing_flags_are_named(arguments: tuple[str, ...], message: str) -> None:
+def test_missing_flags_are_named(kind: str, given: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_tokenizer(*arguments)
+        build_tokenizer(TokenizerConfig(tokenizer_type=kind, **given))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -163,3 +171,146 @@ def test_broken_merges_are_named_with_their_line(
         GPT2BPETokenizer(vocab, merges)
     assert str(caught.value).startswith(f"{merges}{place}: ")
     assert message in str(caught.value)
+
+
+# Tokenizers of other libraries
+
+MIXED = ["naïve ✓ 🙂 中文\n\n\tx = 1", "", " <|im_end|> </s>", "don't 1234 A.B  c\r\n", "a\ud800b"]
+CHAT = (
+    "{%- for one in messages %}<|im_start|>{{ one.role }}\n"
+    "{%- if one.role == 'assistant' and loop.last %}\n<think></think>{% endif %}\n"
+    "{%- generation %}\n{{ one.content | trim }}<|im_end|>\n{% endgeneration %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as ``transformers`` writes it, with special tokens and a chat template."""
+    made = tmp_path_factory.mktemp("hugging_face")
+    encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    encoder.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    encoder.enable_truncation(10)  # as some folders have it; it has no meaning here
+    encoder.save(str(made / "tokenizer.json"))
+    end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
+    settings = {"eos_token": end, "chat_template": CHAT}
+    (made / "tokenizer_config.json").write_text(json.dumps(settings))
+    return made
+
+
+def _build(kind: str, model: Path, **given: Any) -> Tokenizer:
+    return build_tokenizer(
+        TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model), **given)
+    )
+
+
+def test_a_folder_gives_the_tokens_of_transformers(folder: Path, corpus: Corpus) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = _build("HuggingFaceTokenizer", folder)
+    assert ours.vocab_size == len(theirs) == 402
+    assert ours.eod == theirs.eos_token_id
+    texts = [*MIXED[:-1], *corpus.jsonl.read_text().splitlines()]
+    expected = [theirs(text, add_special_tokens=False).input_ids for text in texts]
+    assert ours.tokenize_batch(texts) == expected == [ours.tokenize(text) for text in texts]
+    assert ours.detokenize(expected[0]) == texts[0]
+
+
+def test_a_conversation_is_what_the_template_writes(folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    said = [("system", "short"), ("user", "a ✓"), ("assistant", " b 🙂 "), ("user", "b 🙂")]
+    said += [("assistant", "d")]
+    ours = _build("HuggingFaceTokenizer", folder)
+    ids, taught = ours.conversation(said)
+    messages = [{"role": role, "content": content} for role, content in said]
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ids == theirs.apply_chat_template(messages, return_dict=False)
+    parts = [
+        ours.detokenize([index for index, _ in run])
+        for is_taught, run in itertools.groupby(zip(ids, taught, strict=True), lambda at: at[1])
+        if is_taught
+    ]
+    # Earlier answers are without the thoughts that the template gives the last one.
+    assert parts == ["b 🙂<|im_end|>\n", "<think></think>d<|im_end|>\n"]
+
+
+def test_a_template_may_refuse_and_runs_in_a_sandbox(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for template, reason in (
+        ("{{ raise_exception('roles must take turns') }}", "roles must take turns"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{% for one in messages %}{% endfor %}", "leaves out what the assistant says"),
+        ("{% for %}", "refuses the conversation"),
+    ):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        with pytest.raises(DataError, match=reason):
+            _build("HuggingFaceTokenizer", tmp_path).conversation([("assistant", "yes")])
+
+
+def test_a_folder_without_an_end_or_with_too_many_ids_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="--vocab-size 401 is less than the 402 ids"):
+        _build("HuggingFaceTokenizer", folder, vocab_size=401)
+    with pytest.raises(DataError, match=r"tokenizer\.json: no such file; --tokenizer-model"):
+        _build("HuggingFaceTokenizer", tmp_path)
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    with pytest.raises(DataError, match="no file names the eos_token"):
+        _build("HuggingFaceTokenizer", tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert _build("HuggingFaceTokenizer", tmp_path).eod == 7
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(DataError, match="is no tokenizer of the tokenizers library"):
+        _build("HuggingFaceTokenizer", tmp_path)
+
+
+def test_sentencepiece_gives_its_own_tokens(corpus: Corpus, tmp_path: Path) -> None:
+    package = pytest.importorskip("sentencepiece")
+    package.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus.jsonl.read_text().splitlines()[:40]),
+        model_prefix=str(tmp_path / "made"),
+        vocab_size=330,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    theirs = package.SentencePieceProcessor(model_file=str(tmp_path / "made.model"))
+    for kind, begin in (("SentencePieceTokenizer", []), ("Llama2Tokenizer", [theirs.bos_id()])):
+        ours = _build(kind, tmp_path / "made.model")
+        expected = [[*begin, *theirs.encode(text)] for text in MIXED[:-1]]
+        assert ours.tokenize_batch(MIXED)[:-1] == expected
+        assert [ours.tokenize(text) for text in MIXED[:-1]] == expected
+        assert (ours.vocab_size, ours.eod) == (330, theirs.eos_id())
+    with pytest.raises(DataError, match="no model of SentencePiece"):
+        _build("SentencePieceTokenizer", corpus.vocab_file)
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2"])
+def test_tiktoken_is_as_megatron_core_builds_it(pattern: str, tmp_path: Path) -> None:
+    pytest.importorskip("tiktoken")
+    from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
+
+    tokens = [*(bytes([at]) for at in range(256)), b"do", b"don", b" c", b"12", b"\n\n"]
+    ranks = [
+        {"rank": at, "token_bytes": base64.b64encode(one).decode(), "token_str": ""}
+        for at, one in enumerate(tokens)
+    ]
+    file = tmp_path / "made.json"
+    file.write_text(json.dumps(ranks))
+    given = {"vocab_size": 280, "tiktoken_num_special_tokens": 19, "tiktoken_pattern": pattern}
+    ours = _build("TikTokenizer", file, **given)
+    theirs = TikTokenTokenizer(str(file), None, 19, pattern=pattern, vocab_size=280)
+    assert [ours.tokenize(text) for text in MIXED] == [theirs.text_to_ids(text) for text in MIXED]
+    assert (ours.vocab_size, ours.eod) == (280, theirs.eod)
+    with pytest.raises(ConfigError, match="is not 261 ranks"):
+        _build("TikTokenizer", file, **given | {"vocab_size": 300})
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for package, kind in (("tiktoken", "TikTokenizer"), ("sentencepiece", "Llama2Tokenizer")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ConfigError, match=f"needs the package {package}"):
+            _build(kind, tmp_path / "model")

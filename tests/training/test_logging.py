@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import io
+import json
 import math
 import os
 import pty
@@ -395,3 +396,53 @@ class TestBar:
         found = [line for line in lines if "consumed samples" in line]
         assert len(found) == 2
         assert all(re.match(r" \[.*\] iteration .* \|$", line) for line in found)
+
+
+class TestOtherLoggers:
+    def log(self, flags: str) -> None:
+        log = make_log(settings(flags), io.StringIO())
+        for iteration in range(1, 4):
+            log.iteration(report(iteration))
+        log.report(findings=[{"name": "slow rank 1", "gain": 0.25, "do": "move a layer"}])
+        log.ends("all iterations are done")
+        log.close()
+
+    def test_weights_and_biases_offline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("wandb")
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        self.log(f"--wandb-project made --wandb-exp-name first --wandb-save-dir {tmp_path}")
+        (file,) = tmp_path.rglob("*.wandb")
+        end_s = time.monotonic() + 60  # its own process writes behind us
+        while b"lm loss" not in (content := file.read_bytes()) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        for word in (b"lm loss", b"gain/slow rank 1", b"findings", b"made", b"first"):
+            assert word in content
+        assert list(tmp_path.rglob("findings*.table.json"))
+        assert "gets nothing more" not in capsys.readouterr().err
+
+    def test_mlflow_into_a_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("mlflow")
+        monkeypatch.setenv(
+            "MLFLOW_ALLOW_FILE_STORE", "true"
+        )  # its newer versions prefer a database
+        self.log(f"--mlflow-experiment made --mlflow-tracking-uri file://{tmp_path}")
+        (points,) = tmp_path.rglob("metrics/lm loss")
+        assert [line.split()[1:] for line in points.read_text().splitlines()] == [
+            ["10.0", "1"],
+            ["11.0", "2"],
+            ["12.0", "3"],
+        ]
+        (found,) = tmp_path.rglob("findings.json")
+        assert json.loads(found.read_text())[0]["gain"] == 0.25
+        assert "gets nothing more" not in capsys.readouterr().err
+
+    def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for package, flag in (("wandb", "--wandb-project"), ("mlflow", "--mlflow-experiment")):
+            monkeypatch.setitem(sys.modules, package, None)
+            with pytest.raises(ConfigError, match=f"{flag} needs the package {package}"):
+                make_log(settings(f"{flag} x"), io.StringIO())

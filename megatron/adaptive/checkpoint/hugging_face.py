@@ -210,7 +210,7 @@ class RowRun(NamedTuple):
     """
 
     at: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuple has a method of that name
     expert: int
     name: str
     first: int

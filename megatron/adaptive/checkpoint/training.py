@@ -289,7 +289,8 @@ class Checkpoints:
                 f"--load {folder.path} {why}: name a folder with one, or leave out "
                 "--exit-on-missing-checkpoint to start from scratch"
             )
-        _LOG.warning("WARNING: --load %s %s: starting from scratch", folder.path, why)
+        start = "scratch" if (given := self._settings.load_hf) is None else f"--load-hf {given}"
+        _LOG.warning("WARNING: --load %s %s: starting from %s", folder.path, why, start)
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:

@@ -1,4 +1,7 @@
-"""``preprocess_data``: JSON lines to token files, with Megatron-LM's flags."""
+"""``preprocess_data``: JSON lines to token files, with Megatron-LM's flags.
+
+``make_corpus`` does the same for a corpus and vocabulary from Python's own source files.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,26 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from tqdm import tqdm
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.arguments import options_of
+from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.data import TokenizerConfig
+from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 from megatron.adaptive.data.preprocess import (
     PreprocessSpec,
     Progress,
     expand_inputs,
     preprocess,
 )
-from megatron.adaptive.data.tokenizer import TOKENIZER_TYPES
 from megatron.adaptive.errors import ConfigError
+
+_TOKENIZER = fields_of(TokenizerConfig)
 
 
 def available_cores() -> int:
@@ -89,14 +98,12 @@ def _run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     if args.log_interval < 1:
         raise ConfigError(f"--log-interval is {args.log_interval}, but must be at least 1")
+    given = vars(args)
     spec = PreprocessSpec(
         inputs=expand_inputs(args.input),
         output_prefix=args.output_prefix,
         json_keys=tuple(args.json_keys),
-        tokenizer_type=args.tokenizer_type,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        vocab_size=args.vocab_size,
+        **{spec.dest: given[spec.dest] for spec in _TOKENIZER if spec.dest in given},
         append_eod=args.append_eod,
         workers=args.workers,
     )
@@ -141,16 +148,9 @@ def _parser() -> CommandParser:
         metavar="PREFIX",
         help="files are PREFIX_KEY_document.bin and .idx",
     )
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, default="GPT2BPETokenizer")
-    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
-    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
-    add(
-        "--vocab-size",
-        type=number(int, 1, 1 << 31),
-        metavar="N",
-        help="number of ids, for NullTokenizer",
-    )
-    add("--append-eod", action="store_true", help="end each document with <|endoftext|>")
+    for spec in _TOKENIZER:
+        add(*spec.names, **options_of(spec))
+    add("--append-eod", action="store_true", help="end each document with its token")
     add(
         "--workers",
         type=number(int, 1, 1024),
@@ -170,5 +170,61 @@ def _parser() -> CommandParser:
         choices=["mmap"],
         default="mmap",
         help="accepted as in Megatron-LM; there is only mmap",
+    )
+    return parser
+
+
+def make_corpus_main(argv: Sequence[str] | None = None) -> int:
+    """Run ``make_corpus`` with ``argv`` (the process's arguments by default)."""
+    return run_cli(_make_corpus, argv)
+
+
+def _make_corpus(argv: Sequence[str]) -> int:
+    args = _corpus_parser().parse_args(argv)
+    spec = CorpusSpec(
+        output_dir=args.output_dir,
+        vocab_size=args.vocab_size,
+        max_bytes=args.max_bytes,
+        workers=args.workers,
+    )
+    start_s = time.monotonic()
+    with tidy_on_sigterm(), progress_display(None, log_interval=1000) as progress:
+        corpus = make_corpus(spec, progress=progress)
+    how = "found" if corpus.reused else f"made in {time.monotonic() - start_s:.1f} s"
+    print(f"corpus {how}: {corpus.jsonl}")
+    files = ("--data-path", corpus.data_prefix, "--vocab-file", corpus.vocab_file)
+    print(f"train with {shlex.join(map(str, (*files, '--merge-file', corpus.merge_file)))}")
+    return 0
+
+
+def _corpus_parser() -> CommandParser:
+    defaults = CorpusSpec(output_dir=Path())
+    parser = CommandParser(
+        prog="make_corpus.py",
+        allow_abbrev=False,
+        description="Make a training corpus from the Python standard library's source files.",
+    )
+    add = parser.add_argument
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to make")
+    add(
+        "--vocab-size",
+        type=count,
+        default=defaults.vocab_size,
+        metavar="N",
+        help=f"entries of the vocabulary (default: {defaults.vocab_size})",
+    )
+    add(
+        "--max-bytes",
+        type=number(int, 1, 1 << 40),
+        default=defaults.max_bytes,
+        metavar="N",
+        help=f"source text taken at most (default: {defaults.max_bytes})",
+    )
+    add(
+        "--workers",
+        type=number(int, 1, 1024),
+        default=available_cores(),
+        metavar="N",
+        help="processes that tokenize (default: one a core)",
     )
     return parser

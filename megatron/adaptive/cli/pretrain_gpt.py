@@ -1,16 +1,31 @@
-"""``pretrain_gpt.py``: train GPT with Megatron-LM's command line through an adaptive pipeline."""
+"""``pretrain_gpt.py``: train GPT with Megatron-LM's command line through an adaptive pipeline.
+
+``train`` does the same as a recipe says, and starts the processes that it is for.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
-from megatron.adaptive.config.arguments import parse
+import yaml
+
+from megatron.adaptive.cli import launch
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
+from megatron.adaptive.config.arguments import parse, read_recipe
 from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.errors import AdaptiveError, TransportError
+from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
+from megatron.adaptive.planner.files import read_file
+
+_USAGE = """\
+usage: python -m megatron.adaptive train RECIPE.yaml [KEY=VALUE ...] [--dry-run] [-- OPTIONS]
+
+Trains as a recipe says, whose keys are the trainer's flags (docs/flags.md); prints all settings.
+KEY=VALUE wins over the file, or chooses of its variants. OPTIONS are those of launch; on several
+nodes: -- --node-rank N --master-addr HOST. --dry-run only checks and prints."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,15 +41,58 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """Runs :func:`main` as a process of a job: an expected error is printed by one rank only.
+def train(argv: Sequence[str]) -> int:
+    """Trains as a recipe says; as a process of a job, or starts the processes itself."""
+    return run(argv, _train)
+
+
+def _train(argv: Sequence[str]) -> int:
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    given, options = words[:end], words[end + 1 :]
+    if not given or {"-h", "--help"} & set(given):
+        print(_USAGE)
+        return 0
+    is_dry = "--dry-run" in given
+    given = [word for word in given if word != "--dry-run"]
+    if not given or "=" in given[0] or given[0].startswith("-"):
+        raise ConfigError("the recipe is missing: name a YAML file first, see train --help")
+    path = Path(given[0])
+    recipe = read_recipe(read_file(path, "recipe"), given[1:], str(path))
+    environment = Environment.read()
+    is_rank = environment.world_size > 1
+    processes = recipe.nodes * recipe.processes_per_node
+    world_size = environment.world_size if is_rank else processes
+    config = parse(recipe.flags, world_size=world_size)
+    if environment.rank == 0:
+        show(yaml.safe_dump(config.to_dict(), sort_keys=False))
+    if is_dry:
+        return 0
+    if is_rank or processes == 1:
+        return main(recipe.flags)
+    if recipe.nodes == 1:
+        options = ["--standalone", *options]
+    elif not options:
+        raise ConfigError(
+            f"{path} is for {recipe.nodes} nodes here: start it on each of them with"
+            " -- --node-rank N --master-addr HOST behind the settings"
+        )
+    shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
+    program = ["-m", "megatron.adaptive", "pretrain-gpt", *recipe.flags]
+    return launch.main([*shape, *options, *program])
+
+
+def run(
+    argv: Sequence[str] | None = None, program: Callable[[Sequence[str]], int] | None = None
+) -> int:
+    """Runs ``program``, by default :func:`main`, as a process of a job: one rank prints errors.
 
     Bad settings are found by every rank alike before any of them connects; only rank 0 says so.
     Until the run itself handles signals, Ctrl-C ends the process without a traceback.
     """
     former = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        return main(sys.argv[1:] if argv is None else argv)
+        return (program or main)(sys.argv[1:] if argv is None else argv)
     except AdaptiveError as error:
         if _speaks(error):
             print(f"error: {error}", file=sys.stderr, flush=True)

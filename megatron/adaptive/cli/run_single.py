@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.adaptive.cli.make_corpus import main as make_corpus
+from megatron.adaptive.cli.preprocess_data import make_corpus_main as make_corpus
 from megatron.adaptive.config.command_parser import CommandParser, count
 from megatron.adaptive.config.environment import IS_CHECKOUT, SCRIPTS, WORK_FOLDER
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split

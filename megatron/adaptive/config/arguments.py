@@ -64,6 +64,14 @@ checkpoint_activations | recompute_activations recompute_granularity recompute_m
 """
 
 
+class Recipe(NamedTuple):
+    """A recipe as a command line of the trainer, and the processes that it is for."""
+
+    flags: list[str]
+    nodes: int
+    processes_per_node: int
+
+
 class FlagRow(NamedTuple):
     """One flag for the README: its group's title, spelling, default and help."""
 
@@ -132,6 +140,126 @@ def parse(
     check.check_config(config, installed)
     check.check_output_folders(config)
     return config
+
+
+def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
+    """Turn a recipe and the words behind it into a command line.
+
+    ::
+
+        num_layers: 16  # any field of the settings, as its flag is called
+        variants:       # one option of each is taken, the first where no word names another
+          task: {pretrain: {lr: 3e-4}, finetune: {lr: 1e-5}}
+          gpus: {1: {}, 2x4: {nodes: 2, processes_per_node: 4}}
+
+    Args:
+        content: what the YAML file holds.
+        words: ``key=value`` each; they win over the file, and without a value take the key away.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: a key or option is unknown, or something is set twice.
+    """
+    given: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key in given:
+            rule = "is given twice; keep one" if equals else "is no setting: write key=value"
+            raise ConfigError(f"{word}: {key} {rule}")
+        given[key] = value
+    base = dict(_mapping(content, where))
+    settings: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for axis, options in _mapping(base.pop("variants", {}), f"{where}: variants").items():
+        place = f"variants.{axis}"
+        named = {str(name): part for name, part in _mapping(options, f"{where}: {place}").items()}
+        choice = given.pop(axis, next(iter(named), ""))
+        if choice not in named:
+            raise ConfigError(f"{axis}={choice}: {where} has {', '.join(named)}; choose of them")
+        for name, part in named.items():
+            found = _by_field(part or {}, f"{where}: {place}.{name}")
+            for field in found:
+                if places.setdefault(field, place) != place:
+                    raise _set_twice(where, field, places[field], place)
+            settings |= found if name == choice else {}
+    for field, value in _by_field(base, where).items():
+        if field in places:
+            raise _set_twice(where, field, "the top", places[field])
+        settings[field] = value
+    settings |= _by_field(given, "the command line")
+    counts = []
+    for name in _PROCESSES:
+        value = str(settings.pop(name, None) or 1)
+        if not value.isdigit() or not 1 <= int(value) <= _MOST_PROCESSES:
+            raise ConfigError(f"{where}: {name} is {value}: it must be a whole number from 1 on")
+        counts.append(int(value))
+    specs = _all_specs()
+    flags = [
+        word
+        for field, value in settings.items()
+        if value not in ("", None)
+        for word in _words_of(specs[field], value, where)
+    ]
+    return Recipe(flags, *counts)
+
+
+_PROCESSES = ("nodes", "processes_per_node")
+_MOST_PROCESSES = 4096
+
+
+def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where} holds {content!r}: it must be keys with values")
+    return content
+
+
+def _set_twice(where: str, field: str, one: str, other: str) -> ConfigError:
+    return ConfigError(f"{where}: {field} is set in {one} and in {other}: keep one of them")
+
+
+def _by_field(part: Any, where: str) -> dict[str, Any]:
+    """Names the settings of a part of a recipe by their fields."""
+    fields = {name: (name, True) for name in _PROCESSES}
+    for spec in _all_specs().values():
+        # A flag that turns a setting off is its opposite.
+        same = spec.default is not True
+        fields |= {name.strip("-").replace("-", "_"): (spec.dest, same) for name in spec.names}
+    fields |= {name: (name, True) for name in _all_specs()}
+    found: dict[str, Any] = {}
+    for key, value in _mapping(part, where).items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            reason = reason_for(f"--{name.replace('_', '-')}")
+            (nearest,) = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)
+            hint = f"this trainer refuses it: {reason}" if reason else f"the nearest is {nearest}"
+            raise ConfigError(f"{where}: {key} is not a setting: {hint}")
+        field, same = fields[name]
+        if field in found:
+            raise _set_twice(where, field, "one place", f"it again as {key}")
+        opposite = {"true": "false", "false": "true"}.get(str(value).lower(), value)
+        found[field] = value if same else opposite
+    return found
+
+
+def _words_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
+    """Writes a setting as words of the command line."""
+    if spec.is_switch:
+        word = str(value).lower()
+        if word not in ("true", "false"):
+            raise ConfigError(f"{where}: {spec.dest} is {value!r}: it must be true or false")
+        return [] if (word == "true") == (spec.default is True) else [spec.name]
+    if isinstance(value, dict):
+        raise ConfigError(f"{where}: {spec.dest} holds keys: settings lie at the top")
+    listed = value if isinstance(value, list) else str(value).split()
+    texts = [str(one) for one in listed]
+    return (
+        [spec.name, *texts]
+        if spec.many and not spec.flag.convert
+        else [
+            spec.name,
+            "-".join(texts) if isinstance(value, list) else str(value),
+        ]
+    )
 
 
 def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] = ()) -> list[str]:

@@ -566,17 +566,11 @@ def _data(config: TrainerConfig, given: Given) -> Rules:
         f"--split {data.split!r} is not a list of one to three shares of at least 0 and a sum "
         "above 0: write training, validation and test as in 949,50,1",
     )
-    takes_ids = data.tokenizer_type == "NullTokenizer"
+    hint = "" if data.missing == ["--vocab-size"] else ", or use NullTokenizer with --vocab-size"
+    needed = " and ".join(data.missing)
     yield (
-        takes_ids and data.vocab_size is None,
-        f"{given.tokenizer_type} does not know the number of ids: add --vocab-size",
-    )
-    files = {"--vocab-file": data.vocab_file, "--merge-file": data.merge_file}
-    missing = [flag for flag, value in files.items() if value is None]
-    yield (
-        not takes_ids and missing,
-        f"{given.tokenizer_type} needs --vocab-file and --merge-file: add "
-        f"{' and '.join(missing)}, or use NullTokenizer with --vocab-size",
+        data.missing,
+        f"{given.tokenizer_type} needs {needed}, which is not given: add {needed}{hint}",
     )
 
 
@@ -627,6 +621,7 @@ def check_output_folders(config: TrainerConfig) -> None:
     for flag, folder in (
         ("--save", config.checkpoint.save),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--wandb-save-dir", config.logging.wandb_save_dir),
         ("--trace-dir", config.schedule.trace_dir),
         ("--data-cache-path", config.data.data_cache_path),
         ("--record-schedule", record and Path(record).absolute().parent),

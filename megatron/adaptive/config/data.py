@@ -17,15 +17,61 @@ from megatron.adaptive.config.flags import (
 )
 
 _DEFAULT_SPLIT = "969,30,1"
-_NO_PACKAGE = (
-    "its package is not among the requirements; tokenize with it yourself and train on the "
-    "result with NullTokenizer, or use GPT2BPETokenizer"
-)
 _NOT_GPT = "it does not belong to GPT pre-training; use GPT2BPETokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class TokenizerConfig:
+    """Tokenizer."""
+
+    tokenizer_type: str = flag(
+        "Tokenizer; NullTokenizer takes ids as they are and needs --vocab-size.",
+        "GPT2BPETokenizer",
+        choices=(
+            *("GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"),
+            *("GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer"),
+        ),
+        refused_choices={
+            "BertWordPieceLowerCase": _NOT_GPT,
+            "BertWordPieceCase": _NOT_GPT,
+            "MultimodalTokenizer": _NOT_GPT,
+            "NullMultimodalTokenizer": _NOT_GPT,
+            "SFTTokenizer": "--sft takes any tokenizer, with the template of its folder; use "
+            "HuggingFaceTokenizer",
+        },
+        derived="GPT2BPETokenizer; NullTokenizer with --mock-data and --vocab-size alone",
+    )
+    tokenizer_model: str | None = flag(
+        "Folder with tokenizer.json for HuggingFaceTokenizer, or the file of SentencePiece's "
+        "tokenizers or of TikTokenizer.",
+        unit="PATH",
+    )
+    vocab_size: Count | None = flag(
+        "Ids before padding: for NullTokenizer and TikTokenizer; with the others the rows that the "
+        "model has at least.",
+        unit="IDS",
+    )
+    vocab_file: File | None = flag("Vocabulary of GPT2BPETokenizer (JSON).")
+    merge_file: File | None = flag("Merges of GPT2BPETokenizer.")
+    tiktoken_pattern: str = flag(
+        "How TikTokenizer parts text into words.", "v2", choices=("v1", "v2")
+    )
+    tiktoken_num_special_tokens: Count = flag(
+        "Ids that TikTokenizer keeps for special tokens.", 1000, unit="IDS"
+    )
+
+    @property
+    def missing(self) -> list[str]:
+        """Flags that the tokenizer needs and that are not given."""
+        needs = {
+            "NullTokenizer": ("vocab_size",),
+            "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+        }.get(self.tokenizer_type, ("tokenizer_model",))
+        return [f"--{name.replace('_', '-')}" for name in needs if not getattr(self, name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(TokenizerConfig):
     """Data.
 
     A list of datasets is one prefix, several prefixes, or weights and prefixes in turn. After
@@ -68,27 +114,6 @@ class DataConfig:
     mmap_bin_files: bool = switch(
         "Read .bin files instead of mapping them into memory.", off="--no-mmap-bin-files"
     )
-    tokenizer_type: str = flag(
-        "Tokenizer; NullTokenizer takes ids as they are and needs --vocab-size.",
-        "GPT2BPETokenizer",
-        choices=("GPT2BPETokenizer", "NullTokenizer"),
-        refused_choices={
-            "SentencePieceTokenizer": _NO_PACKAGE,
-            "GPTSentencePieceTokenizer": _NO_PACKAGE,
-            "HuggingFaceTokenizer": _NO_PACKAGE,
-            "Llama2Tokenizer": _NO_PACKAGE,
-            "TikTokenizer": _NO_PACKAGE,
-            "BertWordPieceLowerCase": _NOT_GPT,
-            "BertWordPieceCase": _NOT_GPT,
-            "MultimodalTokenizer": _NOT_GPT,
-            "NullMultimodalTokenizer": _NOT_GPT,
-            "SFTTokenizer": _NOT_GPT,
-        },
-        derived="GPT2BPETokenizer; NullTokenizer with --mock-data and --vocab-size alone",
-    )
-    vocab_size: Count | None = flag("Ids before padding, for NullTokenizer.", unit="IDS")
-    vocab_file: File | None = flag("Vocabulary of GPT2BPETokenizer (JSON).")
-    merge_file: File | None = flag("Merges of GPT2BPETokenizer.")
     variable_seq_lengths: bool = switch(
         "Samples are documents, cut at --seq-length and never glued; the loss is the mean over all "
         "tokens of the batch."

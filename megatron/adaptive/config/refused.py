@@ -63,8 +63,8 @@ torchrun gives the rank through the environment; start the program with torchrun
     local-rank local_rank
 this program pre-trains only, without reinforcement learning or instruction tuning; drop the flag
     perform-rl-step
-metrics go to the log and to TensorBoard; use --tensorboard-dir
-    wandb-project log-energy log-progress mlflow-*
+metrics go to the log and to loggers; use --tensorboard-dir, --wandb-project or --mlflow-experiment
+    log-energy log-progress
 slow ranks show in this trainer's own traces; use --trace-dir
     log-straggler run-workload-inspector-server
 fault tolerance is torchrun's restarts and checkpoints; use --save and --load
@@ -79,8 +79,8 @@ a checkpoint is loaded as torch_dist and must fit the flags; use --load
     dist-ckpt-format dist-ckpt-strictness ckpt-convert-format ckpt-convert-save
     pretrained-checkpoint load-main-params-from-ckpt use-checkpoint-args
     use-mp-args-from-checkpoint-args
-only the tokenizers GPT2BPETokenizer and NullTokenizer are built; see --tokenizer-type
-    tokenizer-model tokenizer-metadata padded-vocab-size
+a tokenizer is described by its own files, and rows follow from it; see --tokenizer-model
+    tokenizer-metadata padded-vocab-size
 data is read from local files; copy it and use --data-path
     enable-msc object-storage-cache-path
 each split has a flag of its own; use --train-data-path, --valid-data-path and --test-data-path
@@ -139,13 +139,14 @@ it is part of a feature whose own flag is refused
     min-offloaded-tensor-size data-parallel-sharding-strategy enable-full-sharding-in-hsdp
     suggested-communication-unit-size no-strict-fsdp-dtensor-load no-gradient-reduce-div-fusion
     outer-dp-sharding-strategy fsdp-* torch-fsdp2-* megatron-fsdp-* cuda-graph-* tp-comm-*
-    no-tp-comm-* disable-tp-comm-* sharp-* disable-symmetric-registration wandb-* straggler-*
+    no-tp-comm-* disable-tp-comm-* sharp-* disable-symmetric-registration straggler-*
     disable-straggler-on-startup calc-ft-timeouts inprocess-* ft-* adlr-* error-injection-*
     result-rejected-tracker-filename replication-* non-persistent-* ckpt-convert-* fim-*
     no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit
     qk-clip-* object-storage-* msc-*
 it belongs to tokenizers that are not built
-    tiktoken-* special-tokens legacy-tokenizer trust-remote-code null-tokenizer-* sentencepiece-*
+    tiktoken-special-tokens special-tokens legacy-tokenizer trust-remote-code null-tokenizer-*
+    sentencepiece-*
 what it turns on or off is always so here
     disable-msc use-persistent-ckpt-worker ckpt-assume-constant-structure auto-detect-ckpt-format
     dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient async-ckpt-*

@@ -147,6 +147,22 @@ class LoggingConfig:
     tensorboard_queue_size: Count = flag(
         "Points that wait before TensorBoard writes them.", 1000, unit="POINTS"
     )
+    wandb_project: str | None = flag(
+        "Project of Weights & Biases that gets the curves too; needs the package wandb.",
+        unit="NAME",
+    )
+    wandb_entity: str | None = flag("User or team of --wandb-project.", unit="NAME")
+    wandb_exp_name: str | None = flag("Name of the run there.", unit="NAME")
+    wandb_save_dir: Folder | None = flag(
+        "Folder for what Weights & Biases keeps here.", derived="wandb in --save"
+    )
+    mlflow_experiment: str | None = flag(
+        "Experiment of MLflow that gets the curves too; needs the package mlflow.", unit="NAME"
+    )
+    mlflow_run_name: str | None = flag("Name of the run there.", unit="NAME")
+    mlflow_tracking_uri: str | None = flag(
+        "Server or file: address of MLflow.", derived="that of MLFLOW_TRACKING_URI", unit="URI"
+    )
     log_timers_to_tensorboard: bool = switch("Write timers to TensorBoard.")
     log_batch_size_to_tensorboard: bool = switch("Write the batch size to TensorBoard.")
     log_learning_rate_to_tensorboard: bool = switch(
@@ -161,3 +177,8 @@ class LoggingConfig:
     )
     log_memory_to_tensorboard: bool = switch("Write memory use to TensorBoard.")
     log_world_size_to_tensorboard: bool = switch("Write the world size to TensorBoard.")
+
+    @property
+    def draws_curves(self) -> bool:
+        """True if TensorBoard or another logger takes curves."""
+        return any((self.tensorboard_dir, self.wandb_project, self.mlflow_experiment))

@@ -30,12 +30,11 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.data.loader import Deal, Microbatch, OnRead
-from megatron.adaptive.data.tokenizer import Tokenizer
+from megatron.adaptive.data.tokenizer import TAUGHT_ROLE, Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 from megatron.adaptive.schedule.dealing import Size
 
 _ROLES = ("system", "user", "assistant")
-_TAUGHT = "assistant"
 _MOCK_DOCUMENTS = 100_000
 _MOCK_SIGMA = 0.8  # of the logarithm of a length, as in corpora of the web
 _MOCK_MEDIAN = 0.25  # of --seq-length
@@ -142,8 +141,7 @@ class _MadeUp:
 class Conversations:
     """Conversations as tokens, with which of them the model learns to say.
 
-    A message is its role's heading, its content and the end of document; only what the assistant
-    says, and the end of it, is taught.
+    Only what the assistant says, and the end of it, is taught.
 
     Args:
         ids: tokens of all conversations, one after the other.
@@ -187,12 +185,13 @@ class Conversations:
                     if not line.strip():
                         continue
                     messages = _messages(line, f"{path}:{number}")
-                    if any(role == _TAUGHT for role, _ in messages):
-                        for role, content in messages:
-                            head = tokenizer.heading(role)
-                            said = [*tokenizer.tokenize(content), tokenizer.eod]
-                            ids += [*head, *said]
-                            taught += [False] * len(head) + [role == _TAUGHT] * len(said)
+                    if any(role == TAUGHT_ROLE for role, _ in messages):
+                        try:
+                            found = tokenizer.conversation(messages)
+                        except DataError as error:
+                            raise DataError(f"{path}:{number}: {error}") from None
+                        ids += found[0]
+                        taught += found[1]
                     ends.append(len(ids))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(

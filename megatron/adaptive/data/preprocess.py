@@ -36,8 +36,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
 _BATCH_BYTES = 1 << 20
@@ -47,17 +48,13 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreprocessSpec:
+class PreprocessSpec(TokenizerConfig):
     """Names the input, the keys, the tokenizer and the output of :func:`preprocess`.
 
     Attributes:
         inputs: JSON lines files, one JSON object a line, in the order they are written.
         output_prefix: output files are ``<output_prefix>_<key>_document.bin`` and ``.idx``.
         json_keys: keys whose text becomes a document; one pair of files each.
-        tokenizer_type: see :func:`megatron.adaptive.data.tokenizer.build_tokenizer`.
-        vocab_file: as there.
-        merge_file: as there.
-        vocab_size: as there.
         append_eod: end each document with the end of document id.
         workers: processes that tokenize; 1 means in this process.
     """
@@ -65,18 +62,8 @@ class PreprocessSpec:
     inputs: tuple[Path, ...]
     output_prefix: str
     json_keys: tuple[str, ...] = ("text",)
-    tokenizer_type: str = "GPT2BPETokenizer"
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    vocab_size: int | None = None
     append_eod: bool = False
     workers: int = 1
-
-    def build_tokenizer(self) -> Tokenizer:
-        """Build the tokenizer these settings name."""
-        return build_tokenizer(
-            self.tokenizer_type, self.vocab_file, self.merge_file, vocab_size=self.vocab_size
-        )
 
     def prefix_of(self, key: str) -> str:
         """Return the output path of ``key`` without its suffix, as ``--data-path`` takes it."""
@@ -158,7 +145,7 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
     """
     _check(spec)
     start_s = time.monotonic()
-    tokenizer = spec.build_tokenizer()
+    tokenizer = build_tokenizer(spec)
     num_documents = input_bytes = 0
     with ExitStack() as stack:
         results = stack.enter_context(closing(_encoded_batches(spec)))
@@ -230,7 +217,7 @@ class _Encoder:
     def __init__(self, spec: PreprocessSpec) -> None:
         # ``tokenizers`` would start a thread a core while ``--workers`` says how many there are.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._tokenizer = spec.build_tokenizer()
+        self._tokenizer = build_tokenizer(spec)
         self._keys = spec.json_keys
         self._append_eod = spec.append_eod
 

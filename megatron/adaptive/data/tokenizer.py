@@ -1,7 +1,9 @@
 """Tokenizers: text to ids and back, and the sizes the model needs to know.
 
-Owns reading and checking a GPT-2 style vocabulary (``vocab.json`` and ``merges.txt``) and the
-padding rule of the embedding. Imports neither torch nor megatron-core, so that worker processes
+Owns reading and checking a GPT-2 style vocabulary (``vocab.json`` and ``merges.txt``), the folder
+of a Hugging Face tokenizer with its chat template, SentencePiece's and tiktoken's files, and the
+padding rule of the embedding. Files are local; of what they hold only a template is run, in a
+sandbox. Imports neither torch nor megatron-core, so that worker processes
 start quickly; the objects carry the attributes that megatron-core's dataset configuration reads
 (``vocab_size``, ``eod``, ``unique_identifiers``, ``tokenize``, ...).
 
@@ -11,20 +13,45 @@ download; its ``NullTokenizer`` would do, but its identity leaves out the vocabu
 
 from __future__ import annotations
 
+import base64
+import functools
 import hashlib
+import importlib
+import json
+import os
+import re
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import ConfigError, DataError
 
+_common = os.path.commonprefix
 END_OF_DOCUMENT = "<|endoftext|>"
-TOKENIZER_TYPES = ("GPT2BPETokenizer", "NullTokenizer")
+TAUGHT_ROLE = "assistant"
+_MODEL = "--tokenizer-model"
+_IDS_OF_TIKTOKEN = 1 << 17  # ids of all kinds, as in Megatron-LM
+_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+_PUNCTUATION = r"[^\s\p{L}\p{N}]"
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BLANKS = r"\s+(?!\S)|\s+"
+_PATTERNS = {
+    "v1": rf"{_BEFORE_WORD}+\p{{L}}+|\p{{N}}| ?{_PUNCTUATION}++[\r\n]*|\s*[\r\n]|{_BLANKS}",
+    "v2": (
+        rf"{_BEFORE_WORD}{_UPPER}*{_LOWER}+|{_BEFORE_WORD}{_UPPER}+{_LOWER}*|\p{{N}}"
+        rf"| ?{_PUNCTUATION}+[\r\n/]*|\s*[\r\n]+|{_BLANKS}"
+    ),
+}
+"""Words of tiktoken under Megatron-LM's two names, which must be the same to the letter."""
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
@@ -66,6 +93,25 @@ class Tokenizer(ABC):
         """Return the ids that precede a message of ``role`` in a conversation."""
         return self.tokenize(f"{role}:\n")
 
+    def conversation(self, messages: Sequence[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation, and which are taught: what the assistant says.
+
+        Without a template a message is its role's heading, its content and the end of document.
+
+        Args:
+            messages: role and content of each.
+
+        Raises:
+            DataError: the tokenizer's template does not take them.
+        """
+        ids: list[int] = []
+        taught: list[bool] = []
+        for role, content in messages:
+            head, said = self.heading(role), [*self.tokenize(content), self.eod]
+            ids += [*head, *said]
+            taught += [False] * len(head) + [role == TAUGHT_ROLE] * len(said)
+        return ids, taught
+
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text; the same as :meth:`tokenize` one by one, only faster."""
         return [self.tokenize(text) for text in texts]
@@ -75,7 +121,33 @@ class Tokenizer(ABC):
         """Return the text of ``ids``."""
 
 
-class GPT2BPETokenizer(Tokenizer):
+class _LibraryTokenizer(Tokenizer):
+    """A tokenizer of the ``tokenizers`` library.
+
+    Args:
+        encoder: of the library.
+        eod: the id that ends a document.
+        digest: distinguishes its files from others.
+    """
+
+    def __init__(self, encoder: FastTokenizer, eod: int, digest: str) -> None:
+        # Ids may have holes, as where tokens were added.
+        super().__init__(max(encoder.get_vocab().values()) + 1, eod, digest=digest)
+        self._encoder = encoder
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._encoder.encode(_without_surrogates(text), add_special_tokens=False).ids)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        clean = [_without_surrogates(text) for text in texts]
+        encodings = self._encoder.encode_batch_fast(clean, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return str(self._encoder.decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+class GPT2BPETokenizer(_LibraryTokenizer):
     """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``.
 
     The text ``<|endoftext|>`` inside a document is ordinary text: a document cannot end itself.
@@ -94,21 +166,208 @@ class GPT2BPETokenizer(Tokenizer):
         vocab = _parse_vocab(vocab_text, vocab_file)
         merges = _parse_merges(merge_text, merge_file, vocab, vocab_file)
         digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
-        super().__init__(max(vocab.values()) + 1, vocab[END_OF_DOCUMENT], digest=digest)
-        self._encoder = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
-        self._encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._encoder.decoder = decoders.ByteLevel()
+        encoder = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
+        encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        encoder.decoder = decoders.ByteLevel()
+        super().__init__(encoder, vocab[END_OF_DOCUMENT], digest)
+
+
+class HuggingFaceTokenizer(_LibraryTokenizer):
+    """A folder as ``transformers`` writes it: ``tokenizer.json``, special tokens and a template.
+
+    Special tokens inside a document are special, as in ``transformers``; none is added. The end of
+    document is the folder's ``eos_token``.
+
+    Args:
+        folder: ``--tokenizer-model``.
+
+    Raises:
+        DataError: a file is missing or broken, or nothing says which token ends a document.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        text = _read_text(self._folder / "tokenizer.json", _MODEL)
+        try:
+            encoder = FastTokenizer.from_str(text)
+        except Exception as error:  # the library has no type of its own for it
+            raise DataError(
+                f"{folder}/tokenizer.json: is no tokenizer of the tokenizers library ({error})"
+            ) from None
+        encoder.no_padding()
+        encoder.no_truncation()
+        self._named = {
+            name: token["content"] if isinstance(token, dict) else token
+            for file in ("special_tokens_map.json", "tokenizer_config.json")
+            for name, token in self._json(file).items()
+            if name.endswith("_token") and isinstance(token, str | dict)
+        }
+        self.template = self._find_template()
+        digest = hashlib.sha256(f"{text}\0{self.template}\0{self._named}".encode()).hexdigest()
+        super().__init__(encoder, self._end(encoder), digest[:16])
+
+    def conversation(self, messages: Sequence[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+        if self.template is None:
+            return super().conversation(messages)
+        listed = [{"role": role, "content": content} for role, content in messages]
+        text = _without_surrogates(self._render(listed))
+        spans = [
+            self._said(listed, at, text)
+            for at, (role, _) in enumerate(messages)
+            if role == TAUGHT_ROLE
+        ]
+        # The template has written every special token itself.
+        encoding = self._encoder.encode(text, add_special_tokens=False)
+        taught = [any(a <= start < b for a, b in spans) for start, _ in encoding.offsets]
+        return list(encoding.ids), taught
+
+    def _said(self, messages: list[dict[str, str]], at: int, text: str) -> tuple[int, int]:
+        """Find where a message of the assistant begins and ends, with the mark of its end."""
+        asked = _without_surrogates(self._render(messages[:at], add_generation_prompt=True))
+        alone = _without_surrogates(self._render(messages[: at + 1]))
+        content = _without_surrogates(messages[at]["content"]).strip()
+        begin, begin_alone = len(_common([text, asked])), len(_common([alone, asked]))
+        found = text.find(content, begin)
+        # The end is what follows where the conversation stops here, as far as it does so in it.
+        each = re.compile(re.escape(content)).finditer(alone, begin_alone)
+        marks = [len(_common([alone[one.start() :], text[found:]])) for one in each]
+        if found < 0 or not marks:
+            raise DataError(
+                f"the chat template of {self._folder} leaves out what the assistant says in "
+                f"message {at + 1}; give another template"
+            )
+        return begin, found + max(marks)
+
+    def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
+        from jinja2 import TemplateError
+
+        given = {"add_generation_prompt": False, **self._named, **options}
+        try:
+            return str(_compiled(self.template).render(messages=messages, **given))
+        except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            raise DataError(
+                f"the chat template of {self._folder} refuses the conversation "
+                f"({' '.join(str(error).split())}); mend the line or the template"
+            ) from None
+
+    def _find_template(self) -> str | None:
+        file = self._folder / "chat_template.jinja"
+        if file.is_file():
+            return _read_text(file, _MODEL)
+        found = self._json("tokenizer_config.json").get("chat_template")
+        if isinstance(found, list):
+            found = {one["name"]: one["template"] for one in found}.get("default")
+        return found if isinstance(found, str) else None
+
+    def _end(self, encoder: FastTokenizer) -> int:
+        token = self._named.get("eos_token")
+        found = None if token is None else encoder.token_to_id(token)
+        if found is None:
+            found = self._json("config.json").get("eos_token_id")
+            found = found[0] if isinstance(found, list) and found else found
+        if type(found) is not int:
+            what = "no file names the eos_token" if token is None else f"{token!r} is no token"
+            raise DataError(
+                f"{self._folder}: {what}, with which documents end; write eos_token into "
+                "tokenizer_config.json"
+            )
+        return found
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self._folder / name
+        if not path.is_file():
+            return {}
+        try:
+            found = parse_json(_read_text(path, _MODEL))
+        except ValueError as error:
+            raise DataError(f"{path}: is not JSON ({error})") from None
+        return found if isinstance(found, dict) else {}
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A model file of SentencePiece; ``Llama2Tokenizer`` puts the beginning before each text.
+
+    Args:
+        file: ``--tokenizer-model``.
+        begins: whether the token of the beginning comes first.
+
+    Raises:
+        ConfigError: the package is missing.
+        DataError: the file is missing or broken, or has no token for the end.
+    """
+
+    def __init__(self, file: str | Path, *, begins: bool = False) -> None:
+        package = need_package("sentencepiece", "SentencePieceTokenizer", "hf")
+        content = _read_bytes(Path(file))
+        try:
+            self._model = package.SentencePieceProcessor(model_proto=content, add_bos=begins)
+        except RuntimeError:
+            raise DataError(
+                f"{file}: is no model of SentencePiece; check --tokenizer-model"
+            ) from None
+        if self._model.eos_id() < 0:
+            raise DataError(f"{file}: has no token for the end; train it with an eos_id")
+        digest = hashlib.sha256(content + bytes([begins])).hexdigest()[:16]
+        super().__init__(self._model.get_piece_size(), self._model.eos_id(), digest=digest)
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._encoder.encode(_without_surrogates(text), add_special_tokens=False).ids)
+        return list(self._model.encode(_without_surrogates(text)))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        clean = [_without_surrogates(text) for text in texts]
-        encodings = self._encoder.encode_batch_fast(clean, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return list(self._model.encode([*map(_without_surrogates, texts)], num_threads=1))
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return str(self._encoder.decode([int(i) for i in ids], skip_special_tokens=False))
+        return str(self._model.decode([int(i) for i in ids]))
+
+
+class TikTokenizer(Tokenizer):
+    """Megatron-LM's JSON list of ranks for tiktoken: special tokens come first, then the ranks.
+
+    Args:
+        file: ``--tokenizer-model``: ``[{"rank": 0, "token_bytes": BASE64, ...}, ...]``.
+        vocab_size: ids of both kinds.
+        num_special: ids of special tokens.
+        pattern: ``v1`` or ``v2``.
+
+    Raises:
+        ConfigError: the package is missing, or the sizes do not fit.
+        DataError: the file is missing or broken.
+    """
+
+    def __init__(self, file: str | Path, vocab_size: int, num_special: int, pattern: str) -> None:
+        package = need_package("tiktoken", "TikTokenizer", "hf")
+        content = _read_bytes(Path(file))
+        try:
+            listed = parse_json(content)[: max(0, vocab_size - num_special)]
+            tokens = [base64.b64decode(one["token_bytes"]) for one in listed]
+            ordered = [one["rank"] for one in listed] == list(range(len(listed)))
+        except (ValueError, TypeError, KeyError):
+            tokens, ordered = [], False
+        if not ordered or len(set(tokens)) != len(tokens):
+            raise DataError(
+                f"{file}: is no list of objects with rank, from 0 on, and token_bytes; "
+                "check --tokenizer-model"
+            )
+        if num_special < len(_SPECIAL) or len(tokens) != vocab_size - num_special:
+            raise ConfigError(
+                f"--vocab-size {vocab_size} is not {len(tokens)} ranks of {file} and "
+                f"--tiktoken-num-special-tokens {num_special} (at least {len(_SPECIAL)})"
+            )
+        filling = (f"<SPECIAL_{at}>" for at in range(len(_SPECIAL), num_special))
+        self._model = package.Encoding(
+            name=str(file),
+            pat_str=_PATTERNS[pattern],
+            mergeable_ranks={token: num_special + at for at, token in enumerate(tokens)},
+            special_tokens={token: at for at, token in enumerate((*_SPECIAL, *filling))},
+        )
+        digest = hashlib.sha256(f"{num_special} {pattern} ".encode() + content).hexdigest()[:16]
+        super().__init__(vocab_size, _SPECIAL.index("</s>"), digest=digest)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._model.encode(text, allowed_special="all"))
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return str(self._model.decode([int(i) for i in ids]))
 
 
 class NullTokenizer(Tokenizer):
@@ -153,50 +412,93 @@ class NullTokenizer(Tokenizer):
         return " ".join(str(int(index)) for index in ids)
 
 
-def build_tokenizer(
-    tokenizer_type: str,
-    vocab_file: str | Path | None = None,
-    merge_file: str | Path | None = None,
-    *,
-    vocab_size: int | None = None,
-) -> Tokenizer:
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that the command line names.
 
+    Raises:
+        ConfigError: a flag or a package that the type needs is missing, or the model has fewer
+            rows than the tokenizer has ids.
+        DataError: a file is missing or broken.
+    """
+    kind, size, model = config.tokenizer_type, config.vocab_size, config.tokenizer_model or ""
+    if config.missing:
+        raise ConfigError(f"{kind} needs {' and '.join(config.missing)}: add it")
+    built: Tokenizer
+    if kind == "NullTokenizer":
+        return NullTokenizer(size or 0)
+    if kind == "GPT2BPETokenizer":
+        built = GPT2BPETokenizer(config.vocab_file or "", config.merge_file or "")
+    elif kind == "HuggingFaceTokenizer":
+        built = HuggingFaceTokenizer(model)
+    elif kind == "TikTokenizer":
+        special, pattern = config.tiktoken_num_special_tokens, config.tiktoken_pattern
+        built = TikTokenizer(model, size or _IDS_OF_TIKTOKEN, special, pattern)
+    else:
+        built = SentencePieceTokenizer(model, begins=kind == "Llama2Tokenizer")
+    if size is not None and built.vocab_size > size:
+        raise ConfigError(
+            f"--vocab-size {size} is less than the {built.vocab_size} ids of the tokenizer "
+            f"({kind}): the model has no row for the last ones; give the tokenizer of the model, "
+            "or leave --vocab-size out"
+        )
+    return built
+
+
+def need_package(name: str, given: str, extra: str) -> Any:
+    """Import a package that only some runs need.
+
     Args:
-        tokenizer_type: one of :data:`TOKENIZER_TYPES`.
-        vocab_file: ``vocab.json``, for ``GPT2BPETokenizer``.
-        merge_file: ``merges.txt``, for ``GPT2BPETokenizer``.
-        vocab_size: number of ordinary ids, for ``NullTokenizer``.
+        name: of the package.
+        given: the flag that needs it.
+        extra: of this project's, which installs it.
 
     Raises:
-        ConfigError: unknown type, or a flag the type needs is missing.
-        DataError: a vocabulary file is missing or broken.
+        ConfigError: it is missing.
     """
-    if tokenizer_type == "GPT2BPETokenizer":
-        if not vocab_file or not merge_file:
-            missing = "--merge-file" if vocab_file else "--vocab-file"
-            raise ConfigError(f"GPT2BPETokenizer needs {missing}, which was not given")
-        return GPT2BPETokenizer(vocab_file, merge_file)
-    if tokenizer_type == "NullTokenizer":
-        if vocab_size is None:
-            raise ConfigError("NullTokenizer needs --vocab-size, which was not given")
-        return NullTokenizer(vocab_size)
-    raise ConfigError(
-        f"tokenizer type {tokenizer_type!r} is not supported; "
-        f"--tokenizer-type takes {' or '.join(TOKENIZER_TYPES)}"
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            f"{given} needs the package {name}, which is not installed: install "
+            f"megatron-adaptive[{extra}], or leave it out"
+        ) from None
+
+
+@functools.cache
+def _compiled(template: str) -> Any:
+    """Compile a chat template for the sandbox, with what ``transformers`` gives templates."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(reason: str) -> None:
+        raise TemplateError(reason)
+
+    loops = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=loops
     )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
+    for mark, plain in (("generation", "if true"), ("endgeneration", "endif")):
+        template = re.sub(rf"({{%[-+]?)\s*{mark}\b", rf"\1 {plain}", template)
+    return environment.from_string(template)
 
 
 def _read_text(path: Path, flag: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; {flag} must name an existing file") from None
+        return _read_bytes(path, flag).decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); "
             f"check what {flag} names"
         ) from None
+
+
+def _read_bytes(path: Path, flag: str = _MODEL) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; {flag} must name an existing file") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check {flag}") from None
 

@@ -461,7 +461,7 @@ def build_layer(
         index: its place in the block.
     """
     kept = {name: getattr(core, name) for name in (*_DRAWING, *_OF_THE_RUN)}
-    vars(core).update(dict.fromkeys(_DRAWING, _as_it_is), **dict.fromkeys(_OF_THE_RUN))
+    vars(core).update(dict.fromkeys(_DRAWING, torch.nn.Identity()), **dict.fromkeys(_OF_THE_RUN))
     before = get_transformer_layer_offset(core, block.vp_stage) + index
     try:
         layer: torch.nn.Module = build_module(
@@ -506,10 +506,6 @@ _OF_THE_RUN = (
     *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
     *("finalize_model_grads_func", "timers"),
 )
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _build_chunk(
@@ -597,9 +593,9 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    kinds: dict[type, type] = dict(_KEYED if core.use_cpu_initialization else _EXPERTS)
+    keyed = core.use_cpu_initialization
+    kinds: dict[type, type] = dict(_KEYED if keyed else _EXPERTS)
     if model.parallel_residual:
-        keyed = core.use_cpu_initialization
         kinds[TransformerLayer] = KeyedParallelLayer if keyed else ParallelLayer
     return [completed(spec, kinds) for spec in specs]
 
@@ -782,20 +778,15 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     Raises:
         DataError: the tokenizer's files cannot be read.
     """
-    data = config.data
-    tokenizer = tokenizers.build_tokenizer(
-        data.tokenizer_type, data.vocab_file, data.merge_file, vocab_size=data.vocab_size
-    )
-    size, given = tokenizer.vocab_size, data.vocab_size
-    if data.tokenizer_type != "NullTokenizer" and given is not None:
-        if size > given:
-            raise ConfigError(
-                f"the tokenizer has {size} ids, and --vocab-size {given} (of the model, with"
-                " --load-hf) gives no row to some: take the model's own tokenizer"
-            )
-        size = given
+    tokenizer = tokenizers.build_tokenizer(config.data)
+    size, given = tokenizer.vocab_size, config.data.vocab_size or 0
+    is_real = not isinstance(tokenizer, tokenizers.NullTokenizer)
+    if config.checkpoint.load_hf and is_real and size > given:
+        raise ConfigError(
+            f"the tokenizer has {size} ids, and the model of --load-hf {given} (--vocab-size): take"
+            " its own tokenizer"
+        )
+    multiple, ranks = config.model.make_vocab_size_divisible_by, config.parallel
     return tokenizer, tokenizers.padded_vocab_size(
-        size,
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
+        max(size, given), multiple, ranks.tensor_model_parallel_size
     )

@@ -374,7 +374,7 @@ def connect_chunks(
 def measure_experts(job: TrainingJob, tracing: Tracing, chunks: list[torch.nn.Module]) -> None:
     """Lets the trace measure the experts of these chunks, if someone looks at what they do."""
     settings = job.config
-    if settings.schedule.trace_dir is not None or settings.logging.tensorboard_dir is not None:
+    if settings.schedule.trace_dir is not None or settings.logging.draws_curves:
         tracing.experts = measured_experts(chunks, job.accelerator)
 
 

@@ -305,12 +305,15 @@ class Step:
     def _imbalance(self, iteration: int) -> dict[str, float]:
         """Return the largest over the mean number of tokens of each layer's experts, by its curve.
 
-        Only where TensorBoard shows it; then a message between all ranks.
+        Only where a logger shows it; then a message between all ranks.
         """
         run, settings, core = self._run, self._config.logging, self._run.core
         load = run.tracing.experts
-        is_shown = settings.tensorboard_dir is not None
-        if load is None or not is_shown or iteration % settings.tensorboard_log_interval:
+        if (
+            load is None
+            or not settings.draws_curves
+            or iteration % settings.tensorboard_log_interval
+        ):
             return {}
         num_layers = core.num_layers + (core.mtp_num_layers or 0)
         tokens = torch.zeros(num_layers, core.num_moe_experts, dtype=torch.float64)

@@ -14,10 +14,10 @@ the shares of the rank's chunks (see ``memory``), the deepest left out; empty or
 cap:
 
 1. after a forward a backward, after a backward a forward, where both are possible;
-2. backwards: the deepest chunk first;
+2. backwards: in a loop the deepest chunk first; in a V the one with the longest way to the end of
+   the step, the highest of stage minus microbatch;
 3. forwards: in a loop the lowest group of ``num_ranks`` microbatches first, in it the shallowest
-   chunk; in a V the one with the longest way to the end of the step, the lowest sum of stage and
-   microbatch.
+   chunk; in a V again by the longest way, the lowest of stage plus microbatch.
    A chunk that has its share of the cap waits for a backward;
 4. where backwards are split: a weight gradient, or a piece of one, when there is nothing else.
 
@@ -179,10 +179,26 @@ def next_forward(s: State, hint: Sequence[int]) -> int:
     return best
 
 
+def next_backward(s: State) -> int:
+    """Code of the backward to take, -1 if none is ready.
+
+    In a loop the deepest, in a V the one with the longest way to the end of the step.
+    """
+    deepest = deepest_ready(s, B)
+    if deepest < 0 or s[TURNED] == 0:
+        return deepest
+    best = deepest - B * s[CHUNKS]
+    for chunk in range(best - 1, -1, -1):
+        way = stage_of(s, chunk) - lane_count(s, B, chunk)
+        if is_ready(s, B, chunk) and way > stage_of(s, best) - lane_count(s, B, best):
+            best = chunk
+    return B * s[CHUNKS] + best
+
+
 def ready_first(s: State, hint: Sequence[int]) -> int:
     """The rule of ``adaptive``."""
     forward = next_forward(s, hint)
-    backward = deepest_ready(s, B)
+    backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
         return forward
     return backward if backward >= 0 else deepest_ready(s, W)

@@ -1,18 +1,22 @@
-"""Reports a run: Megatron-LM's log lines, curves in TensorBoard, progress.jsonl, a progress bar.
+"""Reports a run: Megatron-LM's log lines, curves in loggers, progress.jsonl, a progress bar.
 
 Owns wording, averages and frequency. Measuring is the training loop's; it hands in one
 :class:`IterationReport` for each iteration, of which one list of figures is made, rendered as a
-line, as curves and as an entry of ``progress.jsonl``. Everything is written by one rank, the last
-of those that hold the loss; where stages lie in a loop that is the last of all, as in Megatron-LM.
+line, as curves and as an entry of ``progress.jsonl``. TensorBoard, Weights & Biases and MLflow take
+curves through one interface, :class:`_Logger`, with the picture of a step and findings.
+Everything is written by one rank, the last of those that hold the loss; where stages lie in a loop
+that is the last of all, as in Megatron-LM.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +31,9 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.lengths import Load
+from megatron.adaptive.data.tokenizer import need_package
 from megatron.adaptive.engine.progress import ProgressFile, Value
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.gpt.model import flops_per_token
 from megatron.adaptive.gpt.step import StepResult
 from megatron.adaptive.trace.files import BestEffortFile
@@ -53,6 +58,7 @@ _OVER_ITERATIONS_ALONE = {
 """Curves without a second one over samples."""
 _MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
 _DEFAULT_COLUMNS = 100
+_MLFLOW_POINTS = 500  # of 1,000 that it takes at once
 _CURVES_S = 5.0  # that points wait for others, at most as many as --tensorboard-queue-size
 
 
@@ -163,7 +169,7 @@ class TrainingLog:
             self._flops_per_token = flops_per_token(
                 self._cfg, padded_vocab_size=self._padded_vocab_size
             )
-        if self._settings.tensorboard_dir is not None:
+        if self._settings.draws_curves:
             self._curves = _Curves(self._cfg)
         self._open_progress(start_iteration)
         if sys.stderr.isatty():
@@ -201,7 +207,7 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Takes scalars on the writer rank; ``None`` elsewhere and without TensorBoard."""
+        """Takes scalars on the writer rank; ``None`` elsewhere and without loggers."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
@@ -257,6 +263,9 @@ class TrainingLog:
     def ends(self, reason: str) -> None:
         """Prints why the training ended, and reports it to ``progress.jsonl``."""
         self.message(f"training ends: {reason}")
+        folder = self._cfg.schedule.trace_dir
+        if self._curves is not None and folder is not None:
+            self._curves.draw(Path(folder), self._iteration)
         self._progress.ended(reason)
 
     def report(self, **values: Value) -> None:
@@ -271,6 +280,7 @@ class TrainingLog:
         for tag, gain in gains.items():
             self._curves.add_scalar(tag, gain, self._iteration)
         self._gains = tuple(gains)
+        self._curves.note("findings", found)
 
     def message(self, text: str) -> None:
         """Prints a text at once, above the progress bar."""
@@ -413,24 +423,33 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, _MAX_EXPONENT))
 
 
-class _Curves:
-    """Writes scalars to TensorBoard, under Megatron-LM's names where it has one.
+class _Logger:
+    """Takes what a run shows; the interface of TensorBoard, Weights & Biases and MLflow."""
 
-    Events go to a file that may be lost: TensorBoard's own writer ends for good with a full disk.
+    over_samples = False  # whether curves over samples are wanted beside those over iterations
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Adds a point to a curve."""
+
+    def picture(self, path: Path, step: int) -> None:
+        """Adds the picture of a step."""
+
+    def note(self, name: str, content: Any) -> None:
+        """Replaces a document of plain values."""
+
+    def close(self) -> None:
+        """Writes what waits."""
+
+
+class _Curves:
+    """Chooses what loggers get, under Megatron-LM's names where it has one.
 
     Speed, bubble and peak memory are ours and always there; ``--log-timers-to-tensorboard``,
-    ``--log-memory-to-tensorboard`` and their like add Megatron-LM's.
+    ``--log-memory-to-tensorboard`` and their like add Megatron-LM's. A logger that fails is left
+    out from then on, with one line: training goes on.
     """
 
     def __init__(self, cfg: TrainerConfig) -> None:
-        # Slow to import, and only one rank needs it.
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._make_event, self._make_summary = Event, Summary
-        self._events: list[bytes] = []
-        self._records = RecordWriter(SimpleNamespace(write=self._events.append))
         settings = cfg.logging
         shown = {
             "learning-rate": settings.log_learning_rate_to_tensorboard,
@@ -442,6 +461,160 @@ class _Curves:
             "mem-max-allocated-bytes": settings.log_memory_to_tensorboard,
         }
         self._left_out = {tag for tag, is_shown in shown.items() if not is_shown}
+        kinds: dict[Callable[[TrainerConfig], _Logger], str | None] = {
+            _TensorBoard: settings.tensorboard_dir,
+            _WeightsAndBiases: settings.wandb_project,
+            _MLflow: settings.mlflow_experiment,
+        }
+        self._loggers = [kind(cfg) for kind, name in kinds.items() if name]
+
+    def add(self, figure: _Figure, iteration: int, samples: int | None) -> None:
+        """Adds a point to the curves of a figure, if flags let it have one and it is known."""
+        if not figure.curve or figure.value is None or figure.curve in self._left_out:
+            return
+        self.add_scalar(figure.curve, figure.value, iteration)
+        if samples is not None and figure.curve not in _OVER_ITERATIONS_ALONE:
+            name, value = f"{figure.curve} vs samples", figure.value
+            self._each(lambda one: one.scalar(name, value, samples) if one.over_samples else None)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Adds a point, as ``SummaryWriter`` of PyTorch does; megatron-core's timers call it."""
+        self._each(lambda one: one.scalar(tag, float(value), step))
+
+    def note(self, name: str, content: Any) -> None:
+        """Hands over a document of plain values, such as the findings of the diagnosis."""
+        self._each(lambda one: one.note(name, content))
+
+    def draw(self, traces: Path, iteration: int) -> None:
+        """Hands over the picture of the last step that the traces hold whole."""
+        if all(isinstance(one, _TensorBoard) for one in self._loggers):
+            return
+        from megatron.adaptive.trace.read import read_run
+        from megatron.adaptive.trace.step import pipeline_step
+        from megatron.adaptive.trace.views.picture import write_picture
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "pipeline.png")
+            try:
+                write_picture(pipeline_step(read_run(traces)), path)
+            except AdaptiveError as error:
+                print(f"warning: no picture for the loggers: {error}", file=sys.stderr)
+                return
+            self._each(lambda one: one.picture(path, iteration))
+
+    def close(self) -> None:
+        """Closes all loggers."""
+        self._each(lambda one: one.close())
+
+    def _each(self, act: Callable[[_Logger], object]) -> None:
+        for one in list(self._loggers):
+            try:
+                act(one)
+            except Exception as error:  # of others' programs and their servers
+                self._loggers.remove(one)
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                name = type(one).__name__.strip("_")
+                print(f"warning: {name} gets nothing more: {why}", file=sys.stderr, flush=True)
+
+
+class _WeightsAndBiases(_Logger):
+    """Writes to a run of Weights & Biases, on its server or, with its WANDB_MODE, offline."""
+
+    def __init__(self, cfg: TrainerConfig) -> None:
+        self._package = need_package("wandb", "--wandb-project", "trace")
+        settings, save = cfg.logging, cfg.checkpoint.save
+        folder = settings.wandb_save_dir or (None if save is None else str(Path(save, "wandb")))
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = self._package.init(
+                project=settings.wandb_project,
+                entity=settings.wandb_entity,
+                name=settings.wandb_exp_name,
+                dir=folder,
+                config=cfg.to_dict(),
+            )
+        except Exception as error:  # no account, no server
+            raise ConfigError(
+                f"--wandb-project {settings.wandb_project}: Weights & Biases refuses "
+                f"({' '.join(str(error).split())}); log in there, or set WANDB_MODE=offline"
+            ) from None
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        self._run.log({tag: value}, step=step)
+
+    def picture(self, path: Path, step: int) -> None:
+        self._run.log({"pipeline": self._package.Image(str(path))}, step=step)
+
+    def note(self, name: str, content: Any) -> None:
+        columns = list(dict.fromkeys(key for one in content for key in one))
+        rows = [[one.get(key) for key in columns] for one in content]
+        self._run.log({name: self._package.Table(columns, rows)}, commit=False)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow(_Logger):
+    """Writes to a run of MLflow."""
+
+    def __init__(self, cfg: TrainerConfig) -> None:
+        self._package = need_package("mlflow", "--mlflow-experiment", "trace")
+        settings = cfg.logging
+        self._waiting: list[Any] = []
+        try:
+            if settings.mlflow_tracking_uri is not None:
+                self._package.set_tracking_uri(settings.mlflow_tracking_uri)
+            self._package.set_experiment(settings.mlflow_experiment)
+            run = self._package.start_run(run_name=settings.mlflow_run_name)
+            self._package.log_dict(cfg.to_dict(), "settings.json")
+        except Exception as error:  # no server
+            raise ConfigError(
+                f"--mlflow-experiment {settings.mlflow_experiment}: MLflow refuses "
+                f"({' '.join(str(error).split())}); check --mlflow-tracking-uri"
+            ) from None
+        self._id, self._client = run.info.run_id, self._package.MlflowClient()
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        now_ms = int(time.time() * 1e3)
+        name = re.sub(r"[^\w\-./ ]", "-", tag)
+        self._waiting.append(self._package.entities.Metric(name, value, now_ms, step))
+        if len(self._waiting) >= _MLFLOW_POINTS:
+            self._write()
+
+    def picture(self, path: Path, step: int) -> None:
+        self._package.log_artifact(str(path))
+
+    def note(self, name: str, content: Any) -> None:
+        self._package.log_dict(content, f"{name}.json")
+
+    def close(self) -> None:
+        self._write()
+        self._package.end_run()
+
+    def _write(self) -> None:
+        points, self._waiting = self._waiting, []
+        self._client.log_batch(self._id, metrics=points)
+
+
+class _TensorBoard(_Logger):
+    """Writes scalars to TensorBoard.
+
+    Events go to a file that may be lost: TensorBoard's own writer ends for good with a full disk.
+    """
+
+    over_samples = True
+
+    def __init__(self, cfg: TrainerConfig) -> None:
+        # Slow to import, and only one rank needs it.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._make_event, self._make_summary = Event, Summary
+        self._events: list[bytes] = []
+        self._records = RecordWriter(SimpleNamespace(write=self._events.append))
+        settings = cfg.logging
         self._most_waiting = settings.tensorboard_queue_size
         self._due_s = 0.0
         folder = settings.tensorboard_dir
@@ -458,19 +631,8 @@ class _Curves:
             ) from None
         self._file.begin()
 
-    def add(self, figure: _Figure, iteration: int, samples: int | None) -> None:
-        """Adds a point to the curves of a figure, if flags let it have one and it is known."""
-        if not figure.curve or figure.value is None or figure.curve in self._left_out:
-            return
-        self.add_scalar(figure.curve, figure.value, iteration)
-        if samples is not None and figure.curve not in _OVER_ITERATIONS_ALONE:
-            self.add_scalar(f"{figure.curve} vs samples", figure.value, samples)
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Adds a point, as ``SummaryWriter`` of PyTorch does; megatron-core's timers call it."""
-        summary = self._make_summary(
-            value=[self._make_summary.Value(tag=tag, simple_value=float(value))]
-        )
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        summary = self._make_summary(value=[self._make_summary.Value(tag=tag, simple_value=value)])
         self._record(step=step, summary=summary)
         if len(self._events) >= self._most_waiting or time.monotonic() >= self._due_s:
             self.flush()
