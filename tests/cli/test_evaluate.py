@@ -22,6 +22,38 @@ TEXT = "A pipeline is as fast as its slowest stage. " * 20
 PROMPT = "The slowest stage"
 
 
+# In a process of its own, in which no other test has changed torch or transformers.
+REFERENCE = f"""
+import json, sys, torch, transformers
+from tokenizers import Tokenizer
+folder, text, prompt = sys.argv[1:]
+tokenizer = Tokenizer.from_file(folder + "/tokenizer.json")
+model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+ids = [*tokenizer.encode(text).ids, tokenizer.token_to_id("{END}")]
+count = (len(ids) - 1) // {LENGTH} // 2 * 2
+rows = torch.tensor([ids[i * {LENGTH} : (i + 1) * {LENGTH} + 1] for i in range(count)])
+said = tokenizer.encode(prompt).ids
+with torch.no_grad():
+    logits = model(rows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    for _ in range(8):
+        said.append(int(model(torch.tensor([said])).logits[0, -1].argmax()))
+print(json.dumps([float(loss), tokenizer.decode(said, skip_special_tokens=False)]))
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama in 32 bits with a tokenizer of single bytes."""
@@ -53,42 +85,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "flags", [[], ["--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]]
 )
 def test_figures_are_those_of_transformers(folder: Path, tmp_path: Path, flags: list[str]) -> None:
-    import transformers
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = [*tokenizer.encode(TEXT).ids, tokenizer.token_to_id(END)]
-    count = (len(ids) - 1) // LENGTH // 2 * 2
-    rows = torch.tensor([ids[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(count)])
-    said = tokenizer.encode(PROMPT).ids
-    with torch.no_grad():
-        logits = model(rows[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-        for _ in range(8):
-            said.append(int(model(torch.tensor([said])).logits[0, -1].argmax()))
-    expected = tokenizer.decode(said, skip_special_tokens=False)
+    expected = run("-c", REFERENCE, str(folder), TEXT, PROMPT)
+    loss, said = json.loads(expected.stdout)
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": TEXT}) + "\n")
-    words = [*(sys.executable, "-m", "megatron.adaptive", "evaluate"), "--data", str(text), *flags]
+    words = ["-m", "megatron.adaptive", "evaluate", "--data", str(text), *flags]
     words += ["--load-hf", str(folder), "--seq-length", str(LENGTH), "--global-batch-size", "2"]
     words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     words += ["--prompt", PROMPT, "--tokens", "8"]
-    done = subprocess.run(
-        words,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    done = run(*words)
     assert done.returncode == 0, done.stderr
     figures = re.findall(
         r"on (\w+) set \| lm loss value: (\S+) \| lm loss PPL: (\S+) ", done.stdout
     )
     assert [name for name, _, _ in figures] == ["validation"], done.stdout
-    assert float(figures[0][1]) == pytest.approx(float(loss), rel=1e-5)
-    assert float(figures[0][2]) == pytest.approx(math.exp(float(loss)), rel=1e-4)
-    assert f"sample: {expected}\n" in done.stdout
+    assert float(figures[0][1]) == pytest.approx(loss, rel=1e-5)
+    assert float(figures[0][2]) == pytest.approx(math.exp(loss), rel=1e-4)
+    assert f"sample: {said}\n" in done.stdout
 
 
 @pytest.mark.parametrize(
