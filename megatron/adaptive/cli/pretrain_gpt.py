@@ -1,14 +1,18 @@
 """``pretrain_gpt.py``: train GPT with Megatron-LM's command line through an adaptive pipeline.
 
-``train`` does the same as a recipe says, and starts the processes that it is for.
+``train`` does the same as a recipe says, and starts the processes that it is for. ``evaluate`` only
+runs a text through a model that is there.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
@@ -16,6 +20,8 @@ import yaml
 from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
 from megatron.adaptive.config.arguments import parse, read_recipe
+from megatron.adaptive.config.command_parser import CommandParser, count, last_value
+from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 from megatron.adaptive.planner.files import read_file
@@ -80,6 +86,85 @@ def _train(argv: Sequence[str]) -> int:
     shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
     program = ["-m", "megatron.adaptive", "pretrain-gpt", *recipe.flags]
     return launch.main([*shape, *options, *program])
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Prints a model's perplexity over a text, and what it makes of the beginning of another."""
+    return run(argv, _evaluate)
+
+
+def _evaluate(argv: Sequence[str]) -> int:
+    parser = CommandParser(
+        prog="evaluate",
+        allow_abbrev=False,
+        usage="%(prog)s (--load CKPT | --load-hf DIR) [--data FILE] [--prompt TEXT] [FLAGS]",
+        description="Perplexity of a model over a text, and a sample of it. FLAGS are those of"
+        " the trainer; those of the model come from CKPT/model_flags.txt or config.json.",
+    )
+    add = parser.add_argument
+    add("--data", metavar="FILE", help='JSON lines {"text": ...}, or what --data-path takes')
+    add("--prompt", metavar="TEXT", help="text that the model continues")
+    add("--tokens", type=count, default=32, metavar="N", help="tokens of that (32)")
+    add("--nproc-per-node", type=count, default=1, metavar="N", help="processes to start (1)")
+    options, flags = parser.parse_known_args(list(argv))
+    if options.data is None and options.prompt is None:
+        raise ConfigError("evaluate: there is nothing to run: give --data FILE or --prompt TEXT")
+    if not {"--load", "--load-hf"} & {word.partition("=")[0] for word in flags}:
+        raise ConfigError("evaluate: there is no model: give --load CKPT or --load-hf DIR")
+    words = [*_NO_TRAINING, *_model_flags(flags), *flags]
+    if options.prompt is not None:
+        words += ["--sample-prompt", options.prompt, "--sample-tokens", str(options.tokens)]
+    with tempfile.TemporaryDirectory() as folder:
+        if options.data is None:
+            words += ["--mock-data", "--eval-iters", "0"]
+        else:
+            words += _all_of(options.data, words, options.nproc_per_node, Path(folder))
+        if options.nproc_per_node == 1:
+            return main(words)
+        start = ["--standalone", "--nproc-per-node", str(options.nproc_per_node)]
+        return launch.main([*start, "-m", "megatron.adaptive", "pretrain-gpt", *words])
+
+
+_NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".split()
+
+
+def _model_flags(flags: Sequence[str]) -> list[str]:
+    """Returns the flags that ``import-hf`` left beside a checkpoint."""
+    path = Path(last_value(flags, "--load") or "", "model_flags.txt")
+    return shlex.split(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def _all_of(data: str, words: Sequence[str], processes: int, folder: Path) -> list[str]:
+    """Returns the flags that run whole batches of a text, each sample once.
+
+    Args:
+        data: JSON lines, which are tokenized into ``folder``, or prefix of tokens.
+        words: the other flags.
+        processes: of the job.
+        folder: for tokens.
+    """
+    here = ["--valid-data-path", data, "--eval-iters", "1"]
+    config = parse([*words, *here], world_size=processes, last_wins=True)
+    from megatron.adaptive.data.indexed import check_indexed
+    from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
+
+    if Path(data).is_file():
+        spec = PreprocessSpec(
+            **{name.name: getattr(config.data, name.name) for name in fields(TokenizerConfig)},
+            inputs=(Path(data),),
+            output_prefix=str(folder / "data"),
+            append_eod=True,
+        )
+        preprocess(spec)
+        data = spec.prefix_of("text")
+    tokens, length = check_indexed(data).num_tokens, config.model.seq_length
+    batches = (tokens - 1) // length // config.batch.global_batch_size
+    if not batches:
+        raise ConfigError(
+            f"evaluate: {tokens} tokens are less than a batch of {config.batch.global_batch_size} x"
+            f" {length}: give more text, or a smaller --global-batch-size or --seq-length"
+        )
+    return ["--valid-data-path", data, "--eval-iters", str(batches)]
 
 
 def run(

@@ -182,6 +182,7 @@ class Manager:
             running = await self._start(*found, reason)
             if running is None:
                 continue
+            self._write_state()  # --status and others look for it as soon as ranks train
             await self._watch(running)
             if running.fault:  # while all nodes that are left are here
                 await self._recover()

@@ -556,6 +556,16 @@ def _data(config: TrainerConfig, given: Given) -> Rules:
         data.has_path_per_split and not data.train_data_path and not config.run.skip_train,
         "--valid-data-path and --test-data-path leave nothing to train on: add --train-data-path",
     )
+    apart = {
+        "--context-parallel-size": config.parallel.context_parallel_size > 1,
+        "--mtp-num-layers": config.model.mtp_num_layers is not None,
+        "--variable-seq-lengths": data.variable_seq_lengths,
+    }
+    yield (
+        config.run.sample_prompt is not None and any(apart.values()),
+        "--sample-prompt runs one plain text and does not work with "
+        f"{', '.join(name for name in apart if apart[name])}: drop one of them",
+    )
     yield (
         data.reset_attention_mask and not data.create_attention_mask_in_dataloader,
         "--reset-attention-mask and --no-create-attention-mask-in-dataloader exclude each other: "

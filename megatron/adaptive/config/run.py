@@ -20,6 +20,11 @@ class RunConfig:
         "Batches of each validation and of the test; 0 for none.", 100, unit="ITERATIONS"
     )
     skip_train: bool = switch("Only validate and test.")
+    sample_prompt: str | None = flag(
+        "Text that the model continues after the run, with the likeliest token each time.",
+        unit="TEXT",
+    )
+    sample_tokens: Count = flag("Tokens of that continuation.", 32)
     exit_interval: Iterations | None = flag("Save and end at the next iteration that this divides.")
     exit_duration_in_mins: Count | None = flag("Save and end after this time.", unit="MINUTES")
     exit_signal_handler: bool = switch("No effect: the run always saves and ends on SIGTERM.")

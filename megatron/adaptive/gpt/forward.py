@@ -37,6 +37,7 @@ from megatron.adaptive.gpt.packed import Documents
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
+TOKEN_NAME = "next token"
 
 
 class ChunkFeed:
@@ -116,6 +117,37 @@ class GptForward:
         )
         loss = masked_sum if settings.calculate_per_token_loss else masked_mean_loss
         return output, partial(loss, batch["loss_mask"])
+
+
+class NextToken:
+    """megatron-core's ``forward_step_func`` for the token that follows a text.
+
+    Args:
+        accelerator: where the batch goes.
+        position: of the last token of the text.
+    """
+
+    def __init__(self, accelerator: Accelerator, position: int) -> None:
+        self._accelerator = accelerator
+        self._position = position
+
+    def __call__(self, feed: ChunkFeed, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        """Run one microbatch of ``tokens`` and ``position_ids`` through a chunk."""
+        _, batch = next(feed)
+        assert batch is not None
+        to_device = self._accelerator.to_device
+        output = model(to_device(batch["tokens"]), to_device(batch["position_ids"]), None)
+        return output, partial(self._likeliest, get_model_config(model).calculate_per_token_loss)
+
+    def _likeliest(self, per_token: bool, logits: torch.Tensor) -> tuple[Any, ...]:
+        """Returns no loss, and the likeliest token by ``logits`` ``[b, s, vocabulary / tp]``."""
+        row = logits[0, self._position].float().contiguous()
+        group = parallel_state.get_tensor_model_parallel_group()
+        parts = [torch.empty_like(row) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, row, group=group)
+        none = logits.new_zeros(())
+        found = {TOKEN_NAME: torch.cat(parts).argmax()}
+        return (none, torch.ones((), dtype=torch.int32), found) if per_token else (none, found)
 
 
 def masked_sum(

@@ -18,7 +18,14 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.adaptive.config.core import CoreConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
-from megatron.adaptive.gpt.forward import LOSS_NAME, ChunkFeed, DropoutKeys, GptForward
+from megatron.adaptive.gpt.forward import (
+    LOSS_NAME,
+    TOKEN_NAME,
+    ChunkFeed,
+    DropoutKeys,
+    GptForward,
+    NextToken,
+)
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.schedule.dealing import Dealt
 
@@ -159,6 +166,45 @@ class Step:
                     break
         return self._mean_losses(steps)
 
+    def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
+        """Continue a text with the likeliest token each time; collective.
+
+        The whole text runs through the pipeline for each token, in every replica: a look at a
+        model, not a way to serve it.
+
+        Args:
+            tokens: of the text, at least one.
+            count: tokens to add, as far as the sequence length goes.
+            num_microbatches: of a step; all are alike, for schedules that want so many.
+
+        Returns:
+            The tokens that follow, on all ranks.
+        """
+        run, length = self._run, self._config.model.seq_length
+        found = list(tokens)
+        for chunk in run.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            for _ in range(min(count, length - len(found))):
+                self._eval_steps += 1
+                rows = torch.zeros(self._config.batch.micro_batch_size, length, dtype=torch.int64)
+                rows[:, : len(found)] = torch.tensor(found)
+                batch = {"tokens": rows, "position_ids": torch.arange(length).expand_as(rows)}
+                reduced = self._forward_backward(
+                    [batch] * num_microbatches,
+                    num_microbatches,
+                    step=-self._eval_steps,
+                    forward_only=True,
+                    forward=NextToken(run.job.accelerator, len(found) - 1),
+                )
+                if run.wiring is not None:
+                    run.wiring.executor.finish_step()
+                # Only ranks of the last stage know it.
+                last = torch.tensor(int(reduced[0][TOKEN_NAME]) if reduced else -1)
+                dist.all_reduce(last, op=dist.ReduceOp.MAX, group=run.job.control_group)
+                found.append(int(last))
+        return found[len(tokens) :]
+
     def _forward_backward(
         self,
         microbatches: Any,
@@ -167,6 +213,7 @@ class Step:
         step: int,
         forward_only: bool,
         dealt: Dealt | None = None,
+        forward: NextToken | None = None,
     ) -> list[Any]:
         run, model = self._run, self._config.model
         if microbatches is not None:
@@ -183,7 +230,7 @@ class Step:
         ]
         single = len(run.chunks) == 1
         return run.forward_backward(
-            forward_step_func=self._forward,
+            forward_step_func=forward or self._forward,
             data_iterator=feeds[0] if single else feeds,
             model=run.chunks[0] if single else run.chunks,
             num_microbatches=num_microbatches,

@@ -25,6 +25,7 @@ from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.lengths import Load
 from megatron.adaptive.data.loader import BatchSizes
+from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
@@ -550,13 +551,24 @@ class Validation(RunHook):
 
     def after_training(self) -> None:
         """Validates and tests once more, as Megatron-LM does after the last iteration."""
-        if not self._live.config.run.eval_iters:
-            return
-        prefix = f"iteration {self._live.progress.iteration}"
-        self._validate(f"{prefix} on validation set")
-        samples = self._live.run.samples
-        if samples.valid_samples:
-            self._report(f"{prefix} on test set", self._evaluate(samples.test, 0))
+        settings, data = self._live.config.run, self._live.config.data
+        if settings.eval_iters:
+            prefix = f"iteration {self._live.progress.iteration}"
+            self._validate(f"{prefix} on validation set")
+            samples = self._live.run.samples
+            if samples.valid_samples and (data.test_data_path or not data.has_path_per_split):
+                self._report(f"{prefix} on test set", self._evaluate(samples.test, 0))
+        if settings.sample_prompt is not None:
+            self._continue(settings.sample_prompt, settings.sample_tokens)
+
+    def _continue(self, prompt: str, count: int) -> None:
+        """Prints a text and what the model makes of it."""
+        live = self._live
+        tokenizer = build_tokenizer(live.config.data)
+        tokens = tokenizer.tokenize(prompt) or [tokenizer.eod]
+        microbatches = live.own_microbatches(live.config.num_microbatches)
+        found = live.step.generate(tokens, count, microbatches)
+        live.log.message(f"sample: {prompt}{tokenizer.detokenize(found)}")
 
     def _validate(self, prefix: str) -> None:
         live, config = self._live, self._live.config

@@ -1,0 +1,120 @@
+"""``evaluate``: perplexity and a sample, over what ``transformers`` computes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megatron.adaptive.cli.pretrain_gpt import evaluate
+
+ROOT = Path(__file__).resolve().parents[2]
+END, LENGTH = "<end>", 32
+TEXT = "A pipeline is as fast as its slowest stage. " * 20
+PROMPT = "The slowest stage"
+
+
+# In a process of its own, in which no other test has changed torch or transformers.
+REFERENCE = f"""
+import json, sys, torch, transformers
+from tokenizers import Tokenizer
+folder, text, prompt = sys.argv[1:]
+tokenizer = Tokenizer.from_file(folder + "/tokenizer.json")
+model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+ids = [*tokenizer.encode(text).ids, tokenizer.token_to_id("{END}")]
+count = (len(ids) - 1) // {LENGTH} // 2 * 2
+rows = torch.tensor([ids[i * {LENGTH} : (i + 1) * {LENGTH} + 1] for i in range(count)])
+said = tokenizer.encode(prompt).ids
+with torch.no_grad():
+    logits = model(rows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    for _ in range(8):
+        said.append(int(model(torch.tensor([said])).logits[0, -1].argmax()))
+print(json.dumps([float(loss), tokenizer.decode(said, skip_special_tokens=False)]))
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama in 32 bits with a tokenizer of single bytes."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("llama")
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate([*names, END])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    config = transformers.LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=LENGTH,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "flags", [[], ["--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]]
+)
+def test_figures_are_those_of_transformers(folder: Path, tmp_path: Path, flags: list[str]) -> None:
+    expected = run("-c", REFERENCE, str(folder), TEXT, PROMPT)
+    loss, said = json.loads(expected.stdout)
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": TEXT}) + "\n")
+    words = ["-m", "megatron.adaptive", "evaluate", "--data", str(text), *flags]
+    words += ["--load-hf", str(folder), "--seq-length", str(LENGTH), "--global-batch-size", "2"]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    words += ["--prompt", PROMPT, "--tokens", "8"]
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    figures = re.findall(
+        r"on (\w+) set \| lm loss value: (\S+) \| lm loss PPL: (\S+) ", done.stdout
+    )
+    assert [name for name, _, _ in figures] == ["validation"], done.stdout
+    assert float(figures[0][1]) == pytest.approx(loss, rel=1e-5)
+    assert float(figures[0][2]) == pytest.approx(math.exp(loss), rel=1e-4)
+    assert f"sample: {said}\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--load-hf FOLDER", "there is nothing to run: give --data FILE or --prompt TEXT"),
+        ("--prompt x", "there is no model: give --load CKPT or --load-hf DIR"),
+        ("--load-hf FOLDER --data FOLDER/short.jsonl", "9 tokens are less than a batch of 1 x 32"),
+    ],
+)
+def test_bad_input(folder: Path, words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "short.jsonl").write_text('{"text": "too shor"}\n')
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    given = [*words.replace("FOLDER", str(folder)).split(), *flags, "--seq-length", str(LENGTH)]
+    assert evaluate(given) == 2
+    assert said in capsys.readouterr().err
