@@ -296,8 +296,8 @@ class Step:
 
         Over each microbatch's own tokens, also with a loss per token, as in Megatron-LM.
         """
-        sums = MTPLossLoggingHelper.tracker.pop("values", None)
-        if sums is None or not num_microbatches:
+        sums = MTPLossLoggingHelper.tracker.pop("values", None)  # maybe of another model before
+        if sums is None or not num_microbatches or self._config.model.mtp_num_layers is None:
             return {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(sums, group=group)
