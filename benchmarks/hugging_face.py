@@ -49,11 +49,11 @@ from pathlib import Path
 from megatron.adaptive import accelerator
 accelerator.install()
 import megatron.adaptive.checkpoint.hugging_face
-from megatron.adaptive.cli import hugging_face
+from megatron.adaptive.cli import checkpoint
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 before, begin = peak(), time.perf_counter()
-getattr(hugging_face, sys.argv[1])(sys.argv[2:])
+getattr(checkpoint, sys.argv[1])(sys.argv[2:])
 print("MEASURED", time.perf_counter() - begin, peak() - before)
 """
 

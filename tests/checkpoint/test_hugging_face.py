@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.adaptive.checkpoint.safetensors import INDEX, SINGLE
-from megatron.adaptive.cli.hugging_face import export_hf, import_hf
+from megatron.adaptive.cli.checkpoint import export_hf, import_hf
 from megatron.adaptive.config.hugging_face import load_config
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
