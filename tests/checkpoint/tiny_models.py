@@ -82,6 +82,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("GPTNeoXConfig", {"use_parallel_residual": True}),
     "phi3": ("Phi3Config", {}),
+    "gemma": ("GemmaConfig", {"head_dim": 12, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **{"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 5},
+            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {
+            **{"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 5},
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            },
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
         {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1},

@@ -63,7 +63,8 @@ CORE_MEANINGS = (
     *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
-    *("moe_router_group_topk", "window_size", "window_attn_skip_freq", *LATENT_SETTINGS),
+    *("moe_router_group_topk", "window_size", "window_attn_skip_freq", "softmax_scale"),
+    *(*LATENT_SETTINGS,),
 )
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -115,6 +116,12 @@ mlp.linear_fc2 = mlp.down_proj
 _NORMS = """
 input_layernorm = input_layernorm
 pre_mlp_layernorm = post_attention_layernorm
+"""
+_FOUR_NORMS = """
+input_layernorm = input_layernorm
+post_attention_layernorm = post_attention_layernorm
+pre_mlp_layernorm = pre_feedforward_layernorm
+post_mlp_layernorm = post_feedforward_layernorm
 """
 _EXPERTS = """
 mlp.router = mlp.gate
@@ -169,7 +176,11 @@ _LLAMA = FamilyNames(_table(_ATTENTION + _DENSE + _NORMS), _OUTSIDE)
 _DEEPSEEK = FamilyNames(_table(_LATENT + _DENSE + _EXPERTS + _NORMS), _OUTSIDE)
 FAMILIES: Mapping[str, FamilyNames] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text"),
+        FamilyNames(_table(_ATTENTION + _DENSE + _FOUR_NORMS), _OUTSIDE),
+    ),
     "mixtral": FamilyNames(_table(_ATTENTION + _MIXTRAL + _NORMS), _OUTSIDE),
     "qwen3_moe": FamilyNames(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),
     "phi3": FamilyNames(_table(_PHI + _NORMS), _OUTSIDE),
@@ -254,6 +265,8 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
             found["output_layer"] = matrix
         return found
     found = {"input_layernorm": norm, "pre_mlp_layernorm": norm}
+    if model.norm_block_outputs:
+        found["post_attention_layernorm"] = found["post_mlp_layernorm"] = norm
     attention: dict[str, ModuleSize] = {}
     if core.multi_latent_attention:
         rotated, down, rank = core.qk_pos_emb_head_dim, core.kv_lora_rank, core.q_lora_rank
@@ -277,7 +290,7 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
     found |= {f"self_attention.{name}": size for name, size in attention.items()}
 
     def feed_forward(name: str, width: int, experts: int = 0) -> None:
-        blocks = (width,) * (2 if model.swiglu or model.quick_geglu else 1)
+        blocks = (width,) * (2 if model.is_gated else 1)
         found[f"{name}.linear_fc1"] = ModuleSize(blocks, hidden, biased, experts=experts)
         found[f"{name}.linear_fc2"] = ModuleSize((hidden,), width, biased, experts=experts)
 

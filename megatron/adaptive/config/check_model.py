@@ -16,7 +16,6 @@ from megatron.adaptive.config.core import (
 )
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
-from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.schedule import PAIRING, RULES
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 
@@ -76,7 +75,7 @@ def _shape(config: TrainerConfig, given: Given) -> Rules:
         f"{given.num_attention_heads} is not a multiple of {given.num_query_groups}: every group "
         "serves the same number of heads",
     )
-    activations = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu")
+    activations = ("swiglu", "squared_relu", "quick_geglu", "geglu", "openai_gelu")
     chosen = [name for name in activations if getattr(model, name)]
     yield (
         len(chosen) > 1,
@@ -292,14 +291,13 @@ def _kernels(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         "transformer_engine: change one of them",
     )
     yield (
-        model.apply_layernorm_1p and not _norm_is_fused(model, installed),
-        f"--apply-layernorm-1p needs a normalization that the local {model.normalization} of "
-        "torch lacks: install Transformer Engine, or apex for LayerNorm, or drop the flag",
+        model.attention_softcap is not None and config.core.apply_query_key_layer_scaling,
+        f"{given.attention_softcap} with --apply-query-key-layer-scaling, which scales scores after "
+        "they are bounded: drop one of them",
     )
-
-
-def _norm_is_fused(model: ModelConfig, installed: Installed) -> bool:
-    """Returns whether normalization is Transformer Engine's or apex's instead of torch's."""
-    if model.transformer_impl == "transformer_engine":
-        return True
-    return installed.apex and model.normalization == "LayerNorm"
+    yield (
+        model.window_rotary_base is not None
+        and (config.core.window_size is None or model.position_embedding_type != "rope"),
+        f"{given.window_rotary_base} has no effect by itself: add --window-size and "
+        "--position-embedding-type rope",
+    )

@@ -26,6 +26,7 @@ _LONGEST = 4096
 """Tokens of a sample where none are given, if the model takes as many."""
 _GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 _BIASED = "--position-embedding-type rope"
+_GEMMA = f"{_GATED.replace('--swiglu', '--geglu')} --apply-layernorm-1p --scale-embeddings"
 _LATENT = f"{_GATED} --multi-latent-attention --qk-layernorm --moe-router-dtype fp32"
 
 
@@ -39,6 +40,7 @@ class _Family:
         differs: what the trainer's layers lack or have otherwise; empty where it trains the model.
         window_period: of so many layers with a window the last has none; 0 where all have it.
         default: values of keys that a file may leave out, where they are not those of all.
+        optional: keys that these models alone have, by argument.
         nearest: the family to start from instead, where the trainer lacks this one.
     """
 
@@ -47,13 +49,10 @@ class _Family:
     differs: str = ""
     window_period: int = 0
     default: Mapping[str, Any] = field(default_factory=dict)
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     nearest: str = "llama"
 
 
-_GEMMA = (
-    "gates with GELU (hidden_activation), norms behind attention and feed-forward block, and"
-    " embeddings scaled by the root of hidden_size"
-)
 _EPSILON: Mapping[str, Any] = {"rms_norm_eps": 1e-6}
 _GROUPS_32 = {**_EPSILON, "num_key_value_heads": 32}
 _V2 = {**_EPSILON, "q_lora_rank": 1536, "norm_topk_prob": False}
@@ -68,13 +67,36 @@ _V3 = {
     "rope_interleave": True,
 }
 _GPT_2 = {"activation_function": "gelu_new", "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+_GEMMA_1 = {**_EPSILON, "head_dim": 256, "num_key_value_heads": 16, "hidden_act": "gelu"}
+_GEMMA_2: Mapping[str, Any] = {
+    **{**_EPSILON, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
+    **{"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"},
+}
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_BASES = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+_OF_GEMMA_2 = {
+    "--softmax-scale": ("query_pre_attn_scalar",),
+    "--logit-softcap": ("final_logit_softcapping",),
+}
 _MISTRAL = {**_EPSILON, "num_key_value_heads": 8}
 _FAMILIES: Mapping[str, _Family] = {
     "deepseek_v2": _Family(_LATENT, default=_V2),
     "deepseek_v3": _Family(_LATENT, default=_V3),
-    "gemma": _Family(_GATED, tied=True, differs=_GEMMA),
-    "gemma2": _Family(_GATED, tied=True, differs=_GEMMA, window_period=2),
-    "gemma3_text": _Family(f"{_GATED} --qk-layernorm", tied=True, differs=_GEMMA, window_period=6),
+    "gemma": _Family(_GEMMA, tied=True, default=_GEMMA_1),
+    "gemma2": _Family(
+        f"{_GEMMA} --norm-block-outputs",
+        tied=True,
+        window_period=2,
+        default={**_GEMMA_2, **_CAPS},
+        optional={**_OF_GEMMA_2, "--attention-softcap": ("attn_logit_softcapping",)},
+    ),
+    "gemma3_text": _Family(
+        f"{_GEMMA} --norm-block-outputs --qk-layernorm",
+        tied=True,
+        window_period=6,
+        default={**_GEMMA_2, **_BASES},
+        optional={**_OF_GEMMA_2, "--window-rotary-base": ("rope_local_base_freq",)},
+    ),
     "gpt2": _Family("", tied=True, default=_GPT_2),
     "gpt_neox": _Family(_BIASED, default={"rotary_pct": 0.25, "use_parallel_residual": True}),
     "llama": _Family(_GATED, default=_EPSILON),
@@ -146,6 +168,7 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     "scale_attn_by_inverse_layer_idx": (False, "scores that are scaled by layer"),
     "rope_interleave": (True, "rotation of another order"),
     "moe_layer_freq": (1, "experts in every n-th layer"),
+    "use_bidirectional_attention": (False, "attention to later tokens"),
     "router_jitter_noise": (0.0, "noise in the router"),
 }
 # Keys that change nothing in the model: how text is made, training, where the file comes from.
@@ -163,7 +186,7 @@ _WITHOUT_EFFECT = frozenset(
     use_sliding_window n_shared_experts first_k_dense_replace decoder_sparse_step mlp_only_layers
     topk_method norm_topk_prob embd_pdrop num_nextn_predict_layers head_dim q_lora_rank
     use_parallel_residual rope_theta partial_rotary_factor scoring_func unsloth_version
-    text_config output_hidden_states output_attentions return_dict use_bfloat16 torchscript
+    _sliding_window_pattern text_config output_hidden_states output_attentions return_dict use_bfloat16 torchscript
     """.split()
 )
 
@@ -191,15 +214,14 @@ def config_arguments(
     text = document.get("text_config")
     config: Mapping[str, Any] = text if isinstance(text, dict) else document
     family = _family(config.get("model_type", document["model_type"]), where)
-    rotary = config.get("rope_parameters") or {}
-    config = {**family.default, **rotary, **config}
+    config = _flat(family, config)
     words = family.arguments.split()
     if "--moe-router-dtype" in words and not _value(config, "n_routed_experts"):
         words = [word for word in words if word not in ("--moe-router-dtype", "fp32")]
     experts = any(_value(config, key) for key in _OF_EXPERTS["--num-experts"])
     latent = "--multi-latent-attention" in words
     needed: list[_Table] = [_NEEDED, *[_OF_EXPERTS] * experts, *[_OF_LATENT] * latent]
-    optional: list[_Table] = [_OPTIONAL, *[_OF_ROUTER] * experts]
+    optional: list[_Table] = [_OPTIONAL, family.optional, *[_OF_ROUTER] * experts]
     optional.append({"--q-lora-rank": ("q_lora_rank",)} if latent else _OF_HEADS)
     for table in (*needed, *optional):
         for flag, keys in table.items():
@@ -214,7 +236,9 @@ def config_arguments(
                 continue
             if of_groups and config.get("topk_method") == "greedy":
                 continue
-            words += [flag, str(int(found) if flag == "--rotary-base" else found)]
+            if flag == "--softmax-scale":
+                found = found**-0.5
+            words += [flag, str(int(found) if flag.endswith("rotary-base") else found)]
     heads, groups = _number(config, "num_attention_heads", where), config.get("num_key_value_heads")
     if groups is not None and groups != heads and not latent:
         words += ["--group-query-attention", "--num-query-groups", str(groups)]
@@ -224,10 +248,12 @@ def config_arguments(
         words.append("--untie-embeddings-and-output-weights")
     layers = _number(config, "num_hidden_layers", where)
     words += _experts(config, layers, where) if experts else []
-    words += _windows(config, family, layers, where)
+    words += (windows := _windows(config, family, layers, where))
+    if not windows and "--window-rotary-base" in words:
+        del words[(at := words.index("--window-rotary-base")) : at + 2]
     words += _rotation(config, latent=latent) if "rope" in words else []
     if next((config[key] for key in _ACTIVATION if config.get(key)), None) in _TANH:
-        words += [] if "--swiglu" in words else ["--openai-gelu"]
+        words += [] if {"--swiglu", "--geglu"} & {*words} else ["--openai-gelu"]
     words += ["--parallel-residual"] if config.get("use_parallel_residual") else []
     words += ["--make-vocab-size-divisible-by", "1"]
     longest = int(words[words.index("--max-position-embeddings") + 1])
@@ -266,8 +292,9 @@ def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, An
             f"{path}: model_type {document['model_type']} asks for {differs}, which megatron-core's"
             f" layers lack; the nearest that is read is {family.nearest}"
         )
+    flat = _flat(family, document)
     for key, value in document.items():
-        _refuse(key, value, {**family.default, **document}, words, str(path))
+        _refuse(key, value, flat, words, str(path))
     return document, words
 
 
@@ -301,15 +328,20 @@ def _refuse(
     key: str, value: Any, config: Mapping[str, Any], words: Sequence[str], where: str
 ) -> None:
     """Refuses a key that asks for what the trainer's layers do not do."""
-    gated, latent = "--swiglu" in words, "--multi-latent-attention" in words
+    latent = "--multi-latent-attention" in words
+    family = _FAMILIES[config["model_type"]]
     is_well, why, nearest = True, "", ""
     if key in _ACTIVATION:
-        known = ("silu", "swish") if gated else ("gelu", *_TANH)
+        known = ("silu", "swish") if "--swiglu" in words else ("gelu", *_TANH)
+        # In files of Gemma, the key of old versions says gelu and means the tangent.
+        known = _TANH if "--geglu" in words and key != "hidden_act" else known
         is_well, why, nearest = value in known, "another activation", " or ".join(known)
     elif key in ("rope_parameters", "rope_scaling"):
         kind = _kind_of_rotation(config)
         scaled = kind == "yarn" if latent else bool(_rotation(config, latent=False))
         is_well, why = not value or kind == "default" or scaled, f"{kind} rotation"
+        near = (value or {}).get("sliding_attention") or {}
+        is_well = is_well and near.get("rope_type", "default") == "default"
         nearest = "default, linear with a whole factor, or llama3 with factors 1 and 4 of 8192"
         nearest = "default or yarn" if latent else nearest
     elif key == "attention_bias" and "--disable-bias-linear" not in words:
@@ -330,13 +362,28 @@ def _refuse(
     elif key == "topk_group" and "--moe-router-group-topk" in words and value:
         is_well = config["num_experts_per_tok"] // value == 2 or config.get("n_group") == 1
         why, nearest = "groups chosen by other experts than two", "half of num_experts_per_tok"
-    elif key not in _READ and key not in _WITHOUT_EFFECT:
+    elif key == "sliding_window_size":
+        is_well, why = value == config.get("sliding_window"), "two sizes of windows"
+        nearest = f"sliding_window, {config.get('sliding_window')}"
+    elif key not in _READ | _WITHOUT_EFFECT and (key,) not in [*family.optional.values()]:
         is_well, why, nearest = not value, "something unknown", "null, if it changes nothing"
     if not is_well:
         raise ConfigError(
             f"{where}: {key} {value!r} asks for {why}, which this trainer's layers lack; the"
             f" nearest is {nearest}"
         )
+
+
+def _flat(family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with its defaults, and what it says of rotation beside other keys."""
+    rotation = config.get("rope_parameters") or {}
+    if "full_attention" in rotation:  # and another one where windows are
+        near = rotation.get("sliding_attention") or {}
+        config = {**config, "rope_parameters": rotation["full_attention"]}
+        if base := near.get("rope_theta"):
+            config["rope_local_base_freq"] = base
+        rotation = rotation["full_attention"]
+    return {**family.default, **rotation, **config}
 
 
 def _kind_of_rotation(config: Mapping[str, Any]) -> str:
@@ -437,7 +484,8 @@ def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str
                 )
         has = [kind == "sliding_attention" for kind in kinds]
     else:
-        period = config.get("sliding_window_pattern", family.window_period)
+        period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+        period = period or family.window_period
         begin = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
         has = [i >= begin and (not period or (i + 1) % period != 0) for i in range(layers)]
     if not window or not any(has) or config.get("use_sliding_window") is False:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -16,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
@@ -64,7 +66,7 @@ from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.local_layers import ParallelLayer, completed
+from megatron.adaptive.gpt.local_layers import LAYER_SETTINGS, VariedLayer, bound, completed
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     layout_of,
@@ -156,7 +158,7 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.leave_layer()
 
 
-class KeyedParallelLayer(ParallelLayer, KeyedTransformerLayer):
+class KeyedVariedLayer(VariedLayer, KeyedTransformerLayer):
     """Does both."""
 
 
@@ -167,6 +169,8 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
         """Returns the configuration of a layer, the first being 1."""
         layer = super().get_config_for_layer(layer_number)
         layer.keyed_init = getattr(self, "keyed_init", None)
+        for name in LAYER_SETTINGS:
+            setattr(layer, name, getattr(self, name))
         return layer
 
 
@@ -290,7 +294,9 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
         settings["pipeline_model_parallel_layout"] = layout_of(config)
-    return checked(kind, settings)
+    core = checked(kind, settings)
+    vars(core).update({name: getattr(model, name) for name in LAYER_SETTINGS})
+    return core
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
@@ -353,6 +359,9 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
         }
     if model.quick_geglu:
         return {"gated_linear_unit": True, "activation_func": quick_gelu}
+    if model.geglu:
+        function = functools.partial(F.gelu, approximate="tanh")
+        return {"gated_linear_unit": True, "activation_func": function}
     if model.squared_relu or model.openai_gelu:
         function = _squared_relu if model.squared_relu else openai_gelu
         return {"activation_func": function, "bias_activation_fusion": False}
@@ -553,7 +562,22 @@ def _build_chunk(
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
         built.output_layer.weight = None  # logits come from the embedding's copy for predictions
+    if model.scale_embeddings and (first or predictions):
+        # As the type of the embedding has it, which it is trained with.
+        factor = float(torch.tensor(model.hidden_size**0.5, dtype=core.params_dtype))
+        built.embedding.word_embeddings.register_forward_hook(functools.partial(_multiply, factor))
+    if model.logit_softcap is not None and last:
+        cap = functools.partial(_bound_logits, model.logit_softcap)
+        built.output_layer.register_forward_hook(cap)
     return built
+
+
+def _multiply(factor: float, layer: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * factor
+
+
+def _bound_logits(cap: float, layer: Any, given: Any, output: Any) -> tuple[torch.Tensor, Any]:
+    return bound(cap, output[0]), output[1]
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
@@ -595,8 +619,10 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
     keyed = core.use_cpu_initialization
     kinds: dict[type, type] = dict(_KEYED if keyed else _EXPERTS)
-    if model.parallel_residual:
-        kinds[TransformerLayer] = KeyedParallelLayer if keyed else ParallelLayer
+    if model.parallel_residual or model.norm_block_outputs or model.window_rotary_base is not None:
+        kinds[TransformerLayer] = KeyedVariedLayer if keyed else VariedLayer
+    if has_engine and model.attention_softcap is not None:
+        kinds[TEDotProductAttention] = PackedAttention  # the engine's bounds no scores
     return [completed(spec, kinds) for spec in specs]
 
 
@@ -747,7 +773,7 @@ def _layers(cfg: TrainerConfig) -> list[float]:
 def _layer(cfg: TrainerConfig, *, attends: bool = True) -> float:
     """Multiply-adds of one token's forward through a layer."""
     model = cfg.model
-    matrices = 3 if model.swiglu or model.quick_geglu else 2
+    matrices = 3 if model.is_gated else 2
     feed_forward = matrices * model.hidden_size * model.ffn_hidden_size
     core, heads = cfg.core, model.num_attention_heads
     if core.multi_latent_attention:
