@@ -77,6 +77,7 @@ class FamilyNames(NamedTuple):
             blocks of rows, or one for each.
         outside: their modules by ours.
         layer: begins the names of a layer's modules; has its number.
+        predicts: whether there can be layers that predict further tokens behind the others.
         turned: whether matrices of linear layers are stored as ``[inputs, outputs]``.
         grouped: whether rows of queries, keys and values alternate as ours do.
     """
@@ -84,6 +85,7 @@ class FamilyNames(NamedTuple):
     inside: Mapping[str, list[str]]
     outside: Mapping[str, list[str]]
     layer: str = "model.layers.{}."
+    predicts: bool = False
     turned: bool = False
     grouped: bool = False
 
@@ -142,6 +144,12 @@ self_attention.linear_qkv = self_attn.qkv_proj
 mlp.linear_fc1 = mlp.gate_up_proj
 mlp.linear_fc2 = mlp.down_proj
 """
+_PREDICTION = _table("""
+enorm = enorm
+hnorm = hnorm
+eh_proj = eh_proj
+final_layernorm = shared_head.norm
+""")
 _GPT_2 = """
 input_layernorm = ln_1
 self_attention.linear_qkv = attn.c_attn
@@ -173,7 +181,7 @@ decoder.final_layernorm = gpt_neox.final_layer_norm
 output_layer = embed_out
 """)
 _LLAMA = FamilyNames(_table(_ATTENTION + _DENSE + _NORMS), _OUTSIDE)
-_DEEPSEEK = FamilyNames(_table(_LATENT + _DENSE + _EXPERTS + _NORMS), _OUTSIDE)
+_DEEPSEEK = FamilyNames(_table(_LATENT + _DENSE + _EXPERTS + _NORMS), _OUTSIDE, predicts=True)
 FAMILIES: Mapping[str, FamilyNames] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
@@ -311,6 +319,7 @@ def _has_experts(config: TrainerConfig, layer: int) -> bool:
     if config.core.num_moe_experts is None:
         return False
     pattern = parse_pattern(config.core.moe_layer_freq)
+    layer = min(layer, config.model.num_layers - 1)  # those that predict are like the last
     return bool(layer % pattern == 0 if isinstance(pattern, int) else pattern[layer])
 
 
@@ -330,14 +339,41 @@ def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
                 _add(found, ours, outside[ours], names.outside[ours], names, ours)
 
     add("embedding.word_embeddings", "embedding.position_embeddings")
-    for layer in range(config.model.num_layers):
+    norm, hidden = outside["decoder.final_layernorm"], config.model.hidden_size
+    beside = {**dict.fromkeys(_PREDICTION, norm), "eh_proj": ModuleSize((hidden,), 2 * hidden)}
+    for layer in range(config.model.num_layers + _predictions(config, names)):
         sizes, prefix = _sizes(config, layer), names.layer.format(layer)
+        saved = f"decoder.layers.{layer}."
+        if (predicted := layer - config.model.num_layers) >= 0:
+            saved = f"mtp.layers.{predicted}."
+            for ours, theirs in _PREDICTION.items():
+                _add(found, ours, beside[ours], [prefix + theirs[0]], names, saved + ours)
+            saved += "transformer_layer."
         for ours, theirs in names.inside.items():
             if ours in sizes:
-                saved = f"decoder.layers.{layer}.{_saved_module(ours, config, layer)}"
                 full = [prefix + one for one in theirs]
-                _add(found, ours, sizes[ours], full, names, saved)
+                place = saved + _saved_module(ours, config, layer)
+                _add(found, ours, sizes[ours], full, names, place)
     add("decoder.final_layernorm", "output_layer")
+    return found
+
+
+def _predictions(config: TrainerConfig, names: FamilyNames) -> int:
+    return (config.model.mtp_num_layers or 0) if names.predicts else 0
+
+
+def copies_of(config: TrainerConfig, family: str) -> dict[str, str]:
+    """Returns their tensors that repeat another: of layers that predict, embedding and head."""
+    names, (embedding,) = FAMILIES[family], FAMILIES[family].outside["embedding.word_embeddings"]
+    is_tied = not config.model.untie_embeddings_and_output_weights
+    head = embedding if is_tied else names.outside["output_layer"][0]
+    found = {}
+    for number in range(_predictions(config, names)):
+        layer = names.layer.format(config.model.num_layers + number)
+        found[f"{layer}embed_tokens.weight"] = f"{embedding}.weight"
+        found[f"{layer}shared_head.head.weight"] = f"{head}.weight"
+    if is_tied:
+        found[f"{names.outside['output_layer'][0]}.weight"] = f"{embedding}.weight"
     return found
 
 
@@ -433,9 +469,9 @@ class HuggingFaceReader:
         self._folder = TensorFolder(folder)
         document, words = load_config(folder)
         data = dataclasses.replace(config.data, vocab_size=_rows_of(words))
-        self.tensors = our_tensors(
-            dataclasses.replace(config, data=data), str(document["model_type"])
-        )
+        family = str(document["model_type"])
+        self.tensors = our_tensors(dataclasses.replace(config, data=data), family)
+        self._copies = copies_of(config, family)
         self._names = self._match(their_shapes(self.tensors), folder)
 
     def __enter__(self) -> HuggingFaceReader:
@@ -512,10 +548,10 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether a tensor is the head of a model in which it is the embedding."""
-        if name not in ("lm_head.weight", "embed_out.weight") or _HEAD in self.tensors:
+        """Returns whether a tensor repeats another, as its name says."""
+        if name not in self._copies:
             return False
-        embedding = names[self.tensors[_EMBEDDING].rows[0].name]
+        embedding = names[self._copies[name]]
         first, second = self._folder.tensors[name], self._folder.tensors[embedding]
         if (first.shape, first.dtype) != (second.shape, second.dtype):
             return False
@@ -526,9 +562,11 @@ class HuggingFaceReader:
             for one, target in zip((name, embedding), both, strict=True):
                 self._folder.read(one, at, 0, target)
             if not torch.equal(*both):
+                why = "the model has one for both; take it out"
+                if "layers" not in name:
+                    why = f"{CONFIG} says that they are tied (tie_word_embeddings): set it to false"
                 raise CheckpointError(
-                    f"{first.file} has {name} with other values than {embedding}, and {CONFIG}"
-                    " says that they are tied (tie_word_embeddings): set it to false there"
+                    f"{first.file} has {name} with other values than {embedding}, and {why}"
                 )
         return True
 
@@ -687,12 +725,16 @@ def export_folder(
     if any((output / name).exists() for name in (CONFIG, SINGLE, INDEX)):
         raise CheckpointError(f"{output} holds a model already: name another --output")
     data = dataclasses.replace(config.data, vocab_size=_rows_of(words))
-    ours = our_tensors(dataclasses.replace(config, data=data), str(document["model_type"]))
+    family = str(document["model_type"])
+    ours = our_tensors(dataclasses.replace(config, data=data), family)
     holders: dict[str, list[tuple[str, RowRun]]] = {}
     for name, our in ours.items():
         for one in our.rows:
             holders.setdefault(one.name, []).append((name, one))
     shapes = their_shapes(ours)
+    for copied, name in copies_of(config, family).items():
+        if "layers" in copied:  # a head that is the embedding is not written
+            holders[copied], shapes[copied] = holders[name], shapes[name]
     with CheckpointReader(path, path, manifest.files, manifest.blocks) as reader:
         absent = [name for name in ours if name not in reader.tensors]
         if absent:

@@ -35,7 +35,7 @@ MEANINGS = (
     ),
     *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
     *("rope_scaling_factor", "apply_residual_connection_post_layernorm", "window_rotary_base"),
-    *("scale_embeddings", "attention_softcap", "logit_softcap"),
+    *("scale_embeddings", "attention_softcap", "logit_softcap", "moe_router_group_best"),
 )
 # Arguments of Megatron-LM that settings of the same group and name are compared with.
 _COMPARED = {

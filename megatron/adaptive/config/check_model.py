@@ -118,6 +118,12 @@ def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         f"{given.moe_router_topk} of {given.num_moe_experts}: a token goes to 1 expert at least "
         "and to all at most; change one of them",
     )
+    groups, best = core.moe_router_num_groups, config.model.moe_router_group_best
+    yield (
+        best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
+        f"{given.moe_router_group_best} needs groups of as many experts (--moe-router-num-groups) "
+        "and no --moe-router-fusion: change one of them",
+    )
     yield (
         core.moe_expert_capacity_factor == 0,
         f"{given.moe_expert_capacity_factor} leaves experts no token: give a factor above 0, or "
@@ -291,9 +297,10 @@ def _kernels(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         "transformer_engine: change one of them",
     )
     yield (
-        model.attention_softcap is not None and config.core.apply_query_key_layer_scaling,
-        f"{given.attention_softcap} with --apply-query-key-layer-scaling, which scales scores after "
-        "they are bounded: drop one of them",
+        model.attention_softcap is not None
+        and (model.use_flash_attn or model.attention_backend in ("flash", "fused")),
+        f"{given.attention_softcap} with {given.use_flash_attn} or {given.attention_backend}, which"
+        " bound no scores: drop one of them",
     )
     yield (
         model.window_rotary_base is not None

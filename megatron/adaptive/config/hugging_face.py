@@ -20,8 +20,10 @@ from megatron.adaptive.config.outside import read_json
 from megatron.adaptive.errors import ConfigError
 
 CONFIG = "config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
 
+_LONGEST_HEADER = 100_000_000  # the limit of the format of weights
 _LONGEST = 4096
 """Tokens of a sample where none are given, if the model takes as many."""
 _GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
@@ -69,8 +71,12 @@ _V3 = {
 _GPT_2 = {"activation_function": "gelu_new", "attn_pdrop": 0.1, "resid_pdrop": 0.1}
 _GEMMA_1 = {**_EPSILON, "head_dim": 256, "num_key_value_heads": 16, "hidden_act": "gelu"}
 _GEMMA_2: Mapping[str, Any] = {
-    **{**_EPSILON, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
-    **{"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"},
+    **_EPSILON,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
 }
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _BASES = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
@@ -186,7 +192,8 @@ _WITHOUT_EFFECT = frozenset(
     use_sliding_window n_shared_experts first_k_dense_replace decoder_sparse_step mlp_only_layers
     topk_method norm_topk_prob embd_pdrop num_nextn_predict_layers head_dim q_lora_rank
     use_parallel_residual rope_theta partial_rotary_factor scoring_func unsloth_version
-    _sliding_window_pattern text_config output_hidden_states output_attentions return_dict use_bfloat16 torchscript
+    text_config output_hidden_states output_attentions return_dict use_bfloat16 torchscript
+    _sliding_window_pattern
     """.split()
 )
 
@@ -234,7 +241,9 @@ def config_arguments(
             # A model without groups has one.
             if found is None or ((of_groups or flag.endswith("mtp-num-layers")) and not found):
                 continue
-            if of_groups and config.get("topk_method") == "greedy":
+            if of_groups and (config.get("topk_method") == "greedy" or config.get("n_group") == 1):
+                continue
+            if flag.endswith("topk-scaling-factor") and found == 1:
                 continue
             if flag == "--softmax-scale":
                 found = found**-0.5
@@ -295,7 +304,23 @@ def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, An
     flat = _flat(family, document)
     for key, value in document.items():
         _refuse(key, value, flat, words, str(path))
+    # A folder may lack the layers that predict further, as all do that transformers writes.
+    if (flag := "--mtp-num-layers") in words and not _holds(folder, flat["num_hidden_layers"]):
+        del words[(at := words.index(flag)) : at + 2]
     return document, words
+
+
+def _holds(folder: Path, layer: int) -> bool:
+    """Returns whether a folder has weights of a layer, by its index or the header of its file."""
+    try:
+        if (folder / INDEX).is_file():
+            text = (folder / INDEX).read_bytes()
+        else:
+            with (folder / SINGLE).open("rb") as file:
+                text = file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
+    except OSError:
+        return False
+    return f'"model.layers.{layer}.'.encode() in text
 
 
 def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[str]:
@@ -318,8 +343,7 @@ def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[st
     starts = [at for at, word in enumerate(words) if word.startswith("--")]
     added: list[str] = []
     for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        # Layers that predict further are not among the weights that are read.
-        if dest_of[words[start]] not in given and words[start] != "--mtp-num-layers":
+        if dest_of[words[start]] not in given:
             added += words[start:end]
     return [*argv, *added]
 
@@ -332,10 +356,11 @@ def _refuse(
     family = _FAMILIES[config["model_type"]]
     is_well, why, nearest = True, "", ""
     if key in _ACTIVATION:
-        known = ("silu", "swish") if "--swiglu" in words else ("gelu", *_TANH)
+        known: tuple[str, ...] = ("silu", "swish") if "--swiglu" in words else ("gelu", *_TANH)
         # In files of Gemma, the key of old versions says gelu and means the tangent.
         known = _TANH if "--geglu" in words and key != "hidden_act" else known
-        is_well, why, nearest = value in known, "another activation", " or ".join(known)
+        is_well = value in known or (value is None and "--geglu" in words)
+        why, nearest = "another activation", " or ".join(known)
     elif key in ("rope_parameters", "rope_scaling"):
         kind = _kind_of_rotation(config)
         scaled = kind == "yarn" if latent else bool(_rotation(config, latent=False))
@@ -353,15 +378,14 @@ def _refuse(
         nearest = f"resid_pdrop, {config.get('resid_pdrop')}"
         is_well, why = value == config.get("resid_pdrop"), "another dropout of embeddings"
     elif key == "norm_topk_prob" and "--num-experts" in words:
-        raw = "--moe-router-pre-softmax" in words
+        raw = config["model_type"] == "deepseek_v2" or "--moe-router-pre-softmax" in words
         is_well, why, nearest = bool(value) != raw, "weights scaled otherwise", str(raw).lower()
     elif key == "num_experts_per_tok" and "--moe-router-pre-softmax" not in words:
         is_well, why, nearest = value != 1, "one expert whose weight is always 1", "2"
     elif key == "topk_method":
-        is_well, why, nearest = value in ("greedy", "noaux_tc"), "another choice", "greedy"
-    elif key == "topk_group" and "--moe-router-group-topk" in words and value:
-        is_well = config["num_experts_per_tok"] // value == 2 or config.get("n_group") == 1
-        why, nearest = "groups chosen by other experts than two", "half of num_experts_per_tok"
+        sigmoid = config.get("scoring_func") == "sigmoid"
+        known = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
+        is_well, why, nearest = value in known, "another choice", known[0]
     elif key == "sliding_window_size":
         is_well, why = value == config.get("sliding_window"), "two sizes of windows"
         nearest = f"sliding_window, {config.get('sliding_window')}"
@@ -465,10 +489,14 @@ def _experts(config: Mapping[str, Any], layers: int, where: str) -> list[str]:
             f"{where}: which layers have experts is not to be read: first_k_dense_replace,"
             " moe_layer_freq, decoder_sparse_step and n_shared_experts are whole numbers"
         ) from None
-    if config.get("norm_topk_prob") is False and "scoring_func" not in config:
+    if config.get("norm_topk_prob") is False and config.get("scoring_func") != "sigmoid":
         words.append("--moe-router-pre-softmax")
-    if config.get("topk_method") == "noaux_tc":
+    best = {"noaux_tc": 2, "group_limited_greedy": 1}.get(str(config.get("topk_method")), 0)
+    if best == 2:
         words.append("--moe-router-enable-expert-bias")
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if best and groups > 1 and best != config["num_experts_per_tok"] // chosen:
+        words += ["--moe-router-group-best", str(best)]
     return words
 
 
@@ -492,7 +520,11 @@ def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str
         return []
     # megatron-core counts the tokens before one, Hugging Face also itself.
     words = ["--window-size", f"{window - 1},0"]
-    return words if all(has) else [*words, "--window-attn-skip-freq", _pattern(has)]
+    if all(has):
+        return words
+    every = has.index(False) + 1
+    is_regular = every > 1 and has == [(i + 1) % every != 0 for i in range(layers)]
+    return [*words, "--window-attn-skip-freq", str(every) if is_regular else _pattern(has)]
 
 
 def _pattern(has: Sequence[bool]) -> str:

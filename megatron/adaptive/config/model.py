@@ -77,6 +77,10 @@ class ModelConfig:
         "that learns none.",
         off="--no-position-embedding",
     )
+    moe_router_group_best: Count | None = flag(
+        "Experts of a group whose scores add up to the group's, with --moe-router-group-topk.",
+        derived="the share of each chosen group in --moe-router-topk",
+    )
     rotary_base: Count = flag("Base of the rotary frequencies.", 10000)
     rotary_percent: Annotated[float, Limits(above=0, maximum=1)] = flag(
         "Share of each head's width that is rotated.", 1.0

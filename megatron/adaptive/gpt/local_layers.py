@@ -32,12 +32,15 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import LayerNormImpl
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
+
+from megatron.adaptive.errors import ConfigError
 
 if not transformer_engine.HAVE_TE:
     # It takes its own import of the extension for the package, and asks for classes of it.
@@ -148,7 +151,7 @@ class LocalNorm:
         split = config.sequence_parallel
         if config.layernorm_zero_centered_gamma:
             has_mean = config.normalization == "LayerNorm"
-            norm: torch.nn.Module = NormAroundZero(hidden_size, eps, has_mean=has_mean)
+            norm: Any = NormAroundZero(hidden_size, eps, has_mean=has_mean)
         else:
             config.sequence_parallel = False
             try:
@@ -162,9 +165,39 @@ class LocalNorm:
 
 LAYER_SETTINGS = (
     *("parallel_residual", "norm_block_outputs", "attention_softcap", "window_rotary_base"),
-    "rotary_percent",
+    *("rotary_percent", "moe_router_group_best"),
 )
 """Settings of ours that layers read of megatron-core's configuration, which lacks them."""
+
+
+class GroupRouter(TopKRouter):  # type: ignore[misc]
+    """Chooses groups of experts by the sum of so many of their best scores as the settings say."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if not hasattr(self, "router_replay"):
+            raise ConfigError(
+                "--moe-router-group-best needs megatron-core 0.16 or newer: drop it, or install one"
+            )
+        self.router_replay = _GroupChoice(config.moe_router_group_best)
+
+
+class _GroupChoice:
+    """Chooses experts where megatron-core asks its record of choices for them."""
+
+    def __init__(self, best: int) -> None:
+        self._best = best
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the best ``topk`` of ``scores [tokens, experts]`` in the groups, and which."""
+        of_groups = scores.unflatten(-1, (num_groups, -1)).topk(self._best)[0].sum(-1)
+        is_out = torch.ones_like(of_groups, dtype=torch.bool)
+        is_out = is_out.scatter(1, of_groups.topk(group_topk)[1], False)
+        is_out = is_out.repeat_interleave(scores.shape[1] // num_groups, dim=1)
+        found: Any = scores.masked_fill(is_out, -torch.inf).topk(topk)
+        return found  # type: ignore[no-any-return]
 
 
 class VariedLayer(TransformerLayer):  # type: ignore[misc]

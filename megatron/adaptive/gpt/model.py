@@ -44,6 +44,7 @@ from megatron.core.transformer.module import (
 )
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -66,7 +67,13 @@ from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.local_layers import LAYER_SETTINGS, VariedLayer, bound, completed
+from megatron.adaptive.gpt.local_layers import (
+    LAYER_SETTINGS,
+    GroupRouter,
+    VariedLayer,
+    bound,
+    completed,
+)
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     layout_of,
@@ -360,8 +367,8 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
     if model.quick_geglu:
         return {"gated_linear_unit": True, "activation_func": quick_gelu}
     if model.geglu:
-        function = functools.partial(F.gelu, approximate="tanh")
-        return {"gated_linear_unit": True, "activation_func": function}
+        tangent = functools.partial(F.gelu, approximate="tanh")
+        return {"gated_linear_unit": True, "activation_func": tangent}
     if model.squared_relu or model.openai_gelu:
         function = _squared_relu if model.squared_relu else openai_gelu
         return {"activation_func": function, "bias_activation_fusion": False}
@@ -621,6 +628,8 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     kinds: dict[type, type] = dict(_KEYED if keyed else _EXPERTS)
     if model.parallel_residual or model.norm_block_outputs or model.window_rotary_base is not None:
         kinds[TransformerLayer] = KeyedVariedLayer if keyed else VariedLayer
+    if model.moe_router_group_best is not None:
+        kinds[TopKRouter] = GroupRouter
     if has_engine and model.attention_softcap is not None:
         kinds[TEDotProductAttention] = PackedAttention  # the engine's bounds no scores
     return [completed(spec, kinds) for spec in specs]
