@@ -148,7 +148,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
             *([_bar(rank, 32 if width >= WIDE else 14)] if step else []),
             _percent(None if rank.busy is None else 1 - rank.busy),
             _waits(rank.waits, 4 if width >= WIDE else 1),
-            *(_ms(rank.compute_ms), _bytes(held), _mark(rank, is_short=width < WIDE)),
+            *(_ms(rank.compute_ms), _bytes(held), _mark(rank)),
         )
     return table
 
@@ -180,7 +180,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
         busy = [rank.busy for rank in members if rank.busy is not None]
         times = {rank.rank: rank.compute_ms for rank in members if rank.compute_ms is not None}
         worst = max(times, key=lambda rank: times[rank], default=None)
-        slowest = max(members, key=lambda r: r.slowness.factor if r.slowness else 0.0)
+        slowest = max(members, key=lambda r: r.slow or 0.0)
         causes = {cause for rank in members for cause in rank.waits}
         usual = {c: statistics.median(r.waits.get(c, 0.0) for r in members) for c in causes}
         table.add_row(
@@ -189,7 +189,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
             *([_waits(usual, 2)] if waits else []),
             _ms(statistics.median(times.values()) if times else None),
             "" if worst is None else f"rank {worst} {_ms(times[worst])}",
-            _mark(slowest, is_short=True),
+            _mark(slowest),
         )
     return table
 
@@ -263,11 +263,8 @@ def _waits(waits: Mapping[str, float], most: int) -> Text:
     return text
 
 
-def _mark(rank: LiveRank, *, is_short: bool = False) -> Text:
-    if rank.slowness is None:
-        return Text()
-    factor = f"{rank.slowness.factor:.2f}x"
-    return Text(factor if is_short else f"{factor} {rank.slowness.than}", style="bold red")
+def _mark(rank: LiveRank) -> Text:
+    return Text() if rank.slow is None else Text(f"{rank.slow:.2f}x", style="bold red")
 
 
 def _findings(snapshot: Snapshot) -> list[str]:

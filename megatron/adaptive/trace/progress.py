@@ -17,8 +17,8 @@ TAIL_BYTES = 1 << 20
 """Part of a large file's end that is read at first."""
 
 KEPT = 512
-_COUNTS = ("unix_ns", "iteration", "total_iterations", "start_iteration")
-_MEASURED = ("step_ms", "tokens_per_s", "loss", "seconds", "loaded_s", "learning_rate")
+_COUNTS = ("unix_ns", "iteration", "total_iterations", "start_iteration", "slow_rank")
+_MEASURED = ("step_ms", "tokens_per_s", "loss", "seconds", "loaded_s", "learning_rate", "factor")
 
 
 def progress_file(folder: Path) -> Path:
@@ -47,6 +47,7 @@ class ProgressTail:
         ended: why it ended, empty if it goes on.
         ended_ns: time of day of that.
         findings: what slows the run by its latest diagnosis.
+        slow: by slow rank, how many times as long its work takes by that diagnosis.
     """
 
     def __init__(self, path: Path, kept: int | None = KEPT) -> None:
@@ -61,6 +62,7 @@ class ProgressTail:
         self.total_iterations = self.ended_ns = self._offset = 0
         self.ended = ""
         self.findings: list[dict[str, Any]] = []
+        self.slow: dict[int, float | None] = {}
 
     def refresh(self) -> list[dict[str, Any]]:
         """Read what is new; returns it, lines about other things than iterations too."""
@@ -96,7 +98,9 @@ class ProgressTail:
         elif "iteration" in line:
             self.records.append(line)
         elif "findings" in line:
-            self.findings = line["findings"]
+            self.findings, self.slow = line["findings"], {}
+        elif "slow_rank" in line:
+            self.slow[line["slow_rank"]] = line.get("factor")
         elif "total_iterations" in line:
             self.total_iterations, self.ended = int(line["total_iterations"]), ""
             if not line.get("moved"):

@@ -87,6 +87,20 @@ class TraceTable:
         return cls(iteration=np.asarray(iteration, dtype=np.int64), **columns)
 
     @classmethod
+    def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
+        """A table of some columns of :data:`~megatron.adaptive.trace.event.COLUMNS`.
+
+        Args:
+            iteration: ``[spans]``.
+            columns: ``[spans]`` each, or one number for all; those left out say nothing.
+        """
+        rows = np.zeros((len(iteration), len(COLUMNS)), dtype=np.int64)
+        nothing = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
+        for name, values in {**nothing, **columns}.items():
+            rows[:, COLUMNS.index(name)] = values
+        return cls.from_rows(iteration, rows)
+
+    @classmethod
     def from_spans(cls, spans: Iterable[Span]) -> TraceTable:
         """Makes a table of spans; their ``wait_ns``, which other spans say, are left out."""
         spans = tuple(spans)

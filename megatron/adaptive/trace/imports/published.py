@@ -34,8 +34,6 @@ OPTIONAL = ("mc", "gmc", "mb_id", "group")
 rank has one chunk where they lack."""
 ENDINGS = (".parquet", ".csv")
 
-_WIDTH = len(SPAN_COLUMNS)
-_AT = {name: place for place, name in enumerate(SPAN_COLUMNS)}
 _COMPUTES = {"forward-compute": "F", "backward-compute": "B", "weight-compute": "W"}
 _OPTIMIZERS = {"optimizer": "", "gc": "gc"}
 _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
@@ -203,16 +201,14 @@ class _Table:
         tp_rank = self._tensor_ranks()
         traces = {}
         world_size = max(world_size, int(self._ranks.max()) + 1)
-        order = np.lexsort((spans[:, _AT["start_ns"]], self._step[at], self._worker[at]))
-        at, spans = at[order], spans[order]
-        worker, step = self._worker[at], self._step[at]
-        heads = np.flatnonzero(
-            (np.diff(worker, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0)
-        )
+        order = np.lexsort((spans.start_ns, spans.iteration, self._worker[at]))
+        worker, spans = self._worker[at][order], spans.take(order)
+        changes = np.diff(worker, prepend=-1) | np.diff(spans.iteration, prepend=-1)
+        heads = np.flatnonzero(changes).tolist()
         blocks: dict[int, dict[int, TraceTable]] = {}
-        for low, high in zip(heads.tolist(), [*heads[1:].tolist(), len(at)], strict=True):
-            table = TraceTable.from_rows(step[low:high], spans[low:high])
-            blocks.setdefault(int(worker[low]), {})[int(step[low])] = table
+        for low, high in zip(heads, [*heads[1:], len(at)], strict=True):
+            mine = blocks.setdefault(int(worker[low]), {})
+            mine[int(spans.iteration[low])] = spans.take(slice(low, high))
         for number, rank in enumerate(self._ranks.tolist()):
             tables = blocks.get(number, {})
             counts = {
@@ -298,17 +294,13 @@ class _Table:
         order = computes[np.lexsort((self._seq[computes], *(key[computes] for key in keys)))]
         self._microbatch[order] = _nth([key[order] for key in keys])
 
-    def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, Ints]:
+    def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
         """Returns rows of the table, and the span of each: some rows have two."""
-        parts: list[tuple[Ints, Ints]] = []
+        parts: list[tuple[Ints, TraceTable]] = []
 
         def add(rows: Ints, kind: str, **columns: Any) -> None:
-            spans = np.zeros((len(rows), _WIDTH), dtype=np.int64)
-            nothing = {"chunk": -1, "microbatch": -1, "peer": -1, "of": -1}
-            times = {"start_ns": self._start[rows], "duration_ns": self._duration[rows]}
-            for name, value in {**nothing, **times, "kind": KIND[kind], **columns}.items():
-                spans[:, _AT[name]] = value
-            parts.append((rows, spans))
+            times = {"start_ns": self._start[rows], "duration_ns": self._duration[rows], **columns}
+            parts.append((rows, TraceTable.of_columns(self._step[rows], kind=KIND[kind], **times)))
 
         for word, kind in _COMPUTES.items():
             rows = self._rows(word)
@@ -349,7 +341,7 @@ class _Table:
                 times = {"start_ns": arrived, "duration_ns": taken}
                 add(rows, "receive", reason=REASON["posted"], **of, **times)
         at, spans = zip(*parts, strict=True)
-        return np.concatenate(at), np.concatenate(spans)
+        return np.concatenate(at), TraceTable.concat(spans)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
         """Pairs the n-th message of a rank in a step with its n-th compute; both are ordered."""

@@ -41,7 +41,7 @@ from megatron.adaptive.trace.views.page_spans import (
     stage_shares,
 )
 from megatron.adaptive.trace.views.palette import IDLE
-from megatron.adaptive.trace.whatif.graph import IdealStep, ideal_steps
+from megatron.adaptive.trace.whatif.graph import ideal_steps
 
 MAX_SPANS = 300_000
 """Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""
@@ -326,22 +326,26 @@ def _block(
     present = {trace.header.rank: row for row, trace in enumerate(group.traces) if trace}
     messages = match_messages({rank: tables[row] for rank, row in present.items()})
     actions = sum(int(table.where(*DRAWN_ACTIONS).sum()) for table in tables)
-    ideal = None
+    found = None
     if 0 < actions <= MAX_ACTIONS and len(present) == len(tables):
-        ideal = ideal_steps(run, list(present), [iteration])
+        found = ideal_steps(run, list(present), [iteration])
+    ideal = TraceTable.concat(list((found or {}).values()))
+    first_ns, last_ns = (int(ideal.start_ns.min()), int(ideal.end_ns.max())) if found else (0, 0)
     small = merged(rows, MAX_SPANS // share)
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
     limit = MAX_MESSAGES // share
+    lower = rows_of([(found or {}).get(rank, nothing) for rank in present], run.num_chunks)
+    bars = span_columns(lower, len(tables), first_ns, unit_ns)
     columns = {
         **span_columns(small, len(tables), start_ns, unit_ns),
         **message_columns(messages, present, start_ns, unit_ns, limit),
-        **ideal_columns(ideal, present, len(tables), run.num_chunks, unit_ns),
+        **{f"s_{n}": bars[n] for n in ("offset", "start", "length", "category", "microbatch")},
     }
     return encode(
         columns,
         kind="spans",
         unit_ms=unit_ns / 1e6,
-        simulated_ms=int(ideal.end_ns.max() - ideal.start_ns.min()) / 1e6 if ideal else 0,
+        simulated_ms=(last_ns - first_ns) / 1e6,
         merged_below_ns=small.merged_below_ns,
         messages=len(messages),
         messages_left_out=len(messages) if len(messages) > limit else 0,
@@ -535,32 +539,6 @@ def message_columns(
         "target": rows[messages.target[order]],
         "m_bytes": messages.bytes[order],
     }
-
-
-def ideal_columns(
-    ideal: IdealStep | None, row_of: Mapping[int, int], num_rows: int, num_chunks: int, unit_ns: int
-) -> dict[str, Ints]:
-    """Returns columns of a step in which nobody is slower than others; empty for none.
-
-    Args:
-        ideal: its computes.
-        row_of: rows by global rank.
-        num_rows: how many rows there are.
-        num_chunks: chunks per rank.
-        unit_ns: of all times.
-    """
-    names = ("s_start", "s_length", "s_category", "s_microbatch")
-    if ideal is None:
-        none = np.zeros(0, dtype=np.int64)
-        return {**dict.fromkeys(names, none), "s_offset": np.zeros(num_rows + 1, dtype=np.int64)}
-    row = np.array([row_of[rank] for rank in ideal.rank.tolist()])
-    order = np.lexsort((ideal.start_ns, row))
-    start = (ideal.start_ns - ideal.start_ns.min()) // unit_ns
-    length = (ideal.end_ns - ideal.start_ns.min()) // unit_ns - start
-    category = ideal.kind * num_chunks + ideal.chunk
-    columns = (start, length, category, ideal.microbatch)
-    found = {name: column[order] for name, column in zip(names, columns, strict=True)}
-    return {**found, "s_offset": np.searchsorted(row[order], np.arange(num_rows + 1))}
 
 
 def _type_of(column: Ints) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.table import Ints, Mask
+from megatron.adaptive.trace.table import Ints, Mask, TraceTable
 from megatron.adaptive.trace.whatif.operations import (
     NAMES,
     NS_PER_S,
@@ -124,34 +124,15 @@ def build_graph(operations: Operations) -> Graph:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class IdealStep:
-    """Computes of steps in which nobody is slower than others; every column is ``[computes]``.
-
-    Attributes:
-        rank: global rank.
-        iteration: number of the iteration.
-        kind: place in ``event.DRAWN_ACTIONS``.
-        chunk: on its rank.
-        microbatch: likewise.
-        start_ns: on the run's clock, the step beginning when the recorded one did.
-        end_ns: likewise.
-    """
-
-    rank: Ints
-    iteration: Ints
-    kind: Ints
-    chunk: Ints
-    microbatch: Ints
-    start_ns: Ints
-    end_ns: Ints
-
-
-def ideal_steps(run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]) -> IdealStep | None:
+def ideal_steps(
+    run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]
+) -> dict[int, TraceTable] | None:
     """Simulates some iterations of some ranks with the usual time of every kind of work.
 
     Returns:
-        The computes; ``None`` where the trace does not hold all of them or contradicts itself.
+        By global rank its computes in steps in which nobody is slower than others, each step
+        beginning when the recorded one did; ``None`` where the trace does not hold all of them or
+        contradicts itself.
     """
     try:
         ops = read_operations(run, pipelines_of(run, ranks), iterations)
@@ -165,16 +146,17 @@ def ideal_steps(run: RunTrace, ranks: Sequence[int], iterations: Sequence[int]) 
     _, step = np.unique(ops.iteration[rows], return_inverse=True)
     first = np.full(int(step.max()) + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, step, ops.start_ns[rows])
-    end_ns = first[step] + np.rint(ends_s * NS_PER_S).astype(np.int64)
-    return IdealStep(
-        rank=ops.where.ranks[ops.worker[rows]],
-        iteration=ops.iteration[rows],
+    length_ns = np.rint(usual[rows] * NS_PER_S).astype(np.int64)
+    table = TraceTable.of_columns(
+        ops.iteration[rows],
         kind=ops.kind[rows],
         chunk=ops.chunk[rows],
         microbatch=ops.microbatch[rows],
-        start_ns=end_ns - np.rint(usual[rows] * NS_PER_S).astype(np.int64),
-        end_ns=end_ns,
+        start_ns=first[step] + np.rint(ends_s * NS_PER_S).astype(np.int64) - length_ns,
+        duration_ns=length_ns,
     )
+    worker = ops.worker[rows]
+    return {rank: table.take(worker == at) for at, rank in enumerate(ops.where.ranks.tolist())}
 
 
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
