@@ -110,7 +110,7 @@ def test_an_empty_folder_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_many_ranks_are_told_by_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from megatron.adaptive.trace.live_view import draw
+    from megatron.adaptive.cli.top import draw
 
     write_synthetic(
         tmp_path, SyntheticRun(num_ranks=4, replicas=8, iterations=5, num_microbatches=4)

@@ -179,10 +179,9 @@ class LiveRun:
         if not ((folder / PROGRESS_NAME).exists() or trace_files(folder)):
             folder = self._folder
         files = trace_files(folder)
-        kept = min(32, max(LOOKED_AT, 4096 // max(1, len(files))))
         for rank, path in files.items():
             if rank not in self._tails or self._tails[rank].path != path:
-                self._tails[rank] = RankTail(path, kept)
+                self._tails[rank] = RankTail(path, 2 * LOOKED_AT)
         for rank in set(self._tails) - set(files):
             del self._tails[rank]
         for tail in self._tails.values():

@@ -23,8 +23,7 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
 from megatron.adaptive.trace.event import IterationStart, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
-from megatron.adaptive.trace.messages import match_messages
-from megatron.adaptive.trace.table import TraceTable
+from megatron.adaptive.trace.table import TraceTable, match_messages
 
 REFINED_ITERATIONS = 5
 """Iterations whose messages are held against the clocks, spread over the run."""

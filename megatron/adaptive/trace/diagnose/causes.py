@@ -21,23 +21,26 @@ from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
 from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding
-from megatron.adaptive.trace.diagnose.measured import Measured, measure, thinned
-from megatron.adaptive.trace.diagnose.robust import (
+from megatron.adaptive.trace.diagnose.measured import (
     Floats,
+    Measured,
     best_interval,
     chance,
+    measure,
     middle,
     noise,
     spread,
+    thinned,
 )
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, IterationStart
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import Ints
-from megatron.adaptive.trace.whatif.graph import Graph, build_graph
 from megatron.adaptive.trace.whatif.operations import (
     FORWARD,
     WEIGHT,
+    Graph,
     Operations,
+    build_graph,
     pipelines_of,
     read_operations,
 )

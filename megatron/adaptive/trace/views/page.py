@@ -28,10 +28,9 @@ from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.step import stages_text
-from megatron.adaptive.trace.table import Ints, TraceTable
+from megatron.adaptive.trace.table import Ints, Messages, TraceTable, match_messages
 from megatron.adaptive.trace.views.page_spans import (
     Category,
     Rows,
@@ -41,7 +40,7 @@ from megatron.adaptive.trace.views.page_spans import (
     stage_shares,
 )
 from megatron.adaptive.trace.views.palette import IDLE
-from megatron.adaptive.trace.whatif.graph import ideal_steps
+from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 300_000
 """Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""

@@ -28,12 +28,18 @@ import numpy as np
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS, Lengths
 from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.step import stages_text
-from megatron.adaptive.trace.table import KIND, Ints, TraceTable, wait_before
+from megatron.adaptive.trace.table import (
+    KIND,
+    Ints,
+    Messages,
+    TraceTable,
+    match_messages,
+    wait_before,
+)
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
-from megatron.adaptive.trace.whatif.graph import ideal_steps
+from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_500_000
 """Viewers in a browser still open a file of so many spans."""

@@ -28,15 +28,16 @@ from megatron.adaptive.trace.figures import medians
 from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.table import Ints, Mask
-from megatron.adaptive.trace.whatif.graph import Graph, build_graph
 from megatron.adaptive.trace.whatif.operations import (
     BACKWARD_COMM,
     FORWARD_COMM,
     NAMES,
     WEIGHT,
     Floats,
+    Graph,
     Operations,
     Pipelines,
+    build_graph,
     pipelines_of,
     read_operations,
     usual_s,
