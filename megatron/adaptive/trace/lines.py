@@ -39,7 +39,6 @@ from megatron.adaptive.trace.event import (
     ClockSamples,
     Gap,
     IterationStart,
-    Lengths,
     Row,
     SpanFormat,
     TraceHeader,
@@ -73,28 +72,14 @@ def gap_line(gap: Gap) -> str:
     return f'{{"missing": [{gap.first}, {gap.last}, {gap.count}]}}\n'
 
 
-def block_text(
-    iteration: int,
-    num_microbatches: int,
-    start_ns: int,
-    rows: Sequence[Row],
-    is_late: bool = False,
-    exchange_ns: int = 0,
-    tokens: Sequence[Sequence[int]] = (),
-    lengths: Lengths = (),
-) -> str:
+def block_text(marker: IterationStart, rows: Sequence[Row]) -> str:
     """Returns a marker and the spans below it, ready to be appended.
 
     Args:
-        iteration: number of the iteration.
-        num_microbatches: its microbatches.
-        start_ns: what the spans' starts count from.
+        marker: of the iteration; ``counts`` and ``size_bytes`` are those of the rows.
         rows: the spans.
-        is_late: the iteration has a marker already.
-        exchange_ns, tokens: of experts, see ``event.IterationStart``.
-        lengths: of its microbatches, left out where they are alike.
     """
-    counts = [0] * len(KINDS)
+    counts, start_ns = [0] * len(KINDS), marker.start_ns
     lines = []
     for kind, chunk, microbatch, piece, start, end, size, held, depth, peer, of, reason in rows:
         counts[kind] += 1
@@ -106,15 +91,18 @@ def block_text(
             )
         )
     spans = "".join(lines)
-    word = "after_iteration" if is_late else "begin_iteration"
-    more = f', "lengths": {json.dumps(lengths)}' if lengths else ""
-    experts = ""
-    if tokens:
-        experts = f', "exchange_ns": {exchange_ns}, "tokens": {json.dumps(tokens)}'
-    return (
-        f'{{"{word}": {iteration}, "num_microbatches": {num_microbatches}, "start_ns": {start_ns}, '
-        f'"counts": {counts}, "size_bytes": {len(spans)}{experts}{more}}}\n{spans}'
-    )
+    said: dict[str, Any] = {
+        "after_iteration" if marker.is_late else "begin_iteration": marker.iteration,
+        "num_microbatches": marker.num_microbatches,
+        "start_ns": start_ns,
+        "counts": counts,
+        "size_bytes": len(spans),
+    }
+    if marker.tokens:
+        said |= {"exchange_ns": marker.exchange_ns, "tokens": marker.tokens}
+    if marker.lengths:
+        said["lengths"] = marker.lengths
+    return f"{json.dumps(said)}\n{spans}"
 
 
 def parse_line(

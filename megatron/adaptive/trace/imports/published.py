@@ -19,7 +19,12 @@ import numpy as np
 
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.trace.event import COLLECTIVES, TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import (
+    COLLECTIVES,
+    IterationStart,
+    TraceHeader,
+    trace_file_name,
+)
 from megatron.adaptive.trace.event import COLUMNS as SPAN_COLUMNS
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.lines import block_text, header_line
@@ -405,7 +410,7 @@ def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
                 rows = list(zip(*(column.tolist() for column in columns), strict=True))
                 start_ns = int(table.start_ns.min())
                 count = trace.num_microbatches[iteration]
-                file.write(block_text(iteration, count, start_ns, rows))
+                file.write(block_text(IterationStart(iteration, count, start_ns), rows))
 
 
 _ROW_COLUMNS = ["end_ns" if name == "duration_ns" else name for name in SPAN_COLUMNS]
