@@ -38,9 +38,11 @@ from megatron.adaptive.trace.event import (
     ClockSamples,
     IterationStart,
     TraceHeader,
+    block_text,
+    header_line,
+    samples_line,
     trace_file_name,
 )
-from megatron.adaptive.trace.lines import block_text, header_line, samples_line
 from megatron.adaptive.trace.table import KIND, Ints
 
 FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]

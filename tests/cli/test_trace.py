@@ -13,9 +13,8 @@ from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli import trace
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.trace import main
-from megatron.adaptive.trace.event import IterationStart, trace_file_name
+from megatron.adaptive.trace.event import IterationStart, block_text, trace_file_name
 from megatron.adaptive.trace.figures import run_figures
-from megatron.adaptive.trace.lines import block_text
 from megatron.adaptive.trace.order import write_legacy
 from megatron.adaptive.trace.read import read_run
 

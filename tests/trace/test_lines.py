@@ -11,8 +11,11 @@ from megatron.adaptive.trace.event import (
     ClockSamples,
     IterationStart,
     TraceHeader,
+    block_text,
+    header_line,
+    parse_line,
+    samples_line,
 )
-from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
 from tests.trace.conftest import make_header
 
 

@@ -18,9 +18,8 @@ import pytest
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import live
-from megatron.adaptive.trace.event import TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import TraceHeader, header_line, trace_file_name
 from megatron.adaptive.trace.figures import run_figures
-from megatron.adaptive.trace.lines import header_line
 from megatron.adaptive.trace.live import (
     LiveRun,
     RankTail,

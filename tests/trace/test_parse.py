@@ -8,9 +8,15 @@ import pytest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import index as parse_module
-from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS, IterationStart, SpanFormat
+from megatron.adaptive.trace.event import (
+    COLUMNS,
+    KINDS,
+    REASONS,
+    IterationStart,
+    SpanFormat,
+    block_text,
+)
 from megatron.adaptive.trace.index import parse_spans
-from megatron.adaptive.trace.lines import block_text
 from megatron.adaptive.trace.table import KIND, OTHER, REASON
 
 

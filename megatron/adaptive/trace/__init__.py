@@ -2,10 +2,9 @@
 
 Writing side (used while training, imports neither torch nor a drawing package):
 
-- ``event``     what a trace is made of: header, iterations, spans, clock samples, their words
-- ``lines``     the text form of them
+- ``event``     what a trace is made of: header, iterations, spans, clock samples; their text form
 - ``recorder``  collects spans in a step and writes them from a thread
-- ``live_state``  what a rank does at this moment, in a file of its own
+- ``live_state``  what a rank does at this moment, in a file of its own; how far a run is
 - ``clock_sync``  compares the clocks of a running job
 
 Reading side:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.event import TraceHeader, parse_line
 from megatron.adaptive.trace.figures import (
     WAIT_CAUSES,
     RankFigures,
@@ -31,10 +31,15 @@ from megatron.adaptive.trace.figures import (
     stack_figures,
 )
 from megatron.adaptive.trace.index import Block, FileIndex, read_blocks
-from megatron.adaptive.trace.lines import parse_line
-from megatron.adaptive.trace.live_state import ENDED, Now, read_now
+from megatron.adaptive.trace.live_state import (
+    ENDED,
+    PROGRESS_NAME,
+    Now,
+    ProgressTail,
+    progress_file,
+    read_now,
+)
 from megatron.adaptive.trace.locate import TRACES, latest_run
-from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import describe_numbers, trace_files
 from megatron.adaptive.trace.table import Ints, Mask
 

@@ -35,16 +35,14 @@ from megatron.adaptive.trace.event import (
     Lengths,
     Row,
     TraceHeader,
-    trace_file_name,
-)
-from megatron.adaptive.trace.files import BestEffortFile, Outage
-from megatron.adaptive.trace.lines import (
     block_text,
     gap_line,
     header_line,
     parse_line,
     samples_line,
+    trace_file_name,
 )
+from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.live_state import NowFile, ReadState
 
 QUEUE_ITERATIONS = 64

@@ -566,24 +566,27 @@ def _heaviest(m: Measured, column: int, chosen: Sequence[int]) -> str:
     return f"expert {expert} of layer {layer} has {part:.0%} of the rank's tokens there"
 
 
+@dataclass(frozen=True, eq=False)
 class StageCosts:
     """Holds nanoseconds of a layer on each stage, and of the stage beside its layers.
 
-    Args:
+    Attributes:
         layer_ns: ``[stages]``.
         beside_ns: ``[stages]``, embedding, loss.
         rank_of: ``[stages]``, pipeline rank that holds it.
     """
 
-    def __init__(self, layer_ns: Floats, beside_ns: Floats, rank_of: Sequence[int]) -> None:
-        self.layer_ns = layer_ns
-        self.beside_ns = beside_ns
-        self.rank_of = tuple(rank_of)
+    layer_ns: Floats
+    beside_ns: Floats
+    rank_of: Sequence[int]
 
-    def pace_ns(self, layers: Sequence[int]) -> float:
-        """Returns nanoseconds of the slowest rank for a microbatch under a partition."""
-        stages = np.asarray(layers) * self.layer_ns + self.beside_ns
-        return float(np.bincount(self.rank_of, weights=stages).max())
+    def stage_ns(self, layers: Sequence[int]) -> Floats:
+        """Returns ``[stages]``: nanoseconds of a microbatch under a partition."""
+        return np.asarray(np.asarray(layers) * self.layer_ns + self.beside_ns)
+
+    def rank_ns(self, layers: Sequence[int]) -> Floats:
+        """Returns ``[pipeline ranks]``: likewise."""
+        return np.bincount(self.rank_of, weights=self.stage_ns(layers))
 
 
 def stage_costs(m: Measured) -> StageCosts | None:
@@ -641,11 +644,9 @@ def _pace_ns(m: Measured) -> tuple[float, ...]:
 def _uneven(m: Measured, times: StageCosts) -> list[Finding]:
     """Stages that have more work than others by the partition itself."""
     better = best_partition(times, sum(m.layers))
-    pace, best = times.pace_ns(m.layers), times.pace_ns(better)
-    if pace <= 0 or 1 - best / pace < UNEVEN:
+    ranks, best = times.rank_ns(m.layers), times.rank_ns(better).max()
+    if ranks.max() <= 0 or 1 - best / ranks.max() < UNEVEN:
         return []
-    stages = np.asarray(m.layers) * times.layer_ns + times.beside_ns
-    ranks = np.bincount(times.rank_of, weights=stages)
     worst = int(np.argmax(ranks))
     columns = [number for number, place in enumerate(m.places) if place.pp_rank == worst]
     finding = m.finding(
@@ -738,8 +739,7 @@ def _without(
             0.0, 1 - delay_s * 1e9 / max(1.0, float(m.microbatch_ns[column]))
         )
     elif times is not None and finding.partition:
-        layers = np.asarray([m.layers, finding.partition])
-        now, then = layers * times.layer_ns + times.beside_ns
+        now, then = times.stage_ns(m.layers), times.stage_ns(finding.partition)
         takes[computes] *= (then / np.maximum(now, 1))[ops.stage[computes]]
     return takes
 
@@ -752,7 +752,7 @@ def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:
     if finding.cause in ("slow rank", "uneven stages"):
         if times is not None and finding.period.kind != "passed":
             better = best_partition(times, sum(m.layers))
-            gain = 1 - times.pace_ns(better) / max(1.0, times.pace_ns(m.layers))
+            gain = 1 - times.rank_ns(better).max() / max(1.0, times.rank_ns(m.layers).max())
             if gain >= WORTH_MOVING:
                 partition = better
                 advice.append(

@@ -23,11 +23,12 @@ from megatron.adaptive.trace.event import (
     COLLECTIVES,
     IterationStart,
     TraceHeader,
+    block_text,
+    header_line,
     trace_file_name,
 )
 from megatron.adaptive.trace.event import COLUMNS as SPAN_COLUMNS
 from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.lines import block_text, header_line
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers, trace_files
 from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable, find_rows
 
@@ -414,13 +415,3 @@ def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
 
 
 _ROW_COLUMNS = ["end_ns" if name == "duration_ns" else name for name in SPAN_COLUMNS]
-
-
-def describe_run(run: RunTrace) -> str:
-    """Says in a line what was imported."""
-    replicas = len({trace.header.dp_rank for trace in run.ranks.values()})
-    spans = sum(sum(trace.num_spans.values()) for trace in run.ranks.values())
-    return (
-        f"{run.run}: {len(run.ranks)} ranks ({run.num_ranks} pipeline ranks x {replicas} replicas),"
-        f" iterations {describe_numbers(run.iterations)}, {spans:,} spans"
-    )

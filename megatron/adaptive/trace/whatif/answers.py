@@ -564,8 +564,7 @@ class _Answers:
             np.full(len(usual), layer), np.maximum(usual - layers * layer, 0), range(len(usual))
         )
         better = best_partition(costs, int(layers.sum()))
-        after = np.asarray(better) * costs.layer_ns + costs.beside_ns
-        return f"--partition {format_partition(better)}", after / usual
+        return f"--partition {format_partition(better)}", costs.stage_ns(better) / usual
 
     def _replays(self, simulated: Floats) -> list[Repair]:
         """Replays some steps: another schedule, microbatches dealt over replicas, and both."""
