@@ -197,6 +197,16 @@ def find_rows(known: Sequence[Ints], wanted: Sequence[Ints]) -> Ints:
     return found
 
 
+def nth_of_equal(keys: Sequence[Ints]) -> Ints:
+    """Numbers each row among those with the same keys, from 0; equal ones must lie together."""
+    new = np.zeros(len(keys[0]), dtype=np.bool_)
+    for key in keys:
+        new |= np.diff(key, prepend=key[:1] - 1) != 0
+    heads = np.flatnonzero(new)
+    nth: Ints = np.arange(len(new)) - np.repeat(heads, np.diff(np.append(heads, len(new))))
+    return nth
+
+
 def _row(span: Span) -> tuple[int, ...]:
     return (
         KIND.get(span.action, OTHER),

@@ -685,7 +685,7 @@ def _with_costs(
     for finding in findings:
         period, known = finding.period, m.iterations
         mine = known[(known >= period.first) & (known <= period.last)][-SIMULATED:]
-        spans = sum(t.num_spans.get(i, 0) for t in run.ranks.values() for i in mine.tolist())
+        spans = run.num_spans(mine.tolist())
         try:
             ops, graph = recorded(tuple(thinned(mine, spans, SIMULATED_SPANS).tolist()))
             without = _without(m, times, finding, ops)

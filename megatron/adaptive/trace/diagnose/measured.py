@@ -165,7 +165,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     read_ns, reads = np.zeros(shape[:2], dtype=np.int64), np.zeros(shape[:2], dtype=np.int64)
     begins = np.full(shape[:2], np.iinfo(np.int64).max)
     ends = np.zeros(shape[:2], dtype=np.int64)
-    shown = thinned(chosen, _spans(run, chosen), MOST_MESSAGE_SPANS)
+    shown = thinned(chosen, run.num_spans(chosen.tolist()), MOST_MESSAGE_SPANS)
     tables: dict[int, TraceTable] = {}
     for number, rank in enumerate(ranks):
         table = run.ranks[rank].table(chosen.tolist())
@@ -216,22 +216,14 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
             run.require_iteration(iteration)
         found = wanted
     else:
-        found = [
-            i for i in run.iterations if all(trace.is_complete(i) for trace in run.ranks.values())
-        ] or list(run.iterations)
+        found = list(run.complete_iterations(None) or run.iterations)
         found = found[FIRST_STEPS:] if len(found) > 2 * FIRST_STEPS else found
     if len(found) > MOST_ITERATIONS:
         found = [found[n] for n in np.linspace(0, len(found) - 1, MOST_ITERATIONS).astype(int)]
     if not found:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
-    kept: list[int] = thinned(np.array(found), _spans(run, np.array(found)), MOST_SPANS).tolist()
+    kept: list[int] = thinned(np.array(found), run.num_spans(found), MOST_SPANS).tolist()
     return kept
-
-
-def _spans(run: RunTrace, iterations: Ints) -> int:
-    """About how many spans some iterations hold."""
-    wanted = iterations.tolist()
-    return sum(trace.num_spans.get(i, 0) for trace in run.ranks.values() for i in wanted)
 
 
 def thinned(iterations: Ints, spans: int, most: int) -> Ints:

@@ -22,7 +22,6 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.event import (
     COLLECTIVES,
     IterationStart,
-    TraceHeader,
     block_text,
     header_line,
     trace_file_name,
@@ -30,7 +29,7 @@ from megatron.adaptive.trace.event import (
 from megatron.adaptive.trace.event import COLUMNS as SPAN_COLUMNS
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers, trace_files
-from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable, find_rows
+from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable, find_rows, nth_of_equal
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Columns that must be there: replica, pipeline rank, global rank, iteration, kind of operation,
@@ -216,11 +215,9 @@ class _Table:
             mine = blocks.setdefault(int(worker[low]), {})
             mine[int(spans.iteration[low])] = spans.take(slice(low, high))
         for number, rank in enumerate(self._ranks.tolist()):
-            tables = blocks.get(number, {})
-            counts = {
-                i: int(t.microbatch[t.where("F")].max(initial=0)) + 1 for i, t in tables.items()
-            }
-            header = TraceHeader(
+            traces[rank] = RankTrace.of_tables(
+                origin,
+                blocks.get(number, {}),
                 run=origin.stem,
                 rank=rank,
                 world_size=world_size,
@@ -229,16 +226,10 @@ class _Table:
                 dp_rank=int(self._dp_rank[number]),
                 num_ranks=num_ranks,
                 num_chunks=num_chunks,
-                num_microbatches=max(counts.values(), default=0),
                 placement=placement.kind,
                 schedule="imported",
-                host="",
-                pid=0,
-                monotonic_ns=0,
-                unix_ns=0,
                 clock="imported",
             )
-            traces[rank] = RankTrace.of_tables(origin, header, tables, counts)
         run = RunTrace(origin, origin.stem, world_size, num_ranks, num_chunks, traces)
         if unknown:
             listed = ", ".join(f"{word} ({count})" for word, count in unknown.most_common(8))
@@ -298,7 +289,7 @@ class _Table:
         if (self._microbatch[computes] >= 0).all() and (found == np.arange(len(computes))).all():
             return
         order = computes[np.lexsort((self._seq[computes], *(key[computes] for key in keys)))]
-        self._microbatch[order] = _nth([key[order] for key in keys])
+        self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
         """Returns rows of the table, and the span of each: some rows have two."""
@@ -352,7 +343,7 @@ class _Table:
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
         """Pairs the n-th message of a rank in a step with its n-th compute; both are ordered."""
         keys = [[self._step[rows], self._worker[rows]] for rows in (messages, computes)]
-        found = find_rows([*keys[1], _nth(keys[1])], [*keys[0], _nth(keys[0])])
+        found = find_rows([*keys[1], nth_of_equal(keys[1])], [*keys[0], nth_of_equal(keys[0])])
         return messages[found >= 0], computes[found[found >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
@@ -379,15 +370,6 @@ class _Table:
         lowest = np.full(int(key.max()) + 1, np.iinfo(np.int64).max)
         np.minimum.at(lowest, key, self._ranks[worker])
         return lowest[key]
-
-
-def _nth(keys: list[Ints]) -> Ints:
-    """Numbers each row among those with the same keys; equal ones lie together."""
-    new = np.zeros(len(keys[0]), dtype=np.bool_)
-    for key in keys:
-        new |= np.diff(key, prepend=key[:1] - 1) != 0
-    heads = np.flatnonzero(new)
-    return np.arange(len(new)) - np.repeat(heads, np.diff(np.append(heads, len(new))))
 
 
 def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:

@@ -152,17 +152,12 @@ def _within_limit(
     if dp_rank is not None:
         run.replica(dp_rank)
         ranks = [r for r in ranks if run.ranks[r].header.dp_rank == dp_rank]
-    counts = {rank: run.ranks[rank].num_spans for rank in ranks}
-
-    def spans() -> int:
-        return sum(counts[rank].get(iteration, 0) for rank in ranks for iteration in chosen)
-
-    if not spans():
+    if not run.num_spans(chosen, ranks):
         raise TraceError(
             f"iterations {describe_numbers(iterations)} in {run.origin} hold no spans; there is "
             "nothing to write"
         )
-    if spans() > MAX_SPANS:
+    if run.num_spans(chosen, ranks) > MAX_SPANS:
         places = {r: (run.ranks[r].header.dp_rank, run.ranks[r].header.tp_rank) for r in ranks}
         first = min(places.values())
         kept = [rank for rank in ranks if places[rank] == first]
@@ -173,7 +168,7 @@ def _within_limit(
             )
         ranks = kept
     asked = len(chosen)
-    while len(chosen) > 1 and spans() > MAX_SPANS:
+    while len(chosen) > 1 and run.num_spans(chosen, ranks) > MAX_SPANS:
         del chosen[0]
     if len(chosen) < asked:
         notes.append(

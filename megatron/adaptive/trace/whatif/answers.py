@@ -270,11 +270,11 @@ def what_if_table(table: Any) -> Any:
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
     """Yields iterations, as many at a time as have few enough spans."""
-    counts = [run.ranks[rank].num_spans for rank in where.ranks.tolist()]
+    ranks = where.ranks.tolist()
     some: list[int] = []
     spans = 0
     for iteration in chosen:
-        size = sum(count.get(iteration, 0) for count in counts)
+        size = run.num_spans([iteration], ranks)
         if some and spans + size > SPANS_AT_ONCE:
             yield some
             some, spans = [], 0

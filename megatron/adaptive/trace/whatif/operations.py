@@ -36,7 +36,15 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import COLLECTIVES, DRAWN_ACTIONS, REASONS
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.step import placement_of
-from megatron.adaptive.trace.table import KIND, REASON, Ints, Mask, TraceTable, find_rows
+from megatron.adaptive.trace.table import (
+    KIND,
+    REASON,
+    Ints,
+    Mask,
+    TraceTable,
+    find_rows,
+    nth_of_equal,
+)
 
 Floats = npt.NDArray[np.float64]
 
@@ -353,10 +361,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
         # The rank's n-th: rows are ordered by iteration, worker and start.
         _, mine = np.unique(keys, axis=0, return_inverse=True)
         order = np.argsort(mine, kind="stable")
-        heads = np.flatnonzero(np.diff(mine[order], prepend=-1))
-        nth = np.empty(len(rows), dtype=np.int64)
-        nth[order] = np.arange(len(rows)) - np.repeat(heads, np.diff(np.append(heads, len(rows))))
-        keys[:, 3] = nth
+        keys[order, 3] = nth_of_equal([mine[order]])
         _, group[rows] = np.unique(keys, axis=0, return_inverse=True)
     return group
 
