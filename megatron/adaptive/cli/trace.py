@@ -135,7 +135,7 @@ def _what_if(argv: Sequence[str]) -> int:
     if arguments.picture is not None:
         from megatron.adaptive.trace.views.picture import write_heat
 
-        write_heat(found, run.run, arguments.picture)
+        write_heat(run, found, arguments.picture)
     _print_answers(found, found.notes, arguments.json)
     return 0
 

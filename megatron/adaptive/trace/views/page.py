@@ -29,7 +29,7 @@ from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_text
+from megatron.adaptive.trace.step import stages_of, stages_text
 from megatron.adaptive.trace.table import Ints, Messages, TraceTable, match_messages
 from megatron.adaptive.trace.views.page_spans import (
     Category,
@@ -225,7 +225,7 @@ def _head(
         "all_iterations": figures.iterations.tolist(),
         "step_ms": np.round(step_ns / 1e6, 4).tolist(),
         "bubble": np.round(idle.sum(axis=1) / known, 4).tolist(),
-        **_heat(figures),
+        **_heat(run, figures),
     }
 
 
@@ -233,28 +233,18 @@ MAX_HEAT = 40_000
 """Cells of the map of ranks by steps."""
 
 
-def _heat(figures: RunFigures) -> dict[str, Any]:
-    """Returns work over the usual one, by rank and step, by replica and stage; not for one rank."""
-    work, known = figures.work_ns, figures.num_actions > 0
-    if work.shape[1] < 2 or not known.any():
+def _heat(run: RunTrace, figures: RunFigures) -> dict[str, Any]:
+    """Returns the maps of slow ranks and stages; none for one rank."""
+    if len(figures.ranks) < 2 or not figures.num_actions.any():
         return {}
-    times = np.where(known, work / max(1.0, float(work[known].mean())), np.nan)
-    every = max(1, -(-times.size // MAX_HEAT))
-    shown = times[::every].round(3).T.tolist()
-    columns = sorted(set(figures.pp_rank.tolist()))
-    rows = sorted(set(figures.dp_rank.tolist()))
-    mean = np.nanmean(np.where(known.any(axis=0), times, 0), axis=0)
-    stages = [
-        [
-            round(float(cell.mean()), 3) if len(cell) else None
-            for column in columns
-            for cell in [mean[(figures.dp_rank == row) & (figures.pp_rank == column)]]
-        ]
-        for row in rows
-    ]
-    heat = [[None if value != value else value for value in row] for row in shown]
+    heat = figures.heat(stages_of(run))
+    every = max(1, -(-heat[0].size // MAX_HEAT))
+    ranks, stages = (
+        [[None if value != value else round(value, 3) for value in row] for row in part.tolist()]
+        for part in (heat[0][:, ::every], heat[1])
+    )
     return {
-        "heat": heat,
+        "heat": ranks,
         "heat_steps": figures.iterations[::every].tolist(),
         "heat_ranks": figures.ranks.tolist(),
         "heat_stages": stages,

@@ -19,8 +19,9 @@ from matplotlib.patches import Patch
 
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.event import Span
-from megatron.adaptive.trace.figures import NS_PER_MS
+from megatron.adaptive.trace.figures import NS_PER_MS, run_figures
 from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.step import PipelineStep
 from megatron.adaptive.trace.views.page_spans import categories
 from megatron.adaptive.trace.views.palette import (
@@ -332,47 +333,47 @@ MAX_HEAT_ROWS = 64
 """Of more ranks the slowest are drawn."""
 
 
-def write_heat(answers: WhatIf, title: str, path: str | os.PathLike[str]) -> None:
+def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> None:
     """Write where time is lost as ``.png``: ranks by steps, and replicas by stages.
 
     Args:
-        answers: of the run.
-        title: name of the run.
+        run: the run.
+        answers: of it.
         path: the file, which is replaced.
 
     Raises:
         TraceError: the file cannot be written.
     """
-    where, ranks = answers.where, answers.rank_heat
-    shown = np.sort(np.argsort(-ranks.mean(axis=1), kind="stable")[:MAX_HEAT_ROWS])
-    height = 1.9 + 0.24 * max(len(shown), len(answers.stage_heat), 4)
+    where, steps = answers.where, answers.iterations.tolist()
+    ranks, stages = run_figures(run, steps, ranks=where.ranks.tolist()).heat(where.stages)
+    shown = np.sort(np.argsort(-np.nanmean(ranks, axis=1), kind="stable")[:MAX_HEAT_ROWS])
+    height = 1.9 + 0.24 * max(len(shown), len(stages), 4)
     figure = _figure(WIDTH_IN * 0.8, height, DPI * 2 // 3)
     whole, part = figure.subplots(1, 2, width_ratios=(3, 1))
     # Times of work over the usual ones: white as usual, red slower, blue quicker.
-    most = max(1.25, min(3.0, float(ranks.max()), float(2 * np.median(ranks) + 1)))
-    norm = TwoSlopeNorm(1.0, vmin=min(0.75, float(ranks.min())), vmax=most)
-    for axes, values in ((whole, ranks[shown]), (part, answers.stage_heat)):
+    most = max(1.25, min(3.0, float(np.nanmax(ranks)), float(2 * np.nanmedian(ranks) + 1)))
+    norm = TwoSlopeNorm(1.0, vmin=min(0.75, float(np.nanmin(ranks))), vmax=most)
+    for axes, values in ((whole, ranks[shown]), (part, stages)):
         image = axes.imshow(
             values, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest"
         )
     names = [where.name(worker) for worker in shown.tolist()]
     whole.set_yticks(range(len(shown)), labels=names, fontsize=7.5)
-    steps = answers.iterations.tolist()
     ticks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int))
     whole.set_xticks(ticks, labels=[steps[tick] for tick in ticks], fontsize=7.5)
     whole.set_xlabel("step")
-    rows, columns = answers.stage_heat.shape
+    rows, columns = stages.shape
     part.set_yticks(range(rows) if rows <= 16 else [0, rows - 1])
     part.set_xticks(range(columns) if columns <= 16 else [0, columns - 1])
     part.set(xlabel="stage", ylabel="replica")
     if rows * columns <= MAX_HEAT_ROWS:
         for row, column in np.ndindex(rows, columns):
-            times = float(answers.stage_heat[row, column])
+            times = float(stages[row, column])
             ink = "white" if abs(float(norm(times)) - 0.5) > 0.35 else INK
             part.text(column, row, f"{times:.2f}", ha="center", va="center", size=7.5, color=ink)
     figure.colorbar(image, ax=part, label="work, times the usual")
     lines = answers.format().split("\n")
-    figure.suptitle(f"{title}: {lines[1]}", fontsize=11, color=INK, x=0.02, ha="left")
+    figure.suptitle(f"{run.run}: {lines[1]}", fontsize=11, color=INK, x=0.02, ha="left")
     first = answers.repairs[0] if answers.repairs else None
     if first is not None:
         text = f"largest gain: {first.gain:.1%} of a step with {first.what}"

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import COLLECTIVES, DRAWN_ACTIONS, REASONS
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.step import placement_of
+from megatron.adaptive.trace.step import placement_of, stages_of
 from megatron.adaptive.trace.table import (
     KIND,
     REASON,
@@ -164,18 +164,16 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
     headers = [run.ranks[rank].header for rank in (run.ranks if ranks is None else ranks)]
     first = min(header.tp_rank for header in headers)
     headers = sorted((h for h in headers if h.tp_rank == first), key=lambda h: h.rank)
-    place = placement_of(headers[0].placement, run.num_ranks, run.num_chunks)
-    if place is None:
+    if placement_of(headers[0].placement, run.num_ranks, run.num_chunks) is None:
         raise TraceError(
             f"{run.origin} has placement {headers[0].placement!r}; what-if knows loop and v"
         )
-    stages = [[place.stage_of(r, c) for c in range(run.num_chunks)] for r in range(run.num_ranks)]
     _, replica = np.unique([header.dp_rank for header in headers], return_inverse=True)
     return Pipelines(
         ranks=np.array([header.rank for header in headers]),
         pp_rank=np.array([header.pp_rank for header in headers]),
         replica=replica,
-        stages=np.array(stages),
+        stages=stages_of(run),
     )
 
 
