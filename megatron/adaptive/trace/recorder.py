@@ -139,8 +139,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
         """Say what the rank's experts did in the iteration, see ``event.IterationStart``."""
         if self._begun is not None:
-            tokens = tuple(map(tuple, tokens))
-            self._begun = replace(self._begun, exchange_ns=exchange_ns, tokens=tokens)
+            rows = tuple(tuple(row) for row in tokens)
+            self._begun = replace(self._begun, exchange_ns=exchange_ns, tokens=rows)
 
     def end_iteration(self) -> None:
         """Hand the iteration's spans to the writer.

@@ -586,7 +586,8 @@ class StageCosts:
 
     def rank_ns(self, layers: Sequence[int]) -> Floats:
         """Returns ``[pipeline ranks]``: likewise."""
-        return np.bincount(self.rank_of, weights=self.stage_ns(layers))
+        ranks: Floats = np.bincount(self.rank_of, weights=self.stage_ns(layers)).astype(np.float64)
+        return ranks
 
 
 def stage_costs(m: Measured) -> StageCosts | None:
