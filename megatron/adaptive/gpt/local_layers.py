@@ -107,13 +107,21 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 
 
-def bound(cap: float, scores: torch.Tensor) -> torch.Tensor:
-    """Returns ``scores`` pressed between ``-cap`` and ``cap``."""
-    return cap * torch.tanh(scores / cap)
+def _bound_first(cap: float, module: Any, *given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Presses the first of what a module is given, or gives, between ``-cap`` and ``cap``."""
+    first, *others = given[-1]
+    return cap * torch.tanh(first / cap), *others
 
 
-def _bound_first(cap: float, module: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return bound(cap, given[0]), *given[1:]
+def bound_output(layer: torch.nn.Module, cap: float) -> None:
+    """Bounds what an output layer gives by ``cap``, with a hyperbolic tangent."""
+    layer.register_forward_hook(functools.partial(_bound_first, cap))
+
+
+def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> None:
+    """Multiplies what a layer gives by a factor, as its type ``dtype`` has it."""
+    factor = float(torch.tensor(factor, dtype=dtype))
+    layer.register_forward_hook(lambda _, given, output: output * factor)
 
 
 class NormAroundZero(torch.nn.Module):

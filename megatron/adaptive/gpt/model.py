@@ -37,11 +37,6 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     HeterogeneousTransformerConfig,
 )
-from megatron.core.transformer.module import (
-    Float16Module,
-    float16_to_fp32,
-    fp32_to_float16,
-)
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
@@ -67,12 +62,14 @@ from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.gpt.forward import HalfPrecisionChunk
 from megatron.adaptive.gpt.local_layers import (
     LAYER_SETTINGS,
     GroupRouter,
     VariedLayer,
-    bound,
+    bound_output,
     completed,
+    scale_output,
 )
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
@@ -237,21 +234,6 @@ class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
                         world_size=self.tp_group.size(),
                     )
                     matrix.copy_(part.t())
-
-
-class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
-    """megatron-core's 16-bit wrapper for a chunk that may lie anywhere.
-
-    The original takes the first chunk of the first rank for the first stage and the last chunk of
-    the last rank for the last stage; here the chunk itself says which it is.
-    """
-
-    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Run the chunk in 16 bits; what enters and leaves the pipeline is converted."""
-        if self.module.pre_process:
-            inputs = fp32_to_float16(inputs, self.float16_convertor)
-        output = self.module(*inputs, **kwargs)
-        return float16_to_fp32(output) if self.module.post_process and fp32_output else output
 
 
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
@@ -570,21 +552,10 @@ def _build_chunk(
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
         built.output_layer.weight = None  # logits come from the embedding's copy for predictions
     if model.scale_embeddings and (first or predictions):
-        # As the type of the embedding has it, which it is trained with.
-        factor = float(torch.tensor(model.hidden_size**0.5, dtype=core.params_dtype))
-        built.embedding.word_embeddings.register_forward_hook(functools.partial(_multiply, factor))
+        scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
     if model.logit_softcap is not None and last:
-        cap = functools.partial(_bound_logits, model.logit_softcap)
-        built.output_layer.register_forward_hook(cap)
+        bound_output(built.output_layer, model.logit_softcap)
     return built
-
-
-def _multiply(factor: float, layer: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
-    return output * factor
-
-
-def _bound_logits(cap: float, layer: Any, given: Any, output: Any) -> tuple[torch.Tensor, Any]:
-    return bound(cap, output[0]), output[1]
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
