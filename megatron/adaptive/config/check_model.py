@@ -277,6 +277,12 @@ def _kernels(config: TrainerConfig, given: Given, installed: Installed) -> Rules
     model = config.model
     uses_engine = model.transformer_impl == "transformer_engine"
     yield (
+        model.attention_softcap is not None
+        and (model.use_flash_attn or model.attention_backend in ("flash", "fused")),
+        f"{given.attention_softcap} with {given.use_flash_attn} or {given.attention_backend}, which"
+        " bound no scores: drop one of them",
+    )
+    yield (
         uses_engine and not installed.transformer_engine,
         "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
         "install it or give --transformer-impl local",
@@ -295,12 +301,6 @@ def _kernels(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         model.attention_backend == "local" and uses_engine,
         "--attention-backend local belongs to --transformer-impl local, not to "
         "transformer_engine: change one of them",
-    )
-    yield (
-        model.attention_softcap is not None
-        and (model.use_flash_attn or model.attention_backend in ("flash", "fused")),
-        f"{given.attention_softcap} with {given.use_flash_attn} or {given.attention_backend}, which"
-        " bound no scores: drop one of them",
     )
     yield (
         model.window_rotary_base is not None
