@@ -23,11 +23,11 @@ from megatron.adaptive.trace.figures import NS_PER_MS, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.views.page_spans import categories
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,
     WAIT_COLORS,
+    categories,
     chunk_color,
     text_color,
 )
