@@ -492,11 +492,11 @@ def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list
     chunk = {id(event): max(event.stage, 0) // num_ranks for event in computes}
     rows: list[tuple[Any, ...]] = []
     for event in found:
-        place = (-1, -1, -1)
+        chunks = (-1, -1, -1)
         if (own := chunk.get(id(event))) is not None:
-            place = (own, own * num_ranks + pp_rank, event.microbatch)
+            chunks = (own, own * num_ranks + pp_rank, event.microbatch)
         where = (dp_rank, pp_rank, one.rank, event.step, event.kind)
-        rows.append((*where, event.start, event.length, event.seq, *place, event.root))
+        rows.append((*where, event.start, event.length, event.seq, *chunks, event.root))
     return rows
 
 
