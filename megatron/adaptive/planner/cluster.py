@@ -552,14 +552,14 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
                 " nvidia-smi -q, nvidia-smi topo -m and doctor --json"
             )
     for at in range(max(len(logs), len(matrices))):
-        one, two = (found[at] if at < len(found) else "" for found in (logs, matrices))
-        reports.append(describe_node(one, two))
+        log, matrix = (found[at] if at < len(found) else "" for found in (logs, matrices))
+        reports.append(describe_node(log, matrix))
     up = {one["hosts"][0]: one for one in slurm if not _is_down(one.pop("state"))}
     entries = [_with_report(one, reports, assumed) for one in up.values()] if slurm else reports
     entries = [one for one in entries if one["gpus_per_node"]]
     if not entries:
         raise ConfigError("no node with GPUs is up: give the outputs of nodes that have some")
-    document = {"format": 1, "nodes": _grouped(entries, switches)}
+    document: dict[str, Any] = {"format": 1, "nodes": _grouped(entries, switches)}
     without = [one["gpu"] for one in document["nodes"] if "network" not in one]
     if without and sum(one["count"] for one in document["nodes"]) > 1:
         document["network"] = _ASSUMED_NETWORK
