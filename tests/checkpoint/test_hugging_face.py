@@ -24,7 +24,6 @@ from . import tiny_models
 WORKER = Path(__file__).parents[1] / "multiprocess" / "hugging_face_worker.py"
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 LOGITS, GRADIENTS = 1e-5, 1e-4
-MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
@@ -54,15 +53,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_models.make(folder / name, name)
     tiny_models.make(folder / "predicting", "deepseek_v3", num_nextn_predict_layers=1)
     return folder
-
-
-@pytest.mark.multiprocess
-@pytest.mark.long
-def test_random_configurations_compute_the_same(tmp_path: Path) -> None:
-    """One of each family; ``benchmarks/hugging_face.py --part random`` takes more."""
-    for name in tiny_models.FAMILIES:
-        tiny_models.make(tmp_path / name, name, 7, **tiny_models.random_sizes(name, 7))
-    compare(tmp_path, [(name, load(name)) for name in tiny_models.FAMILIES], 1)
 
 
 def load(name: str) -> list[str]:
@@ -106,9 +96,9 @@ def test_every_family_computes_the_same_on_four_ranks(models: Path) -> None:
             *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
             *("--num-virtual-stages-per-pipeline-rank", "2"),
         ]
-        more = ["--sequence-parallel"] if name in MIXED else []
+        more = ["--sequence-parallel"] if name in tiny_models.MIXED else []
         cases.append((name, [*load(name), *mesh, *more]))
-        if name in MIXED:
+        if name in tiny_models.MIXED:
             spread = ["--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
             cases.append((name, [*load(name), *spread]))
         cases.append((name, [*load(name), "--pipeline-model-parallel-size", "4"]))
