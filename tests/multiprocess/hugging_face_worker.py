@@ -3,8 +3,8 @@
 Usage: ``hugging_face_worker.py FOLDER``. ``cases.json`` there lists models and flags, or a test
 puts one after the other into ``0.json``, ``1.json`` ...; beside each model's own files lie
 ``expected.safetensors``: the logits of ``tokens``, and gradients by name of the mean loss where
-these shall be compared, which a single rank does. A rank prints how far off logits and gradients are,
-relative to the largest number among those expected.
+these shall be compared, which a single rank does. A rank prints how far off logits and gradients
+are, relative to the largest number among those expected.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import dataclasses
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.adaptive.checkpoint import state, values
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest, write_files
 from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
-from megatron.adaptive.checkpoint.safetensors import DTYPES, TensorFolder, write_folder
+from megatron.adaptive.checkpoint.safetensors import DTYPES, FP8, TensorFolder, write_folder
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
 from megatron.adaptive.checkpoint.torch_dist import Entry, indices_of, pickled, write_file
 from megatron.adaptive.config.arguments import parse
@@ -57,6 +58,8 @@ _BESIDE = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("chat_template.jinja", "chat_template.json", "tekken.json"),
 )
+DESCRIPTION = "hugging_face"
+"""Folder among checkpoints that has the model's configuration and tokenizer."""
 FORMAT = CheckpointingConfig("torch_dist", 1)
 _SHARD = "__0_0.distcp"
 _ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
@@ -367,7 +370,7 @@ class HuggingFaceReader:
             raise CheckpointError(
                 f"{self._folder.folder}: {kinds}: they become one tensor here; save them alike"
             )
-        return DTYPES[next(iter(found.values()))]
+        return DTYPES[next(iter(found.values())).replace(FP8, "BF16")]
 
     def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
         """Fills a part of a tensor; rows that pad a vocabulary become zero.
@@ -555,11 +558,37 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
                 has_optimizer=False,
                 has_rng=False,
             )
+            carry_description([folder], output)
             return checkpoints.commit(0, {**manifest.to_dict(), "blocks": {_SHARD: total[1]}})
         except OSError as error:
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
         finally:
             checkpoints.abandon(0)
+
+
+def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
+    """Copies what describes a model, beside its weights, into a folder of checkpoints.
+
+    A folder that has it already is left as it is.
+
+    Args:
+        sources: folders that may have it; the first that does counts.
+        checkpoints: the folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = checkpoints / DESCRIPTION
+    source = next((one for one in sources if (one / CONFIG).is_file()), None)
+    if source is None or target.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=checkpoints) as work:
+        partial = Path(work) / DESCRIPTION
+        partial.mkdir()
+        for name in (CONFIG, *_BESIDE):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+        partial.rename(target)
 
 
 def export_folder(
@@ -570,8 +599,8 @@ def export_folder(
     Args:
         checkpoints: folder of them.
         step: iteration, by default the latest.
-        like: folder of theirs with configuration and tokenizer; by default the one that the
-            checkpoint or its run came from.
+        like: folder of theirs with configuration and tokenizer; by default what came with the
+            weights, see :func:`carry_description`.
         output: folder that is made, and must not hold a model.
         shard_bytes: size of the largest file.
 
@@ -585,6 +614,8 @@ def export_folder(
         raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
     path, manifest = found.open(step)
     config = TrainerConfig.from_dict(manifest.config)
+    if like is None and (checkpoints / DESCRIPTION).is_dir():
+        like = checkpoints / DESCRIPTION
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
     if like is None or not (like / CONFIG).is_file():
         raise CheckpointError(
@@ -649,10 +680,11 @@ def _is_weight(name: str) -> bool:
 
 
 def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
-    """Returns the file as it is, but for the type of the tensors where that is another."""
+    """Returns the file as it is, but for the type of the tensors where they have another."""
     key = "dtype" if "dtype" in document else "torch_dtype"
-    if document.get(key) in (None, dtype):
+    if document.get(key) in (None, dtype) and "quantization_config" not in document:
         return path.read_bytes()
+    document = {name: one for name, one in document.items() if name != "quantization_config"}
     return (json.dumps({**document, key: dtype}, indent=2) + "\n").encode()
 
 
