@@ -4,8 +4,9 @@
     python benchmarks/hugging_face.py --part size [--gigabytes 2]
 
 ``random`` draws models of each family and shapes of ranks, checks import and export, and prints per
-family how far logits and gradients are from those of ``transformers`` at most. ``size`` makes up a model on disk and prints
-the peak of memory over that before, and the speed over reading and writing the same bytes.
+family how far logits and gradients are from those of ``transformers`` at most. ``size`` makes up a
+model on disk and prints the peak of memory over that before, and the speed over reading and writing
+the same bytes.
 """
 
 from __future__ import annotations
