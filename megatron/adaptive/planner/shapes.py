@@ -93,8 +93,12 @@ def stage_classes(
     limits = [count if fits else 0 for count, fits in zip(counts, usable, strict=True)]
     whole = True
     mixed: list[StageClass] = []
+    for index, each in enumerate(gpus):
+        if size % each == 0 and 1 < size // each <= limits[index]:
+            nodes = tuple(size // each * (i == index) for i in range(len(gpus)))
+            mixed.append(StageClass(nodes, tp, dp, micro_batch, 1))
     for nodes in _mixtures(size, gpus, limits):
-        if sum(nodes) < 2:
+        if sum(nodes) < 2 or sum(map(bool, nodes)) < 2:
             continue
         if len(mixed) >= 4 * _MOST_MIXED:
             whole = False
@@ -121,7 +125,7 @@ def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields numbers of nodes of each type that have so many GPUs together, single types first."""
+    """Yields numbers of nodes of each type that have so many GPUs together."""
     if not gpus:
         if size == 0:
             yield ()
