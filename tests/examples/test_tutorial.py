@@ -26,6 +26,7 @@ def test_the_page_is_the_notebook() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_the_notebook_finds_and_repairs_the_slow_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,7 +42,7 @@ def test_the_notebook_finds_and_repairs_the_slow_rank(
     assert "slow rank 1 (stage 1" in printed
     losses = re.findall(r"loss after 25 steps (\S+)", printed)
     assert len(losses) == 3
-    assert len(set(losses)) == 1
+    assert [float(loss) for loss in losses] == pytest.approx([float(losses[0])] * 3, rel=1e-5)
     moved = re.search(r"repartition: 4-4 -> (\d)-(\d)", printed)
     assert moved is not None
     assert int(moved[1]) > int(moved[2])
