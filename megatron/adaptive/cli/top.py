@@ -115,7 +115,6 @@ def _keys() -> Iterator[Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="top",
-        allow_abbrev=False,
         description="Show what a run does now, or did last. q ends it.",
     )
     parser.add_argument(

@@ -144,7 +144,6 @@ def _import(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog=f"{PROGRAM} import",
         description="Read the trace of another program and write it as one of ours.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "source",
@@ -237,7 +236,7 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
         by_shape: the run is chosen by ``--run-dir`` and by the shape that it must have, not by an
             argument without a name.
     """
-    parser = CommandParser(prog=prog, description=description, allow_abbrev=False)
+    parser = CommandParser(prog=prog, description=description)
     parser.set_defaults(pipeline_parallel=None, model_chunks=None)
     if by_shape:
         for name, metavar, what in (
