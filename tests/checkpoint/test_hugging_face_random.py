@@ -59,7 +59,7 @@ class Answering:
                 raise AssertionError(tail(self._log))
         found: dict[str, float] = {}
         for line in self._log.read_text()[read:].splitlines():
-            kind, *others = line.split()
+            kind, *others = line.split() or [""]
             if kind in ("LOGITS", "GRADIENTS"):
                 gap = float(others[0])
                 found[kind] = max(found.get(kind, 0.0), math.inf if math.isnan(gap) else gap)
