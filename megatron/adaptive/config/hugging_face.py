@@ -1,4 +1,4 @@
-"""Reads ``config.json`` of Hugging Face as arguments of the trainer.
+"""Reads ``config.json`` of Hugging Face, and PEFT's of adapters, as arguments of the trainer.
 
 A table of families says what a model is by its ``model_type``; a table of keys says which argument
 each number is. Owns what keys mean, for the planner and for the trainer alike: what a model holds
@@ -17,10 +17,12 @@ from typing import Any
 
 from megatron.adaptive.config.flags import FieldSpec
 from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
 CONFIG = "config.json"
 LOAD_FLAG = "--load-hf"
+ADAPTER_CONFIG = "adapter_config.json"
 
 _LONGEST = 4096
 """Tokens of a sample where none are given, if the model takes as many."""
@@ -274,27 +276,153 @@ def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, An
 def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[str]:
     """Adds the arguments of the model that ``--load-hf`` names, where a command line lacks them.
 
+    Likewise those of the adapters that ``--load-lora`` names.
+
     Args:
         argv: a command line of the trainer.
         specs: all flags by field.
 
     Raises:
-        ConfigError: see :func:`load_config`.
+        ConfigError: see :func:`load_config` and :func:`adapter_arguments`.
     """
-    places = [at for at, word in enumerate(argv) if word.split("=", 1)[0] == LOAD_FLAG]
-    if not places or (not argv[places[-1] :][1:] and "=" not in argv[places[-1]]):
-        return list(argv)
-    _, equals, folder = argv[places[-1]].partition("=")
-    _, words = load_config(Path(folder if equals else argv[places[-1] + 1]))
     dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
     given = {dest_of.get(word.split("=", 1)[0]) for word in argv}
-    starts = [at for at, word in enumerate(words) if word.startswith("--")]
     added: list[str] = []
-    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        # Layers that predict further are not among the weights that are read.
-        if dest_of[words[start]] not in given and words[start] != "--mtp-num-layers":
-            added += words[start:end]
+    for flag in (LOAD_FLAG, "--load-lora"):
+        places = [at for at, word in enumerate(argv) if word.split("=", 1)[0] == flag]
+        if not places or (not argv[places[-1] :][1:] and "=" not in argv[places[-1]]):
+            continue
+        _, equals, text = argv[places[-1]].partition("=")
+        folder = Path(text if equals else argv[places[-1] + 1])
+        words = load_config(folder)[1] if flag == LOAD_FLAG else adapter_arguments(folder)
+        starts = [at for at, word in enumerate(words) if word.startswith("--")]
+        for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+            # Layers that predict further are not among the weights that are read.
+            if dest_of[words[start]] not in given and words[start] != "--mtp-num-layers":
+                added += words[start:end]
     return [*argv, *added]
+
+
+_LLAMA_LINEARS = {
+    "self_attention.linear_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "mlp.linear_fc1": "mlp.gate_proj mlp.up_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+_LATENT_LINEARS = {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+    **{name: _LLAMA_LINEARS[name] for name in [*_LLAMA_LINEARS][1:]},
+}
+_LINEARS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "self_attention.linear_qkv": "attn.c_attn",
+        "self_attention.linear_proj": "attn.c_proj",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    },
+    "gpt_neox": {
+        "self_attention.linear_qkv": "attention.query_key_value",
+        "self_attention.linear_proj": "attention.dense",
+        "mlp.linear_fc1": "mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "mlp.dense_4h_to_h",
+    },
+    "phi3": {
+        **_LLAMA_LINEARS,
+        "self_attention.linear_qkv": "self_attn.qkv_proj",
+        "mlp.linear_fc1": "mlp.gate_up_proj",
+    },
+}
+
+
+def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
+    """Returns the names of a layer's linear layers in ``transformers``, by ours.
+
+    A linear layer of ours is one of theirs, or several one under the other. Without ``--load-hf``
+    names are Llama's, with latent attention those of DeepSeek.
+    """
+    folder, latent = config.checkpoint.load_hf, config.core.multi_latent_attention
+    kind = "" if folder is None else load_config(Path(folder))[0]["model_type"]
+    found = _LINEARS.get(kind, _LATENT_LINEARS if latent else _LLAMA_LINEARS)
+    names = {ours: theirs.split() for ours, theirs in found.items()}
+    if latent:
+        down = config.core.q_lora_rank is None
+        for ours in ("q_down_proj", "q_up_proj") if down else ("q_proj",):
+            del names[f"self_attention.linear_{ours}"]
+    if not (config.model.swiglu or config.model.quick_geglu):
+        names["mlp.linear_fc1"] = names["mlp.linear_fc1"][-1:]
+    return names
+
+
+def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
+    """Returns which of those that each linear layer of ours is made of get an adapter.
+
+    Layers without any are left out.
+
+    Raises:
+        ConfigError: a target is no linear layer of this architecture.
+    """
+    targets = config.lora.lora_targets.replace(",", " ").split()
+    names = linear_names(config)
+    known = [name for theirs in names.values() for name in theirs]
+
+    def is_meant(name: str, target: str) -> bool:
+        return target == "all-linear" or f".{name}".endswith(f".{target}")
+
+    for target in targets:
+        if not any(is_meant(name, target) for name in known):
+            short = [name.rpartition(".")[2] for name in known]
+            (nearest,) = difflib.get_close_matches(target, short, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"--lora-targets {target}: layers of this architecture have no such linear layer;"
+                f" the nearest is {nearest}, and there are {', '.join(dict.fromkeys(short))}"
+            )
+    parts = {
+        ours: tuple(any(is_meant(name, target) for target in targets) for name in theirs)
+        for ours, theirs in names.items()
+    }
+    return {ours: marks for ours, marks in parts.items() if any(marks)}
+
+
+# Keys of PEFT's file that say nothing about what adapters compute, whatever they hold.
+_IDLE_OF_ADAPTERS = frozenset(
+    """
+    peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision
+    inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
+    """.split()
+)
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # that leave the model as it is
+
+
+def adapter_arguments(folder: Path) -> list[str]:
+    """Returns the trainer's arguments for adapters of PEFT.
+
+    Raises:
+        ConfigError: the folder has none, or they are of a kind that is not trained here.
+    """
+    path = folder / ADAPTER_CONFIG
+    document = read_json(path, "name a folder that save_pretrained of PEFT wrote")
+    if not isinstance(document, dict) or document.get("peft_type") != "LORA":
+        kind = document.get("peft_type") if isinstance(document, dict) else None
+        raise ConfigError(f"{path}: peft_type is {kind!r}, and LORA alone is read")
+    for key, value in document.items():
+        plain = _PLAIN_STARTS if key == "init_lora_weights" else (None, False, "none", [], {})
+        if key not in _IDLE_OF_ADAPTERS and value not in plain:
+            raise ConfigError(
+                f"{path}: {key} {value!r} asks for what adapters lack here: train them without it"
+            )
+    targets, rank = document.get("target_modules"), document.get("r")
+    if not isinstance(targets, list) and targets != "all-linear":
+        raise ConfigError(
+            f"{path}: target_modules is {targets!r}: it must be a list of names, not a pattern"
+        )
+    names = [targets] if isinstance(targets, str) else sorted(map(str, targets))
+    words = ["--lora-rank", str(rank), "--lora-alpha", str(document.get("lora_alpha", rank))]
+    words += ["--lora-dropout", str(document.get("lora_dropout", 0.0))]
+    return [*words, "--lora-targets", ",".join(names)]
 
 
 def _refuse(

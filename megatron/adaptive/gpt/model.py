@@ -65,6 +65,7 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.local_layers import ParallelLayer, completed
+from megatron.adaptive.gpt.lora import freeze, freeze_layer
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     layout_of,
@@ -286,6 +287,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
+    if config.lora.is_on:
+        settings["moe_router_bias_update_rate"] = 0.0  # it is frozen too
     if parallel.context_parallel_size > 1:
         settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
@@ -408,6 +411,8 @@ def build_chunks(
             first=stage == 0,
             last=stage == placement.num_stages - 1,
         )
+        if config.lora.is_on:
+            freeze(model, config)
         chunks.append(model.to(accelerator.device))
     start_equal(chunks)
     if (widths := widths_of(config)) is not None:
@@ -475,6 +480,8 @@ def build_layer(
         )
     finally:
         vars(core).update(kept)
+    if config.lora.is_on:
+        freeze_layer(layer, config)
     return _ready(layer, core, accelerator)
 
 
@@ -675,8 +682,8 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     layer of multi-token prediction another layer, 2hh and hV; with experts f is the width of those
     that a token goes to and of the shared ones, and the router adds h for each; all times 2 for
     multiply and add, times 3 for forward, backward by inputs and by weights. Matrix products only;
-    what is computed again for lack of memory is not counted, nor are the optimizer and the lookup
-    of embeddings.
+    what is computed again for lack of memory is not counted, nor are the optimizer, the lookup of
+    embeddings and adapters; beside these, weights have no gradients.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
@@ -695,7 +702,8 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     predicted = model.mtp_num_layers or 0
     layers = sum(_layers(cfg)) + predicted * (_layer(cfg) + 2 * model.hidden_size**2)
     logits = (1 + predicted) * model.hidden_size * padded_vocab_size
-    return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
+    passes = _PASSES - cfg.lora.is_on  # frozen weights have no gradients
+    return float(passes * _MULTIPLY_ADD * (layers + logits))
 
 
 def layer_work(cfg: TrainerConfig) -> list[float]:
