@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.adaptive.checkpoint.export import ADAPTERS
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.checkpoint.safetensors import SINGLE
+from megatron.adaptive.checkpoint.shards import CheckpointReader
+from megatron.adaptive.cli.checkpoint import export_hf, import_hf
+from megatron.adaptive.config.hugging_face import ADAPTER_CONFIG
+from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.gpt.lora import MARK
 
 from ..multiprocess.launch import run_ranks, tail
 
@@ -79,3 +92,100 @@ def test_four_ranks_train_as_peft_does(models: Path) -> None:
     both = f"{_TENSOR} --sequence-parallel {_PIPELINE} adaptive {_V}"
     sharded = f"{_PIPELINE} zb-h1 --use-distributed-optimizer --overlap-grad-reduce"
     compare(models, [("llama", both), ("gpt2", sharded)], 4)
+
+
+# ---- files
+
+
+def _train(folder: Path, words: str, world_size: int = 2) -> list[str]:
+    """Trains a model; returns the loss of each iteration as it was printed."""
+    log = folder / "train.log"
+    command = ["-m", "megatron.adaptive", "pretrain-gpt", *shlex.split(words)]
+    assert run_ranks(command, world_size=world_size, log=log, limit_s=120.0) == 0, tail(log)
+    return re.findall(r"lm loss: (\S+)", log.read_text())
+
+
+_RUN = "--mock-data --micro-batch-size 1 --global-batch-size 4 --seq-length 12 --eval-iters 0"
+_RUN += " --log-interval 1 --vocab-size 95 --save-interval 2 --lr-decay-iters 4"
+_SHAPE = f"{_PIPELINE} adaptive {_V}"
+
+
+def _adapters(checkpoints: Path, output: Path) -> dict[str, torch.Tensor]:
+    export_hf([str(checkpoints), "--output", str(output), "--lora"])
+    return load_file(output / ADAPTERS)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Path) -> None:
+    given, saved = models / name / "adapters", tmp_path / "saved"
+    start = f"--load-hf {models / name} --load-lora {given} {_RUN} {_SHAPE}"
+    _train(tmp_path, f"{start} --lr 1e-30 --train-iters 2 --save {saved}")
+    adapters = _adapters(saved, tmp_path / "out")
+    for file in (ADAPTERS, ADAPTER_CONFIG):
+        assert (tmp_path / "out" / file).read_bytes() == (given / file).read_bytes()
+    # Nothing else is saved: the model is where it was.
+    path, manifest = CheckpointFolder(saved).open(2)
+    with CheckpointReader(path, path, manifest.files, manifest.blocks) as reader:
+        weights = [one for one in reader.tensors if not one.startswith("optimizer.")]
+        assert all(MARK in one for one in reader.tensors)
+    assert len(weights) == len(adapters) if name == "gpt2" else len(weights) < len(adapters)
+    export_hf([str(saved), "--output", str(tmp_path / "merged"), "--merge-lora"])
+    before, after = (load_file(one / SINGLE) for one in (models / name, tmp_path / "merged"))
+    config = json.loads((given / ADAPTER_CONFIG).read_text())
+    for key, weight in before.items():
+        module = f"base_model.model.{key.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapters:
+            first, second = (adapters[f"{module}.lora_{one}.weight"] for one in "AB")
+            change = second @ first * (config["lora_alpha"] / config["r"])
+            weight = weight + (change.t() if name == "gpt2" else change)
+        assert torch.allclose(after[key], weight, atol=1e-6), key
+
+
+@pytest.mark.multiprocess
+def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
+    start = f"--load-hf {models / 'llama'} --lora-rank 4 --lora-dropout 0.2 --bf16 --lr 1e-2"
+    start += f" --lora-targets q_proj,v_proj,down_proj --use-distributed-optimizer {_RUN}"
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    whole = _train(tmp_path, f"{start} {_SHAPE} --train-iters 4 --save {once}")
+    _train(tmp_path, f"{start} {_SHAPE} --train-iters 2 --save {twice}")
+    again = f"{start} {_SHAPE} --train-iters 4 --load {twice} --save {twice}"
+    assert _train(tmp_path, again) == whole[2:]
+    # In another shape, from the same checkpoint: as far as sums go in another order.
+    other = f"{start} {_TENSOR} --sequence-parallel --lora-dropout 0 --train-iters 3"
+    _train(tmp_path, f"{other} --load {twice} --ckpt-step 2")
+    first, second = (_adapters(one, one.with_name(f"{one.name}-out")) for one in (once, twice))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(one, second[key]) for key, one in first.items())
+    assert any(one.count_nonzero() for key, one in first.items() if "lora_B" in key)
+    assert not any("k_proj" in key for key in first)
+    # PEFT reads what is written without one of its own to start from.
+    check = "import peft, sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained"
+    check += "(sys.argv[1]); peft.PeftModel.from_pretrained(m, sys.argv[2])"
+    words = [str(models / "llama"), str(tmp_path / "once-out")]
+    done = subprocess.run([sys.executable, "-c", check, *words], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.multiprocess
+def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
+    """The model comes from a checkpoint: both are saved, and the whole is exported."""
+    import_hf([str(models / "llama"), "--output", str(tmp_path / "imported")])
+    flags = (tmp_path / "imported" / "model_flags.txt").read_text()
+    start = f"{flags} {_RUN} --lora-rank 2 --lr 1e-2"
+    saved = tmp_path / "saved"
+    first = f"{start} --load {tmp_path / 'imported'} --finetune --train-iters 2 --save {saved}"
+    losses = _train(tmp_path, first, world_size=1)
+    again = f"{start} --load {saved} --train-iters 4 --save {saved}"
+    assert _train(tmp_path, again, world_size=1)[0] < losses[0]
+    like = ["--config", str(models / "llama")]
+    with pytest.raises(CheckpointError, match="holds adapters: write them with --lora, or"):
+        export_hf([str(saved), "--output", str(tmp_path / "whole"), *like])
+    export_hf([str(saved), "--output", str(tmp_path / "whole"), "--merge-lora", *like])
+    export_hf([str(saved), "--output", str(tmp_path / "adapters"), "--lora", *like])
+    with pytest.raises(CheckpointError, match="holds no adapters: leave --lora"):
+        export_hf([str(tmp_path / "imported"), "--output", str(tmp_path / "no"), "--lora"])
+    before, after = (load_file(one / SINGLE) for one in (models / "llama", tmp_path / "whole"))
+    assert before.keys() == after.keys()
+    changed = {key for key, one in before.items() if not torch.equal(one, after[key])}
+    assert changed == {key for key in before if "proj" in key}
