@@ -32,6 +32,7 @@ from megatron.adaptive.checkpoint.hugging_face import (
     HuggingFaceReader,
     OurTensor,
     RowRun,
+    copies_of,
     meet,
     our_tensors,
     rows_of,
@@ -78,6 +79,7 @@ class Exported(NamedTuple):
         like: folder of theirs with configuration and tokenizer.
         document: the configuration.
         tensors: of ours, by name.
+        copies: names of theirs that repeat another.
     """
 
     path: Path
@@ -86,6 +88,7 @@ class Exported(NamedTuple):
     like: Path
     document: Mapping[str, Any]
     tensors: Mapping[str, OurTensor]
+    copies: Mapping[str, str]
 
     def reader(self) -> CheckpointReader:
         """Opens the checkpoint, for ``with``."""
@@ -118,8 +121,9 @@ def find_exported(checkpoints: Path, step: int | None, like: Path | None) -> Exp
         data=dataclasses.replace(config.data, vocab_size=rows_of(words)),
         checkpoint=dataclasses.replace(config.checkpoint, load_hf=str(like)),
     )
-    ours = our_tensors(config, str(document["model_type"]))
-    return Exported(path, manifest, config, like, document, ours)
+    family = str(document["model_type"])
+    copies = copies_of(config, family)
+    return Exported(path, manifest, config, like, document, our_tensors(config, family), copies)
 
 
 class TheirTensors:
@@ -128,12 +132,18 @@ class TheirTensors:
     Args:
         reader: of the checkpoint.
         tensors: of ours, by name; all must be there.
+        copies: names of theirs that repeat another.
 
     Attributes:
         about: types and shapes by name, in the order of the model.
     """
 
-    def __init__(self, reader: CheckpointReader, tensors: Mapping[str, OurTensor]) -> None:
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        tensors: Mapping[str, OurTensor],
+        copies: Mapping[str, str] = {},
+    ) -> None:
         if absent := [name for name in tensors if name not in reader.tensors]:
             raise CheckpointError(
                 f"{reader.path} has no {absent[0]}: it is of another model than its configuration"
@@ -148,6 +158,9 @@ class TheirTensors:
             name: (reader.tensors[self._holders[name][0][0]].dtype, shape)
             for name, shape in their_shapes(tensors).items()
         }
+        for copied, name in copies.items():
+            if "layers" in copied:  # a head that is the embedding is not written
+                self._holders[copied], self.about[copied] = self._holders[name], self.about[name]
 
     def read(self, name: str) -> torch.Tensor:
         """Returns a tensor of theirs."""
@@ -188,7 +201,8 @@ def export_folder(
             f"{found.path} holds adapters: write them with --lora, or the model with --merge-lora"
         )
     with found.reader() as reader:
-        theirs, kind = TheirTensors(reader, found.tensors), found.document["model_type"]
+        theirs = TheirTensors(reader, found.tensors, found.copies)
+        kind = found.document["model_type"]
         known = found.tensors
         if more := [name for name in reader.tensors if _is_weight(name) and name not in known]:
             raise CheckpointError(
@@ -365,7 +379,7 @@ def export_merged(
         reader = stack.enter_context(found.reader())
         adapters = _adapters_of(found, reader)
         if EMBEDDING in reader.tensors:
-            whole = TheirTensors(reader, found.tensors)
+            whole = TheirTensors(reader, found.tensors, found.copies)
             about, read_base = whole.about, whole.read
         else:
             base = stack.enter_context(HuggingFaceReader(found.like, found.config))

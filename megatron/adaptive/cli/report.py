@@ -28,18 +28,16 @@ from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
-from megatron.adaptive.trace.progress import ProgressTail
+from megatron.adaptive.trace.live_state import ProgressTail
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.views.page import write_html
-from megatron.adaptive.trace.views.page_spans import Category, categories, merged, rows_of
-from megatron.adaptive.trace.views.palette import IDLE
+from megatron.adaptive.trace.views.page import merged, rows_of, write_html
+from megatron.adaptive.trace.views.palette import IDLE, Category, categories
 
 
 def main(argv: Sequence[str]) -> int:
     """Writes the page and says where it is."""
     parser = CommandParser(
         prog="python -m megatron.adaptive report",
-        allow_abbrev=False,
         description="Write one page about a job: configuration, curves, use of each node, "
         "pipeline, errors. It needs nothing but a browser.",
     )

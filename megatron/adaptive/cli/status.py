@@ -27,7 +27,7 @@ from megatron.adaptive.config.command_parser import CommandParser, last_value
 from megatron.adaptive.config.environment import MASK, WORK_FOLDER, is_secret, masked_text
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import SetupError
-from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
+from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail, progress_file
 
 _PERIOD_S = 5.0
 _GIB = 1 << 30
@@ -39,9 +39,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         1 if it is stalled, a node was lost or a node reported an error.
     """
-    parser = CommandParser(
-        prog="get_result.sh", description="Report the state of a job.", allow_abbrev=False
-    )
+    parser = CommandParser(prog="get_result.sh", description="Report the state of a job.")
     add = parser.add_argument
     add("job", help="its id, which is the name of its folder of logs")
     add("--log-dir", type=Path, default=WORK_FOLDER / "logs", help="LOG_DIR of conf.sh (logs)")

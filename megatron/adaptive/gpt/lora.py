@@ -107,7 +107,7 @@ class Adapter(Deferring, torch.nn.Module):
         is_row = name.endswith(_ROW_PARALLEL)
         self.scale, self.dropout = lora.scale, lora.lora_dropout
         self.is_row, self.is_split = is_row, parallel.sequence_parallel
-        gates = config.model.swiglu or config.model.quick_geglu
+        gates = config.model.is_gated
         self.is_gated = name.endswith("fc1") and gates
         whole = width * ranks if is_row else width
         first = []

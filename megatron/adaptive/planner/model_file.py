@@ -181,7 +181,7 @@ def _adapter_parameters(config: TrainerConfig) -> int:
     pairs = [model.query_groups * model.kv_channels] * 2
     rotated, latent = core.qk_pos_emb_head_dim, core.kv_lora_rank
     queries = heads * (core.qk_head_dim + rotated)
-    gates = 2 if model.swiglu or model.quick_geglu else 1
+    gates = 2 if model.is_gated else 1
     outputs = {
         "self_attention.linear_qkv": (hidden, [values, *pairs]),
         "self_attention.linear_proj": (values, [hidden]),
@@ -256,7 +256,7 @@ def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -
         vocabulary=_padded(
             config.data.vocab_size or _VOCABULARY["gpt"], model.make_vocab_size_divisible_by
         ),
-        gated=model.swiglu,
+        gated=model.is_gated,
         biases=model.add_bias_linear,
         norm_biases=model.normalization == "LayerNorm",
         tied=not model.untie_embeddings_and_output_weights,

@@ -1,4 +1,4 @@
-"""Measures the memory that a process may still take: the one answer to that question.
+"""Measures the memory that a process may still take, and describes its node for the planner.
 
 ::
 
@@ -7,8 +7,7 @@
     GPU    what the device has free, which leaves out what other processes and ranks hold there,
            divided by the ranks that share the device; and what this rank's allocator keeps unused
 
-Also describes the node that a process measures on, for the planner. Importing this module does not
-import torch: processes without it ask for the host's part.
+Importing this module does not import torch: processes without it ask for the host's part.
 """
 
 from __future__ import annotations
@@ -143,10 +142,10 @@ def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
         accelerator: the process's device.
         ranks_here: ranks of this node, which share the memory of a host evenly.
     """
-    import torch
-
     process: dict[str, float] = {"context_bytes": process_bytes(accelerator)}
     if accelerator.is_cuda:
+        import torch
+
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
         memory = total_host_bytes() // ranks_here

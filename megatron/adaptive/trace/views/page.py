@@ -4,8 +4,11 @@ The page needs nothing but itself: plotly.js, its own script and the spans are i
 timeline of a row per rank with what every rank waited for, arrows from sends to receives, the step
 as it would be with nobody slower than others, the activation bytes held, a slider over iterations,
 and maps of slow ranks. So that it opens quickly after a run of any size, it holds some iterations
-and replicas of a large one, and merges short spans where there are too many (see ``page_spans``);
-it says what it left out.
+and replicas of a large one, and says what it left out.
+
+Level of detail: where there are too many spans, those shorter than a bin of time are merged, bin by
+bin, into one bar per rank and colour. A bar is as long as what it stands for took together, so sums
+stay true; bars of a bin lie one behind the other from where its first span began.
 """
 
 from __future__ import annotations
@@ -25,23 +28,22 @@ import numpy as np
 
 from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import SetupError, TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
+from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_text
-from megatron.adaptive.trace.table import Ints, TraceTable
-from megatron.adaptive.trace.views.page_spans import (
-    Category,
-    Rows,
-    categories,
-    merged,
-    rows_of,
-    stage_shares,
+from megatron.adaptive.trace.step import stages_of, stages_text
+from megatron.adaptive.trace.table import (
+    KIND,
+    OTHER,
+    REASON,
+    Ints,
+    Messages,
+    TraceTable,
+    match_messages,
 )
-from megatron.adaptive.trace.views.palette import IDLE
-from megatron.adaptive.trace.whatif.graph import IdealStep, ideal_steps
+from megatron.adaptive.trace.views.palette import IDLE, OTHER_COLORS, Category, categories
+from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 300_000
 """Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""
@@ -226,7 +228,7 @@ def _head(
         "all_iterations": figures.iterations.tolist(),
         "step_ms": np.round(step_ns / 1e6, 4).tolist(),
         "bubble": np.round(idle.sum(axis=1) / known, 4).tolist(),
-        **_heat(figures),
+        **_heat(run, figures),
     }
 
 
@@ -234,28 +236,18 @@ MAX_HEAT = 40_000
 """Cells of the map of ranks by steps."""
 
 
-def _heat(figures: RunFigures) -> dict[str, Any]:
-    """Returns work over the usual one, by rank and step, by replica and stage; not for one rank."""
-    work, known = figures.work_ns, figures.num_actions > 0
-    if work.shape[1] < 2 or not known.any():
+def _heat(run: RunTrace, figures: RunFigures) -> dict[str, Any]:
+    """Returns the maps of slow ranks and stages; none for one rank."""
+    if len(figures.ranks) < 2 or not figures.num_actions.any():
         return {}
-    times = np.where(known, work / max(1.0, float(work[known].mean())), np.nan)
-    every = max(1, -(-times.size // MAX_HEAT))
-    shown = times[::every].round(3).T.tolist()
-    columns = sorted(set(figures.pp_rank.tolist()))
-    rows = sorted(set(figures.dp_rank.tolist()))
-    mean = np.nanmean(np.where(known.any(axis=0), times, 0), axis=0)
-    stages = [
-        [
-            round(float(cell.mean()), 3) if len(cell) else None
-            for column in columns
-            for cell in [mean[(figures.dp_rank == row) & (figures.pp_rank == column)]]
-        ]
-        for row in rows
-    ]
-    heat = [[None if value != value else value for value in row] for row in shown]
+    heat = figures.heat(stages_of(run))
+    every = max(1, -(-heat[0].size // MAX_HEAT))
+    ranks, stages = (
+        [[None if value != value else round(value, 3) for value in row] for row in part.tolist()]
+        for part in (heat[0][:, ::every], heat[1])
+    )
     return {
-        "heat": heat,
+        "heat": ranks,
         "heat_steps": figures.iterations[::every].tolist(),
         "heat_ranks": figures.ranks.tolist(),
         "heat_stages": stages,
@@ -321,51 +313,43 @@ def _block(
     }
     if group.is_mean:
         bins = min(480, max(60, MAX_SHARES // (run.num_ranks * num_categories)))
-        columns = _mean_columns(rows, tables, run.num_ranks, num_categories, start_ns, end_ns, bins)
+        # Shares of each bin of time that each stage spent on each category, mean over replicas.
+        of_stage = Rows({**rows.columns, "row": rows.columns["row"] % run.num_ranks}, rows.within)
+        shares = stage_shares(of_stage, run.num_ranks, num_categories, start_ns, end_ns, bins)
+        known = [len(table) > 0 for table in tables]
+        ranks = np.bincount(np.arange(len(tables)) % run.num_ranks, known, run.num_ranks)
+        shares = np.clip(np.rint(shares * 255 / np.maximum(ranks, 1)[:, None, None]), 0, 255)
+        used: Ints = np.flatnonzero(shares.any(axis=(0, 2)))
+        columns = {"share": shares[:, used].reshape(-1).astype(np.int64), "used": used}
         return encode(columns, kind="mean", bins=bins, simulated_ms=0, messages=0, **head)
     present = {trace.header.rank: row for row, trace in enumerate(group.traces) if trace}
     messages = match_messages({rank: tables[row] for rank, row in present.items()})
     actions = sum(int(table.where(*DRAWN_ACTIONS).sum()) for table in tables)
-    ideal = None
+    found = None
     if 0 < actions <= MAX_ACTIONS and len(present) == len(tables):
-        ideal = ideal_steps(run, list(present), [iteration])
+        found = ideal_steps(run, list(present), [iteration])
+    ideal = TraceTable.concat(list((found or {}).values()))
+    first_ns, last_ns = (int(ideal.start_ns.min()), int(ideal.end_ns.max())) if found else (0, 0)
     small = merged(rows, MAX_SPANS // share)
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
     limit = MAX_MESSAGES // share
+    lower = rows_of([(found or {}).get(rank, nothing) for rank in present], run.num_chunks)
+    bars = span_columns(lower, len(tables), first_ns, unit_ns)
     columns = {
         **span_columns(small, len(tables), start_ns, unit_ns),
         **message_columns(messages, present, start_ns, unit_ns, limit),
-        **ideal_columns(ideal, present, len(tables), run.num_chunks, unit_ns),
+        **{f"s_{n}": bars[n] for n in ("offset", "start", "length", "category", "microbatch")},
     }
     return encode(
         columns,
         kind="spans",
         unit_ms=unit_ns / 1e6,
-        simulated_ms=int(ideal.end_ns.max() - ideal.start_ns.min()) / 1e6 if ideal else 0,
+        simulated_ms=(last_ns - first_ns) / 1e6,
         merged_below_ns=small.merged_below_ns,
         messages=len(messages),
         messages_left_out=len(messages) if len(messages) > limit else 0,
         **head,
     )
-
-
-def _mean_columns(
-    rows: Rows,
-    tables: list[TraceTable],
-    num_ranks: int,
-    num_categories: int,
-    start_ns: int,
-    end_ns: int,
-    bins: int,
-) -> dict[str, Ints]:
-    """Shares of each bin of time that each stage spent on each category, mean over replicas."""
-    of_stage = Rows({**rows.columns, "row": rows.columns["row"] % num_ranks}, rows.within)
-    shares = stage_shares(of_stage, num_ranks, num_categories, start_ns, end_ns, bins)
-    known = [len(table) > 0 for table in tables]
-    ranks = np.bincount(np.arange(len(tables)) % num_ranks, known, num_ranks)
-    shares = np.clip(np.rint(shares * 255 / np.maximum(ranks, 1)[:, None, None]), 0, 255)
-    used: Ints = np.flatnonzero(shares.any(axis=(0, 2)))
-    return {"share": shares[:, used].reshape(-1).astype(np.int64), "used": used}
 
 
 def _extent(tables: list[TraceTable], rows: Rows) -> tuple[int, int, int]:
@@ -537,32 +521,6 @@ def message_columns(
     }
 
 
-def ideal_columns(
-    ideal: IdealStep | None, row_of: Mapping[int, int], num_rows: int, num_chunks: int, unit_ns: int
-) -> dict[str, Ints]:
-    """Returns columns of a step in which nobody is slower than others; empty for none.
-
-    Args:
-        ideal: its computes.
-        row_of: rows by global rank.
-        num_rows: how many rows there are.
-        num_chunks: chunks per rank.
-        unit_ns: of all times.
-    """
-    names = ("s_start", "s_length", "s_category", "s_microbatch")
-    if ideal is None:
-        none = np.zeros(0, dtype=np.int64)
-        return {**dict.fromkeys(names, none), "s_offset": np.zeros(num_rows + 1, dtype=np.int64)}
-    row = np.array([row_of[rank] for rank in ideal.rank.tolist()])
-    order = np.lexsort((ideal.start_ns, row))
-    start = (ideal.start_ns - ideal.start_ns.min()) // unit_ns
-    length = (ideal.end_ns - ideal.start_ns.min()) // unit_ns - start
-    category = ideal.kind * num_chunks + ideal.chunk
-    columns = (start, length, category, ideal.microbatch)
-    found = {name: column[order] for name, column in zip(names, columns, strict=True)}
-    return {**found, "s_offset": np.searchsorted(row[order], np.arange(num_rows + 1))}
-
-
 def _type_of(column: Ints) -> str:
     low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
     for name in TYPES[:-1]:
@@ -570,3 +528,172 @@ def _type_of(column: Ints) -> str:
         if limits.min <= low and high <= limits.max:
             return name
     return TYPES[-1]
+
+
+_MERGED = {
+    **dict.fromkeys(("length", "count", "bytes"), np.add),
+    **dict.fromkeys(("in_flight_bytes", "queue_depth"), np.maximum),
+    "start": np.minimum,
+}
+"""Joins columns of merged spans; of the other columns the first value counts."""
+_NOTHING = {"microbatch": -1, "piece": 0, "reason": 0, "peer": -1, "of": -1}
+"""Values of what a bar that stands for several spans does not have."""
+_SPAN_COLUMNS = ("microbatch", "bytes", "in_flight_bytes", "queue_depth", "peer", "piece", "of")
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Bars of the rows of a chart, ordered by row and start; every column is ``[bars]``.
+
+    Attributes:
+        columns: ``row``, ``start`` (ns, absolute), ``length`` (ns), ``category``, ``chunk``,
+            ``count`` (spans it stands for) and others of a table by name.
+        within: the category whose bars lie within others of their row.
+        merged_below_ns: spans shorter than this were merged, 0 for none.
+    """
+
+    columns: dict[str, Ints]
+    within: int
+    merged_below_ns: int = 0
+
+    def __len__(self) -> int:
+        """The number of bars."""
+        return len(self.columns["row"])
+
+
+def rows_of(tables: list[TraceTable], num_chunks: int) -> Rows:
+    """The bars of some ranks' spans; messages and the step as a whole are none.
+
+    Args:
+        tables: spans of one iteration by row.
+        num_chunks: chunks per rank.
+    """
+    rows = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    table = TraceTable.concat(tables)
+    category = _category_of(table, num_chunks)
+    keep = category >= 0
+    rows, table, category = rows[keep], table.take(keep), category[keep]
+    order = np.lexsort((table.start_ns, rows))
+    table = table.take(order)
+    columns = {
+        "row": rows[order],
+        "start": table.start_ns,
+        "length": table.duration_ns,
+        "category": category[order],
+        "chunk": table.chunk.astype(np.int64),
+        "reason": table.reason.astype(np.int64),
+        "count": np.ones(len(table), dtype=np.int64),
+        **{name: getattr(table, name).astype(np.int64) for name in _SPAN_COLUMNS},
+    }
+    return Rows(columns, _first_other(num_chunks) + list(OTHER_COLORS).index("data"))
+
+
+def merged(rows: Rows, budget: int) -> Rows:
+    """Rows with about ``budget`` bars at most, short ones merged."""
+    if len(rows) <= budget:
+        return rows
+    start = rows.columns["start"]
+    extent = int((start + rows.columns["length"]).max() - start.min()) + 1
+    num_rows = int(rows.columns["row"].max()) + 1
+    width = max(1, extent * num_rows * 2 // max(budget, 1))
+    while True:
+        found = _merged_below(rows, min(width, extent))
+        if len(found) <= budget or width >= extent:
+            return found
+        width = width * 3 // 2 + 1
+
+
+def stage_shares(
+    rows: Rows, num_rows: int, num_categories: int, start_ns: int, end_ns: int, bins: int
+) -> Ints:
+    """Returns the share of each bin of time that each row spent on each category.
+
+    Args:
+        rows: the bars; several ranks may share a row, their shares then add up.
+        num_rows: rows of the result.
+        num_categories: categories of the result.
+        start_ns: where the first bin begins.
+        end_ns: where the last one ends.
+        bins: how many there are.
+
+    Returns:
+        ``[rows, categories, bins] float64``, 1 for a rank that did nothing else.
+    """
+    width = max(1.0, (end_ns - start_ns) / bins)
+    begin = np.clip((rows.columns["start"] - start_ns) / width, 0, bins)
+    end = np.clip((rows.columns["start"] + rows.columns["length"] - start_ns) / width, 0, bins)
+    place = (rows.columns["row"] * num_categories + rows.columns["category"]) * (bins + 2)
+    first, last = begin.astype(np.int64), end.astype(np.int64)
+    size = num_rows * num_categories * (bins + 2)
+
+    def added(at: Ints, values: Ints) -> Ints:
+        sums: Ints = np.bincount(place + at, weights=values, minlength=size)
+        return sums
+
+    # Whole bins between the ends by a running sum of +1 and -1, the ends by what they lack.
+    whole = added(first, np.ones(len(first))) - added(last, np.ones(len(last)))
+    parts = added(last, end - last) - added(first, begin - first)
+    shape = (num_rows, num_categories, bins + 2)
+    shares: Ints = whole.reshape(shape).cumsum(axis=2) + parts.reshape(shape)
+    return shares[:, :, :bins]
+
+
+def _category_of(table: TraceTable, num_chunks: int) -> Ints:
+    """``[spans] int64``: places in :func:`categories`, -1 for what is no bar."""
+    waits = len(DRAWN_ACTIONS) * num_chunks
+    others = _first_other(num_chunks)
+    by_kind = np.full(OTHER + 1, -1, dtype=np.int64)
+    for number, kind in enumerate(OTHER_COLORS):
+        by_kind[KIND.get(kind, OTHER)] = others + number
+    by_cause = np.full(len(REASON), waits + len(CAUSES), dtype=np.int64)
+    by_cause[[REASON[cause] for cause in CAUSES]] = waits + np.arange(len(CAUSES))
+    category: Ints = by_kind[table.kind]
+    actions, idle = table.where(*DRAWN_ACTIONS), table.where("wait")
+    chunk = np.clip(table.chunk, 0, num_chunks - 1).astype(np.int64)
+    category[actions] = (table.kind.astype(np.int64) * num_chunks + chunk)[actions]
+    category[idle] = by_cause[table.reason[idle]]
+    return category
+
+
+def _first_other(num_chunks: int) -> int:
+    """The place in :func:`categories` behind actions and waits."""
+    return len(DRAWN_ACTIONS) * num_chunks + len(CAUSES) + 1
+
+
+def _merged_below(rows: Rows, width: int) -> Rows:
+    """Spans shorter than a bin of ``width`` ns merged."""
+    columns = rows.columns
+    is_short = (columns["length"] < width) & (columns["length"] >= 0)
+    bins = (columns["start"] - columns["start"].min()) // width
+    place_of = (columns["row"] * (int(bins.max()) + 1) + bins)[is_short]
+    short = {name: column[is_short] for name, column in columns.items()}
+    order = np.lexsort((short["category"], place_of))
+    short = {name: column[order] for name, column in short.items()}
+    is_new = (np.diff(place_of[order], prepend=-1) != 0) | (
+        np.diff(short["category"], prepend=-1) != 0
+    )
+    heads = np.flatnonzero(is_new)
+    new = {
+        name: _MERGED[name].reduceat(column, heads) if name in _MERGED else column[heads]
+        for name, column in short.items()
+    }
+    alone = new["count"] == 1
+    for name, nothing in _NOTHING.items():
+        new[name] = np.where(alone, new[name], nothing)
+    _pack(new, 2 * place_of[order][heads] + (new["category"] == rows.within))
+    both = {name: np.concatenate([columns[name][~is_short], new[name]]) for name in columns}
+    order = np.lexsort((both["start"], both["row"]))
+    return Rows({name: column[order] for name, column in both.items()}, rows.within, width)
+
+
+def _pack(columns: dict[str, Ints], bin_of: Ints) -> None:
+    """Lay the bars of each bin one behind the other, from the start of the first."""
+    order = np.lexsort((columns["start"], bin_of))
+    start, length, bins = columns["start"][order], columns["length"][order], bin_of[order]
+    heads = np.flatnonzero(np.diff(bins, prepend=-1))
+    sizes = np.diff(np.append(heads, len(bins)))
+    before = np.cumsum(length) - length
+    packed = np.repeat(start[heads] - before[heads], sizes) + before
+    moved = np.empty_like(packed)
+    moved[order] = packed
+    columns["start"] = moved
