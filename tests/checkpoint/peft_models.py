@@ -24,6 +24,7 @@ RANK, ALPHA, MICROBATCHES, STEPS = 3, 7, 8, 3
 MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", "all-linear"),
     "qwen3": ("qwen3", ["q_proj", "v_proj", "up_proj"]),
+    "gemma3_text": ("gemma3_text", ["q_proj", "o_proj", "down_proj"]),
     "gpt2": ("gpt2", ["c_attn", "c_proj", "c_fc"]),
     "gpt_neox": ("gpt_neox", ["query_key_value", "dense_4h_to_h"]),
     "phi3": ("phi3", ["qkv_proj", "gate_up_proj", "down_proj"]),

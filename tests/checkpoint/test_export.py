@@ -18,15 +18,16 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.safetensors import SINGLE
 from megatron.adaptive.checkpoint.shards import CheckpointReader
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
-from megatron.adaptive.config.hugging_face import ADAPTER_CONFIG
-from megatron.adaptive.errors import CheckpointError
+from megatron.adaptive.config.adapters import ADAPTER_CONFIG, adapter_arguments
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.lora import MARK
 
 from ..multiprocess.launch import run_ranks, tail
 
 WORKER = Path(__file__).parents[1] / "multiprocess" / "lora_worker.py"
 LOSSES, GRADIENTS = 1e-5, 1e-4
-MODELS = ("llama", "qwen3", "gpt2", "gpt_neox", "phi3", "qwen3_moe", "deepseek_v3")
+MODELS = ("llama", "gemma3_text", "qwen3", "gpt2", "gpt_neox", "phi3", "qwen3_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_two_ranks_train_as_peft_does(models: Path) -> None:
         ("llama", f"{_TENSOR} --sequence-parallel"),
         ("gpt2", _TENSOR),
         ("phi3", f"{_TENSOR} --sequence-parallel"),
-        ("deepseek_v3", f"{_TENSOR} --sequence-parallel"),
+        ("deepseek_v3", f"{_PIPELINE} zb-h1"),
         ("llama", "--use-distributed-optimizer"),
         ("llama", "--context-parallel-size 2"),
     ]
@@ -189,3 +190,63 @@ def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     changed = {key for key, one in before.items() if not torch.equal(one, after[key])}
     assert changed == {key for key in before if "proj" in key}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--lora-targets q_prj",
+            "--lora-targets q_prj: .* the nearest is q_proj, and there are q_",
+        ),
+        ("--lora-targets lm_head", "lm_head: layers of this architecture have no such linear"),
+        ("--lora-rank 0", "--lora-rank: 0 is too small, give at least 1"),
+        ("--lora-rank -2", "--lora-rank: -2 is too small"),
+        ("--lora-dropout 1", "--lora-dropout: 1.0 is too large"),
+        ("--num-experts 4", "experts have no adapters here; name .*: q_proj,k_proj,v_proj,o_proj$"),
+        (
+            "--mtp-num-layers 1 --position-embedding-type rope",
+            "--lora-rank 4 with --mtp-num-layers 1: such layers have no",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(flags: str, words: str) -> None:
+    model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 12"
+    model += " --seq-length 12 --vocab-size 90 --swiglu --micro-batch-size 1 --train-iters 1"
+    given = f"{model} --lr 1e-3 --mock-data --lora-rank 4 {flags}".split()
+    with pytest.raises(ConfigError, match=words) as info:
+        parse(given, world_size=1, last_wins=True)
+    assert "\n" not in str(info.value)
+    without = given[: given.index("--lora-rank")]
+    with pytest.raises(ConfigError, match="--lora-rank is missing, which other flags of adapters"):
+        parse([*without, "--lora-alpha", "2"], world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"use_dora": True}, "use_dora True asks for what adapters lack here"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* asks for what adapters lack"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' asks for"),
+        ({"something_new": 3}, "something_new 3 asks for"),
+        ({"peft_type": "IA3"}, "its peft_type is not LORA"),
+        ({"target_modules": ".*proj"}, "target_modules '.*proj' is no list of names"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(
+    keys: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **keys}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=words):
+        adapter_arguments(tmp_path)
+
+
+@pytest.mark.multiprocess
+def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    words = f"--load-hf {models / 'qwen3'} --load-lora {models / 'llama' / 'adapters'} {_RUN}"
+    words += " --lora-targets q_proj,v_proj --train-iters 2 --lr 1e-3"
+    command = ["-m", "megatron.adaptive", "pretrain-gpt", *words.split()]
+    assert run_ranks(command, world_size=1, log=log, limit_s=120.0) == 2
+    assert re.search(r"error: .*of .*lora_A.weight the shape is \[.*\] there and", log.read_text())

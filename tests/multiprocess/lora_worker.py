@@ -70,6 +70,11 @@ def shards_of_gradients(run: Run) -> dict[tuple[str, tuple[int, ...]], torch.Ten
     return found
 
 
+def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) -> None:
+    """Checks that nothing asks for gradients before the first adapter."""
+    assert not output.requires_grad
+
+
 def joined(run: Run, parts: list[Any], model_type: str) -> dict[str, torch.Tensor]:
     """Puts gradients of all ranks together under PEFT's names."""
     config = run.job.config
@@ -102,6 +107,9 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
     job = meshes.join(config)
     run = build_run(job)
     Checkpoints(run).load()
+    for model_part in map(unwrap_model, run.chunks):
+        if model_part.pre_process and config.recompute.recompute_granularity is None:
+            model_part.embedding.register_forward_hook(is_where_a_backward_ends)
     replicas, replica = (
         parallel_state.get_data_parallel_world_size(),
         parallel_state.get_data_parallel_rank(),

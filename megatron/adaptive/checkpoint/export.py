@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from megatron.adaptive.checkpoint import state
-from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest, write_files
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, write_files
 from megatron.adaptive.checkpoint.hugging_face import (
     CORE_MEANINGS,
     EMBEDDING,
@@ -46,16 +46,14 @@ from megatron.adaptive.checkpoint.safetensors import (
     write_folder,
 )
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
-from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.hugging_face import (
+from megatron.adaptive.config.adapters import (
     ADAPTER_CONFIG,
-    CONFIG,
     adapted_parts,
     adapter_arguments,
     linear_names,
-    load_config,
 )
-from megatron.adaptive.config.optimizer import LoraConfig
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.hugging_face import CONFIG, load_config
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.gpt.lora import MARK
@@ -71,35 +69,33 @@ _PREFIX = "base_model.model."
 
 
 class Exported(NamedTuple):
-    """A checkpoint of ours that becomes a folder of theirs.
+    """An open checkpoint of ours that becomes a folder of theirs.
 
     Attributes:
-        path, manifest: of the checkpoint.
+        path: of the checkpoint.
+        reader: of its tensors.
         config: its settings; ``vocab_size`` counts the rows of theirs.
         like: folder of theirs with configuration and tokenizer.
         document: the configuration.
         tensors: of ours, by name.
-        copies: names of theirs that repeat another.
     """
 
     path: Path
-    manifest: Manifest
+    reader: CheckpointReader
     config: TrainerConfig
     like: Path
     document: Mapping[str, Any]
     tensors: Mapping[str, OurTensor]
-    copies: Mapping[str, str]
-
-    def reader(self) -> CheckpointReader:
-        """Opens the checkpoint, for ``with``."""
-        return CheckpointReader(self.path, self.path, self.manifest.files, self.manifest.blocks)
 
 
-def find_exported(checkpoints: Path, step: int | None, like: Path | None) -> Exported:
-    """Finds a checkpoint and the configuration of its model; see :func:`export_folder`.
+@contextlib.contextmanager
+def _exported(
+    checkpoints: Path, step: int | None, like: Path | None, output: Path, files: Sequence[str]
+) -> Iterator[Exported]:
+    """Opens a checkpoint, and makes the folder, which must have none of ``files``, within.
 
     Raises:
-        AdaptiveError: there is none, or it is of another model than the configuration.
+        AdaptiveError: see :func:`export_folder`.
     """
     found = CheckpointFolder(checkpoints)
     step = found.latest() if step is None else step
@@ -116,14 +112,20 @@ def find_exported(checkpoints: Path, step: int | None, like: Path | None) -> Exp
         )
     document, words = load_config(like)
     require_same(config, words, f"{like / CONFIG}", path)
+    if any((output / name).exists() for name in files):
+        raise CheckpointError(f"{output} holds a model already: name another --output")
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, vocab_size=rows_of(words)),
         checkpoint=dataclasses.replace(config.checkpoint, load_hf=str(like)),
     )
-    family = str(document["model_type"])
-    copies = copies_of(config, family)
-    return Exported(path, manifest, config, like, document, our_tensors(config, family), copies)
+    tensors = our_tensors(config, str(document["model_type"]))
+    with CheckpointReader(path, path, manifest.files, manifest.blocks) as reader:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            yield Exported(path, reader, config, like, document, tensors)
+        except OSError as error:
+            raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
 
 
 class TheirTensors:
@@ -162,7 +164,7 @@ class TheirTensors:
             if "layers" in copied:  # a head that is the embedding is not written
                 self._holders[copied], self.about[copied] = self._holders[name], self.about[name]
 
-    def read(self, name: str) -> torch.Tensor:
+    def read_theirs(self, name: str) -> torch.Tensor:
         """Returns a tensor of theirs."""
         kind, shape = self.about[name]
         target = torch.empty(shape, dtype=kind)
@@ -195,47 +197,39 @@ def export_folder(
         AdaptiveError: the checkpoint is of another model than the configuration, or damaged; or
             the output cannot be written.
     """
-    found = find_exported(checkpoints, step, like)
-    if found.config.lora.is_on:
-        raise CheckpointError(
-            f"{found.path} holds adapters: write them with --lora, or the model with --merge-lora"
-        )
-    with found.reader() as reader:
-        theirs = TheirTensors(reader, found.tensors, found.copies)
-        kind = found.document["model_type"]
-        known = found.tensors
-        if more := [name for name in reader.tensors if _is_weight(name) and name not in known]:
+    with _exported(checkpoints, step, like, output, (CONFIG, SINGLE, INDEX)) as found:
+        if found.config.lora.is_on:
             raise CheckpointError(
-                f"{found.path} has {more[0]}, which models of type {kind} have no place for: export"
-                " a run without it"
+                f"{found.path} holds adapters: write them with --lora, or the model with "
+                "--merge-lora"
             )
-        write_model(found, output, theirs.about, theirs.read, shard_bytes)
+        theirs, known = _whole(found), found.tensors
+        if more := [one for one in found.reader.tensors if _is_weight(one) and one not in known]:
+            raise CheckpointError(
+                f"{found.path} has {more[0]}, which models of type {found.document['model_type']}"
+                " have no place for: export a run without it"
+            )
+        _write_model(found, output, theirs.about, theirs.read_theirs, shard_bytes)
 
 
-def write_model(
+def _whole(found: Exported) -> TheirTensors:
+    copies = copies_of(found.config, str(found.document["model_type"]))
+    return TheirTensors(found.reader, found.tensors, copies)
+
+
+def _write_model(
     found: Exported,
     output: Path,
     about: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     read: Callable[[str], torch.Tensor],
     shard_bytes: int,
 ) -> None:
-    """Writes weights, configuration and tokenizer; see :func:`write_folder`.
-
-    Raises:
-        CheckpointError: there is a model already, or the folder cannot be written.
-    """
-    if any((output / name).exists() for name in (CONFIG, SINGLE, INDEX)):
-        raise CheckpointError(f"{output} holds a model already: name another --output")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        write_folder(output, about, read, shard_bytes=shard_bytes)
-        dtype = str(next(iter(about.values()))[0]).removeprefix("torch.")
-        write_files(output, {CONFIG: _config_of(found.like / CONFIG, found.document, dtype)})
-        for name in _BESIDE:
-            if (found.like / name).is_file():
-                shutil.copyfile(found.like / name, output / name)
-    except OSError as error:
-        raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
+    write_folder(output, about, read, shard_bytes=shard_bytes)
+    dtype = str(next(iter(about.values()))[0]).removeprefix("torch.")
+    write_files(output, {CONFIG: _config_of(found.like / CONFIG, found.document, dtype)})
+    for name in _BESIDE:
+        if (found.like / name).is_file():
+            shutil.copyfile(found.like / name, output / name)
 
 
 def _is_weight(name: str) -> bool:
@@ -311,40 +305,31 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
         AdaptiveError: they are of another model, of other targets or of another rank.
     """
     base = config.checkpoint.load_hf
-    family = "llama" if base is None else str(load_config(Path(base))[0]["model_type"])
-    if base is None and config.core.multi_latent_attention:
-        family = "deepseek_v3"
+    family = "deepseek_v3" if config.core.multi_latent_attention else "llama"
+    family = family if base is None else str(load_config(Path(base))[0]["model_type"])
     ours = adapter_tensors(config, our_tensors(config, family))
-    if not (folder / ADAPTERS).is_file():
+    file = folder / ADAPTERS
+    if not file.is_file():
         raise CheckpointError(f"{folder} has no {ADAPTERS}: name a folder that PEFT wrote")
     weights = state.sharded_model(chunks, state.METADATA)
     apply_factories(weights)
     with TensorFolder(folder, ADAPTERS) as theirs:
         expected = their_shapes(ours)
-        for name, shape in expected.items():
-            if name not in theirs.tensors:
+        for name in sorted(expected.keys() | theirs.tensors.keys()):
+            there = theirs.tensors[name].shape if name in theirs.tensors else None
+            if there != (wanted := expected.get(name)):
+                has, asked = (list(shape) if shape else "none" for shape in (there, wanted))
                 raise CheckpointError(
-                    f"{folder / ADAPTERS} has no {name}, which --lora-targets"
-                    f" {config.lora.lora_targets} asks for: it is of another model or other targets"
+                    f"{file}: of {name} the shape is {has} there and {asked} in this model with"
+                    f" --lora-rank {config.lora.lora_rank} and --lora-targets"
+                    f" {config.lora.lora_targets}: leave these out, or it is of another model"
                 )
-            if (there := theirs.tensors[name].shape) != shape:
-                raise CheckpointError(
-                    f"{folder / ADAPTERS} has {name} with shape {list(there)}, and this model and"
-                    f" rank have {list(shape)}: it is of another model or rank"
-                )
-        if more := sorted(theirs.tensors.keys() - expected.keys()):
-            raise CheckpointError(
-                f"{folder / ADAPTERS} has {more[0]}, which --lora-targets"
-                f" {config.lora.lora_targets} does not name: leave the flag out"
-            )
         with torch.no_grad():
             for shard in nested_values(weights):
-                if not isinstance(shard, ShardedTensor) or MARK not in shard.key:
-                    continue
-                for rows, row, column, region in meet(
-                    ours[shard.key], shard.global_offset, shard.data
-                ):
-                    theirs.read(rows.name, row, column, region)
+                if isinstance(shard, ShardedTensor) and MARK in shard.key:
+                    place = (ours[shard.key], shard.global_offset, shard.data)
+                    for rows, row, column, region in meet(*place):
+                        theirs.read(rows.name, row, column, region)
 
 
 def export_adapters(checkpoints: Path, step: int | None, like: Path | None, output: Path) -> None:
@@ -352,18 +337,10 @@ def export_adapters(checkpoints: Path, step: int | None, like: Path | None, outp
 
     Those that were loaded keep their ``adapter_config.json`` as it was.
     """
-    found = find_exported(checkpoints, step, like)
-    if any((output / name).exists() for name in (ADAPTER_CONFIG, ADAPTERS)):
-        raise CheckpointError(f"{output} holds adapters already: name another --output")
-    with found.reader() as reader:
-        theirs = _adapters_of(found, reader)
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-            everything = 1 << 62
-            write_folder(output, theirs.about, theirs.read, shard_bytes=everything, single=ADAPTERS)
-            write_files(output, {ADAPTER_CONFIG: _adapter_config(found)})
-        except OSError as error:
-            raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
+    with _exported(checkpoints, step, like, output, (ADAPTER_CONFIG, ADAPTERS)) as found:
+        theirs, size = _adapters_of(found), 1 << 62
+        write_folder(output, theirs.about, theirs.read_theirs, shard_bytes=size, single=ADAPTERS)
+        write_files(output, {ADAPTER_CONFIG: _adapter_config(found)})
 
 
 def export_merged(
@@ -373,31 +350,26 @@ def export_merged(
 
     Weights that the checkpoint does not hold are those of ``like``.
     """
-    found = find_exported(checkpoints, step, like)
-    turned = {one.name for our in found.tensors.values() for one in our.rows if one.turned}
-    with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(found.reader())
-        adapters = _adapters_of(found, reader)
-        if EMBEDDING in reader.tensors:
-            whole = TheirTensors(reader, found.tensors, found.copies)
-            about, read_base = whole.about, whole.read
-        else:
-            base = stack.enter_context(HuggingFaceReader(found.like, found.config))
-            about, read_base = base.about, base.read_theirs
+    with _exported(checkpoints, step, like, output, (CONFIG, SINGLE, INDEX)) as found:
+        turned = {one.name for our in found.tensors.values() for one in our.rows if one.turned}
+        adapters, is_whole = _adapters_of(found), EMBEDDING in found.reader.tensors
+        base = _whole(found) if is_whole else HuggingFaceReader(found.like, found.config)
 
         def read(name: str) -> torch.Tensor:
-            weight, module = read_base(name), f"{_PREFIX}{name.removesuffix('.weight')}"
+            weight, module = base.read_theirs(name), f"{_PREFIX}{name.removesuffix('.weight')}"
             if f"{module}.lora_A.weight" not in adapters.about:
                 return weight
-            first, second = (adapters.read(f"{module}.lora_{one}.weight").float() for one in "AB")
+            first, second = (
+                adapters.read_theirs(f"{module}.lora_{one}.weight").float() for one in "AB"
+            )
             change = found.config.lora.scale * (second @ first)
             change = change.t() if name in turned else change
             return (weight.float() + change).to(weight.dtype)
 
-        write_model(found, output, about, read, shard_bytes)
+        _write_model(found, output, base.about, read, shard_bytes)
 
 
-def _adapters_of(found: Exported, reader: CheckpointReader) -> TheirTensors:
+def _adapters_of(found: Exported) -> TheirTensors:
     """Returns the adapters that a checkpoint holds.
 
     Raises:
@@ -407,44 +379,39 @@ def _adapters_of(found: Exported, reader: CheckpointReader) -> TheirTensors:
         raise CheckpointError(f"{found.path} holds no adapters: leave --lora and --merge-lora out")
     ours = adapter_tensors(found.config, found.tensors)
     for name, our in ours.items():
-        saved = reader.tensors.get(name)
+        saved = found.reader.tensors.get(name)
         if saved is not None and list(saved.size) != our.shape:
             raise CheckpointError(
                 f"{found.path} has {name} with shape {list(saved.size)}, and layers of {found.like}"
                 f" have {our.shape}: train adapters with --load-hf, for the names that they have"
             )
-    return TheirTensors(reader, ours)
+    return TheirTensors(found.reader, ours, {})
 
 
 def _adapter_config(found: Exported) -> bytes:
     """Returns the file that adapters came with, or one like those of PEFT."""
     lora = found.config.lora
-    if lora.load_lora is not None and (Path(lora.load_lora) / ADAPTER_CONFIG).is_file():
-        words = adapter_arguments(Path(lora.load_lora))
-        given = LoraConfig(
-            lora_rank=int(words[1]),
-            lora_alpha=float(words[3]),
-            lora_dropout=float(words[5]),
-            lora_targets=words[7],
-            load_lora=lora.load_lora,
-        )
-        if given == lora:
-            return (Path(lora.load_lora) / ADAPTER_CONFIG).read_bytes()
-    targets = lora.lora_targets.split(",")
-    if targets == ["all-linear"]:
-        names = (name for theirs in linear_names(found.config).values() for name in theirs)
-        targets = sorted({name.rpartition(".")[2] for name in names})
-    alpha = lora.lora_alpha or lora.lora_rank or 0
+    given = None if lora.load_lora is None else Path(lora.load_lora)
+    if given is not None and (given / ADAPTER_CONFIG).is_file():
+        rank, alpha, dropout, targets = adapter_arguments(given)[1::2]
+        numbers = (int(rank), float(alpha), float(dropout))
+        if (*numbers, targets) == tuple(dataclasses.asdict(lora).values())[:4]:
+            return (given / ADAPTER_CONFIG).read_bytes()
+    names = lora.lora_targets.split(",")
+    if names == ["all-linear"]:
+        theirs = linear_names(found.config).values()
+        names = sorted({name.rpartition(".")[2] for one in theirs for name in one})
+    scaled = lora.lora_alpha or lora.lora_rank or 0
     document = {
         "base_model_name_or_path": str(found.like),
         "bias": "none",
         "fan_in_fan_out": any(one.turned for our in found.tensors.values() for one in our.rows),
         "inference_mode": True,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": int(scaled) if scaled == int(scaled) else scaled,
         "lora_dropout": lora.lora_dropout,
         "peft_type": "LORA",
         "r": lora.lora_rank,
-        "target_modules": targets,
+        "target_modules": names,
         "task_type": "CAUSAL_LM",
     }
     return json.dumps(document, indent=2, sort_keys=True).encode()

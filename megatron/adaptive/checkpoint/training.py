@@ -357,8 +357,7 @@ class Checkpoints:
             has_base = EMBEDDING in reader.tensors
             if not has_base and self._settings.load_hf is None:
                 raise CheckpointError(
-                    f"--load {path} holds adapters alone: give the model that they are beside as "
-                    "--load-hf"
+                    f"--load {path} holds adapters alone: give their model as --load-hf"
                 )
             has_all = has_adapters and has_base
             weights = _only(weights, adapters=has_adapters, base=has_base)

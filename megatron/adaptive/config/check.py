@@ -11,9 +11,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from megatron.adaptive.config.adapters import adapted_parts, linear_names
 from megatron.adaptive.config.check_model import Given, Rules, model_rules
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.hugging_face import adapted_parts, linear_names
 from megatron.adaptive.config.layers import layer_rules
 from megatron.adaptive.config.optimizer import LoraConfig
 from megatron.adaptive.config.schedule import (
@@ -560,25 +560,17 @@ def _adapters(config: TrainerConfig, given: Given) -> Rules:
         return
     for what, is_given in (
         (given.mtp_num_layers, config.model.mtp_num_layers is not None),
-        (
-            "--heterogeneous-layers-config-path",
-            bool(core.heterogeneous_layers_config_encoded_json),
-        ),
-        (
-            "--overlap-moe-expert-parallel-comm",
-            config.schedule.overlap_moe_expert_parallel_comm,
-        ),
+        ("--heterogeneous-layers-config-path", core.heterogeneous_layers_config_encoded_json),
+        ("--overlap-moe-expert-parallel-comm", config.schedule.overlap_moe_expert_parallel_comm),
     ):
-        yield (
-            is_given,
-            f"{given.lora_rank} with {what}: such layers have no adapters; drop one of them",
-        )
-    parts = adapted_parts(config)
-    others = [name for name in parts if name.startswith("mlp.")]
-    attention = [name for name in linear_names(config).items() if "mlp." not in name[0]]
-    short = ",".join(name.rpartition(".")[2] for _, theirs in attention for name in theirs)
+        yield is_given, f"{given.lora_rank} with {what}: such layers have no adapters; drop one"
+    short = ",".join(
+        name.rpartition(".")[2]
+        for ours, theirs in linear_names(config).items()
+        for name in theirs * ours.startswith("self_attention.")
+    )
     yield (
-        core.num_moe_experts is not None and others,
+        "mlp" in " ".join(adapted_parts(config)) and core.num_moe_experts is not None,
         f"{given.lora_targets} with {given.num_moe_experts}: experts have no adapters here; name "
         f"linear layers of attention: {short}",
     )

@@ -1,4 +1,4 @@
-"""Reads ``config.json`` of Hugging Face, and PEFT's of adapters, as arguments of the trainer.
+"""Reads ``config.json`` of Hugging Face as arguments of the trainer.
 
 A table of families says what a model is by its ``model_type``; a table of keys says which argument
 each number is, and :data:`NAMES` what modules are called there. Owns what keys mean, for the
@@ -16,15 +16,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.adaptive.config.flags import FieldSpec
 from megatron.adaptive.config.outside import read_json
-from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
-ADAPTER_CONFIG = "adapter_config.json"
 
 _LONGEST_HEADER = 100_000_000  # the limit of the format of weights
 _LONGEST = 4096
@@ -324,126 +321,6 @@ def _holds(folder: Path, layer: int) -> bool:
     except OSError:
         return False
     return f'"model.layers.{layer}.'.encode() in text
-
-
-def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[str]:
-    """Adds the arguments of the model that ``--load-hf`` names, where a command line lacks them.
-
-    Likewise those of the adapters that ``--load-lora`` names.
-
-    Args:
-        argv: a command line of the trainer.
-        specs: all flags by field.
-
-    Raises:
-        ConfigError: see :func:`load_config` and :func:`adapter_arguments`.
-    """
-    dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
-    given = {dest_of.get(word.split("=", 1)[0]) for word in argv}
-    added: list[str] = []
-    for flag in (LOAD_FLAG, "--load-lora"):
-        places = [at for at, word in enumerate(argv) if word.split("=", 1)[0] == flag]
-        if not places or (not argv[places[-1] :][1:] and "=" not in argv[places[-1]]):
-            continue
-        _, equals, text = argv[places[-1]].partition("=")
-        folder = Path(text if equals else argv[places[-1] + 1])
-        words = load_config(folder)[1] if flag == LOAD_FLAG else adapter_arguments(folder)
-        starts = [at for at, word in enumerate(words) if word.startswith("--")]
-        for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-            if dest_of[words[start]] not in given:
-                added += words[start:end]
-    return [*argv, *added]
-
-
-def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
-    """Returns the names of a layer's linear layers in ``transformers``, by ours.
-
-    A linear layer of ours is one of theirs, or several one under the other. Without ``--load-hf``
-    names are Llama's, with latent attention those of DeepSeek.
-    """
-    folder, latent = config.checkpoint.load_hf, config.core.multi_latent_attention
-    kind = "deepseek_v3" if latent else "llama"
-    if folder is not None:
-        kind = load_config(Path(folder))[0]["model_type"]
-    absent = ("q_proj",) if config.core.q_lora_rank is not None else ("q_down_proj", "q_up_proj")
-    names = {
-        ours: theirs
-        for ours, theirs in NAMES[kind].inside.items()
-        if ".linear_" in ours
-        and "expert" not in ours
-        and ours not in [f"self_attention.linear_{one}" for one in absent]
-    }
-    if not config.model.is_gated:
-        names["mlp.linear_fc1"] = names["mlp.linear_fc1"][-1:]
-    return names
-
-
-def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
-    """Returns which of those that each linear layer of ours is made of get an adapter.
-
-    Layers without any are left out.
-
-    Raises:
-        ConfigError: a target is no linear layer of this architecture.
-    """
-    targets = config.lora.lora_targets.replace(",", " ").split()
-    names = linear_names(config)
-    known = [name for theirs in names.values() for name in theirs]
-
-    def is_meant(name: str, target: str) -> bool:
-        return target == "all-linear" or f".{name}".endswith(f".{target}")
-
-    for target in targets:
-        if not any(is_meant(name, target) for name in known):
-            short = [name.rpartition(".")[2] for name in known]
-            (nearest,) = difflib.get_close_matches(target, short, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"--lora-targets {target}: layers of this architecture have no such linear layer;"
-                f" the nearest is {nearest}, and there are {', '.join(dict.fromkeys(short))}"
-            )
-    parts = {
-        ours: tuple(any(is_meant(name, target) for target in targets) for name in theirs)
-        for ours, theirs in names.items()
-    }
-    return {ours: marks for ours, marks in parts.items() if any(marks)}
-
-
-# Keys of PEFT's file that say nothing about what adapters compute, whatever they hold.
-_IDLE_OF_ADAPTERS = frozenset(
-    """
-    peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision
-    inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
-    """.split()
-)
-_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # that leave the model as it is
-
-
-def adapter_arguments(folder: Path) -> list[str]:
-    """Returns the trainer's arguments for adapters of PEFT.
-
-    Raises:
-        ConfigError: the folder has none, or they are of a kind that is not trained here.
-    """
-    path = folder / ADAPTER_CONFIG
-    document = read_json(path, "name a folder that save_pretrained of PEFT wrote")
-    if not isinstance(document, dict) or document.get("peft_type") != "LORA":
-        kind = document.get("peft_type") if isinstance(document, dict) else None
-        raise ConfigError(f"{path}: peft_type is {kind!r}, and LORA alone is read")
-    for key, value in document.items():
-        plain = _PLAIN_STARTS if key == "init_lora_weights" else (None, False, "none", [], {})
-        if key not in _IDLE_OF_ADAPTERS and value not in plain:
-            raise ConfigError(
-                f"{path}: {key} {value!r} asks for what adapters lack here: train them without it"
-            )
-    targets, rank = document.get("target_modules"), document.get("r")
-    if not isinstance(targets, list) and targets != "all-linear":
-        raise ConfigError(
-            f"{path}: target_modules is {targets!r}: it must be a list of names, not a pattern"
-        )
-    names = [targets] if isinstance(targets, str) else sorted(map(str, targets))
-    words = ["--lora-rank", str(rank), "--lora-alpha", str(document.get("lora_alpha", rank))]
-    words += ["--lora-dropout", str(document.get("lora_dropout", 0.0))]
-    return [*words, "--lora-targets", ",".join(names)]
 
 
 def _refuse(

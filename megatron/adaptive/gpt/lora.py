@@ -39,7 +39,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron.adaptive.config.hugging_face import adapted_parts
+from megatron.adaptive.config.adapters import adapted_parts
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
@@ -47,6 +47,13 @@ from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defe
 MARK = ".lora."
 """Is part of the names of adapters in checkpoints, and of no others."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
+# What goes between both matrices, by whether the layer is row-parallel and sequences are split.
+_JOINS = {
+    (False, False): copy_to_tensor_model_parallel_region,
+    (False, True): gather_from_sequence_parallel_region,
+    (True, False): reduce_from_tensor_model_parallel_region,
+    (True, True): reduce_scatter_to_sequence_parallel_region,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +111,18 @@ class Adapter(Deferring, torch.nn.Module):
         rank, ranks = lora.lora_rank or 0, parallel.tensor_model_parallel_size
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         out, width = layer.weight.shape
-        is_row = name.endswith(_ROW_PARALLEL)
         self.scale, self.dropout = lora.scale, lora.lora_dropout
-        self.is_row, self.is_split = is_row, parallel.sequence_parallel
-        gates = config.model.is_gated
-        self.is_gated = name.endswith("fc1") and gates
+        self.is_row = is_row = name.endswith(_ROW_PARALLEL)
+        self.is_split = parallel.sequence_parallel
+        self.is_gated = name.endswith("fc1") and config.model.is_gated
         whole = width * ranks if is_row else width
         first = []
         for part in (part for part, has in enumerate(marks) if has):
             digest = hashlib.sha256(f"{config.run.seed} {number} {name} {part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             # Kaiming's bound with the slope that PEFT and torch take for linear layers.
-            matrix = torch.empty(rank, whole).uniform_(
-                -(whole**-0.5), whole**-0.5, generator=generator
-            )
+            bound = whole**-0.5
+            matrix = torch.empty(rank, whole).uniform_(-bound, bound, generator=generator)
             first.append(matrix.chunk(ranks, dim=1)[tp_rank] if is_row else matrix)
         like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         self.a = torch.nn.Parameter(torch.cat(first).to(**like))
@@ -127,11 +132,11 @@ class Adapter(Deferring, torch.nn.Module):
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
             # Of a part of the sequence; megatron-core adds up what all ranks have.
             weight.sequence_parallel = self.is_split and not is_divided  # type: ignore[attr-defined]
-        own = None
+        places = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
+        parts = places.expand(out)
         if len(marks) > 1:
-            places = [sum(marks[:part]) if has else -1 for part, has in enumerate(marks)]
-            parts = torch.tensor(places)[_parts_of_rows(config, out, ranks, tp_rank, self.is_gated)]
-            own = (parts[:, None] == torch.arange(sum(marks))).to(**like)
+            parts = places[_parts_of_rows(config, out, ranks, tp_rank, self.is_gated)]
+        own = (parts[:, None] == torch.arange(sum(marks))).to(**like)
         self.register_buffer("own", own, persistent=False)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -143,22 +148,10 @@ class Adapter(Deferring, torch.nn.Module):
             with get_cuda_rng_tracker().fork() if apart else contextlib.nullcontext():
                 given = F.dropout(given, self.dropout)
         middle = self._product(LinearCall(self.a, None), given) * self.scale
-        if self.is_row:
-            join = (
-                reduce_scatter_to_sequence_parallel_region
-                if self.is_split
-                else reduce_from_tensor_model_parallel_region
-            )
-        else:
-            join = (
-                gather_from_sequence_parallel_region
-                if self.is_split
-                else copy_to_tensor_model_parallel_region
-            )
+        join: Any = _JOINS[self.is_row, self.is_split]
         middle = join(middle, group=group)
         own: Any = self.own
-        second = LinearCall(self.b, None) if own is None else PartsCall(self.b, own)
-        return self._product(second, middle)
+        return self._product(PartsCall(self.b, own), middle)
 
     def _product(self, call: LayerCall, given: torch.Tensor) -> torch.Tensor:
         store = self.weight_gradient_store
@@ -228,10 +221,12 @@ def _adapted(layer: type) -> type:
     return type(f"Adapted{layer.__name__}", (_Adapted, layer), {})
 
 
-def freeze(model: Any, config: TrainerConfig) -> None:
-    """Freezes a stage of a model and gives its linear layers adapters."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+def freeze(model: Any, config: TrainerConfig) -> Any:
+    """Freezes a stage of a model and gives its linear layers adapters, if they are trained."""
+    if not config.lora.is_on:
+        return model
+    model.requires_grad_(False)
+    model.config.moe_router_bias_update_rate = 0.0
     for layer in model.decoder.layers:
         freeze_layer(layer, config)
     if config.recompute.recompute_granularity is not None and model.pre_process:
@@ -239,13 +234,16 @@ def freeze(model: Any, config: TrainerConfig) -> None:
         model.embedding.register_forward_hook(
             lambda module, given, output: output.requires_grad_(torch.is_grad_enabled())
         )
+    return model
 
 
-def freeze_layer(layer: Any, config: TrainerConfig) -> None:
-    """Freezes a transformer layer and gives its linear layers adapters."""
-    for parameter in layer.parameters():
-        parameter.requires_grad_(False)
+def freeze_layer(layer: Any, config: TrainerConfig) -> Any:
+    """Does the same to a transformer layer."""
+    if not config.lora.is_on:
+        return layer
+    layer.requires_grad_(False)
     for name, marks in adapted_parts(config).items():
         linear = layer.get_submodule(name)
         linear.lora = Adapter(linear, name, marks, config, layer.layer_number)
-        linear.__class__ = _adapted(type(linear))  # type: ignore[arg-type]
+        linear.__class__ = _adapted(type(linear))
+    return layer

@@ -280,8 +280,6 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
-    if config.lora.is_on:
-        settings["moe_router_bias_update_rate"] = 0.0  # it is frozen too
     if parallel.context_parallel_size > 1:
         settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
@@ -409,9 +407,7 @@ def build_chunks(
             first=stage == 0,
             last=stage == placement.num_stages - 1,
         )
-        if config.lora.is_on:
-            freeze(model, config)
-        chunks.append(model.to(accelerator.device))
+        chunks.append(freeze(model, config).to(accelerator.device))
     start_equal(chunks)
     if (widths := widths_of(config)) is not None:
         start_unequal(chunks, widths)
@@ -478,9 +474,7 @@ def build_layer(
         )
     finally:
         vars(core).update(kept)
-    if config.lora.is_on:
-        freeze_layer(layer, config)
-    return _ready(layer, core, accelerator)
+    return _ready(freeze_layer(layer, config), core, accelerator)
 
 
 def build_norm(core: TransformerConfig, accelerator: Accelerator, block: Any) -> torch.nn.Module:
@@ -708,8 +702,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     predicted = model.mtp_num_layers or 0
     layers = sum(_layers(cfg)) + predicted * (_layer(cfg) + 2 * model.hidden_size**2)
     logits = (1 + predicted) * model.hidden_size * padded_vocab_size
-    passes = _PASSES - cfg.lora.is_on  # frozen weights have no gradients
-    return float(passes * _MULTIPLY_ADD * (layers + logits))
+    return float((_PASSES - cfg.lora.is_on) * _MULTIPLY_ADD * (layers + logits))
 
 
 def layer_work(cfg: TrainerConfig) -> list[float]:

@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.adapters import adapted_parts
 from megatron.adaptive.config.arguments import only_groups, parse
 from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.hugging_face import adapted_parts, config_arguments, is_config
+from megatron.adaptive.config.hugging_face import config_arguments, is_config
 from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import LoraConfig, PrecisionConfig
 from megatron.adaptive.config.outside import parse_json
@@ -178,26 +179,24 @@ def _adapter_parameters(config: TrainerConfig) -> int:
     model, core, rank = config.model, config.core, config.lora.lora_rank or 0
     hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads
     values = heads * (core.v_head_dim if core.multi_latent_attention else model.kv_channels)
-    pairs = [model.query_groups * model.kv_channels] * 2
-    rotated, latent = core.qk_pos_emb_head_dim, core.kv_lora_rank
-    queries = heads * (core.qk_head_dim + rotated)
-    gates = 2 if model.is_gated else 1
-    outputs = {
-        "self_attention.linear_qkv": (hidden, [values, *pairs]),
-        "self_attention.linear_proj": (values, [hidden]),
-        "self_attention.linear_q_proj": (hidden, [queries]),
-        "self_attention.linear_q_down_proj": (hidden, [core.q_lora_rank or 0]),
-        "self_attention.linear_q_up_proj": (core.q_lora_rank or 0, [queries]),
-        "self_attention.linear_kv_down_proj": (hidden, [latent + rotated]),
-        "self_attention.linear_kv_up_proj": (latent, [values + heads * core.qk_head_dim]),
-        "mlp.linear_fc1": (hidden, [ffn] * gates),
-        "mlp.linear_fc2": (ffn, [hidden]),
+    pairs, down = [model.query_groups * model.kv_channels] * 2, core.q_lora_rank or 0
+    queries = heads * (core.qk_head_dim + core.qk_pos_emb_head_dim)
+    sizes = {  # inputs, and outputs of each part
+        "qkv": (hidden, [values, *pairs]),
+        "proj": (values, [hidden]),
+        "q_proj": (hidden, [queries]),
+        "q_down_proj": (hidden, [down]),
+        "q_up_proj": (down, [queries]),
+        "kv_down_proj": (hidden, [core.kv_lora_rank + core.qk_pos_emb_head_dim]),
+        "kv_up_proj": (core.kv_lora_rank, [values + heads * core.qk_head_dim]),
+        "fc1": (hidden, [ffn] * (1 + model.is_gated)),
+        "fc2": (ffn, [hidden]),
     }
     found = 0
     for name, marks in adapted_parts(config).items():
-        inputs, blocks = outputs[name]
-        blocks = blocks if len(marks) == len(blocks) else [sum(blocks)]
-        found += sum(inputs + block for block, has in zip(blocks, marks, strict=True) if has)
+        inputs, outputs = sizes[name.partition("linear_")[2]]
+        outputs = outputs if len(marks) == len(outputs) else [sum(outputs)]
+        found += sum((inputs + one) * has for one, has in zip(outputs, marks, strict=True))
     return rank * found * model.num_layers
 
 
