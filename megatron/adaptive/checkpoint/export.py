@@ -39,19 +39,9 @@ from megatron.adaptive.checkpoint.hugging_face import (
     their_shapes,
 )
 from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
-from megatron.adaptive.checkpoint.safetensors import (
-    INDEX,
-    SINGLE,
-    TensorFolder,
-    write_folder,
-)
+from megatron.adaptive.checkpoint.safetensors import INDEX, SINGLE, TensorFolder, write_folder
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
-from megatron.adaptive.config.adapters import (
-    ADAPTER_CONFIG,
-    adapted_parts,
-    adapter_arguments,
-    linear_names,
-)
+from megatron.adaptive.config import adapters as peft
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.hugging_face import CONFIG, load_config
 from megatron.adaptive.config.trainer import TrainerConfig
@@ -144,7 +134,7 @@ class TheirTensors:
         self,
         reader: CheckpointReader,
         tensors: Mapping[str, OurTensor],
-        copies: Mapping[str, str] = {},
+        copies: Mapping[str, str],
     ) -> None:
         if absent := [name for name in tensors if name not in reader.tensors]:
             raise CheckpointError(
@@ -274,27 +264,24 @@ def adapter_tensors(
         tensors: of the model; see :func:`our_tensors`.
     """
     rank, found = config.lora.lora_rank or 0, dict[str, OurTensor]()
-    parts = adapted_parts(config)
+    parts = peft.adapted_parts(config)
     for name, our in tensors.items():
-        module = name.removesuffix(".weight")
-        marks = parts.get(module.split(".", 3)[-1], ())
-        if not any(marks) or module == name:
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or not (marks := parts.get(module.split(".", 3)[-1], ())):
             continue
-        theirs = [*dict.fromkeys(one.name.removesuffix(".weight") for one in our.rows)]
-        has = [one for one, mark in zip(theirs, marks, strict=True) if mark]
+        theirs = dict.fromkeys(one.name.removesuffix(".weight") for one in our.rows)
+        has = [f"{_PREFIX}{one}" for one, mark in zip(theirs, marks, strict=True) if mark]
         first = [
-            RowRun(rank * index, rank, 0, f"{_PREFIX}{one}.lora_A.weight", 0, False)
+            RowRun(rank * index, rank, 0, f"{one}.lora_A.weight", 0, False)
             for index, one in enumerate(has)
         ]
         second = [
-            one._replace(name=f"{_PREFIX}{module}.lora_B.weight", turned=False)
+            one._replace(name=f"{full}.lora_B.weight", turned=False)
             for one in our.rows
-            if (module := one.name.removesuffix(".weight")) in has
+            if (full := f"{_PREFIX}{one.name.removesuffix('.weight')}") in has
         ]
-        found[f"{name.removesuffix('.weight')}{MARK}a"] = OurTensor(
-            0, rank * len(has), our.columns, first
-        )
-        found[f"{name.removesuffix('.weight')}{MARK}b"] = OurTensor(0, our.height, rank, second)
+        found[f"{module}{MARK}a"] = OurTensor(0, rank * len(has), our.columns, first)
+        found[f"{module}{MARK}b"] = OurTensor(0, our.height, rank, second)
     return found
 
 
@@ -337,10 +324,10 @@ def export_adapters(checkpoints: Path, step: int | None, like: Path | None, outp
 
     Those that were loaded keep their ``adapter_config.json`` as it was.
     """
-    with _exported(checkpoints, step, like, output, (ADAPTER_CONFIG, ADAPTERS)) as found:
+    with _exported(checkpoints, step, like, output, (peft.ADAPTER_CONFIG, ADAPTERS)) as found:
         theirs, size = _adapters_of(found), 1 << 62
         write_folder(output, theirs.about, theirs.read_theirs, shard_bytes=size, single=ADAPTERS)
-        write_files(output, {ADAPTER_CONFIG: _adapter_config(found)})
+        write_files(output, {peft.ADAPTER_CONFIG: _adapter_config(found)})
 
 
 def export_merged(
@@ -392,14 +379,14 @@ def _adapter_config(found: Exported) -> bytes:
     """Returns the file that adapters came with, or one like those of PEFT."""
     lora = found.config.lora
     given = None if lora.load_lora is None else Path(lora.load_lora)
-    if given is not None and (given / ADAPTER_CONFIG).is_file():
-        rank, alpha, dropout, targets = adapter_arguments(given)[1::2]
+    if given is not None and (given / peft.ADAPTER_CONFIG).is_file():
+        rank, alpha, dropout, targets = peft.adapter_arguments(given)[1::2]
         numbers = (int(rank), float(alpha), float(dropout))
         if (*numbers, targets) == tuple(dataclasses.asdict(lora).values())[:4]:
-            return (given / ADAPTER_CONFIG).read_bytes()
+            return (given / peft.ADAPTER_CONFIG).read_bytes()
     names = lora.lora_targets.split(",")
     if names == ["all-linear"]:
-        theirs = linear_names(found.config).values()
+        theirs = peft.linear_names(found.config).values()
         names = sorted({name.rpartition(".")[2] for one in theirs for name in one})
     scaled = lora.lora_alpha or lora.lora_rank or 0
     document = {
