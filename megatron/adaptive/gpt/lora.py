@@ -57,8 +57,8 @@ _JOINS = {
 
 
 @dataclass(frozen=True, slots=True)
-class PartsCall:
-    """The product of ``b`` with the parts of ``z`` that its rows are of.
+class _PartsCall:
+    """Multiplies ``b`` with the parts of ``z`` that its rows are of.
 
     Attributes:
         weight: ``[out, rank]``.
@@ -72,28 +72,24 @@ class PartsCall:
         return (self.own[:, :, None] * self.weight[:, None, :]).flatten(1)
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         return F.linear(given, self._whole())
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         return gradient.matmul(self._whole())
 
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         product = gradient.flatten(0, -2).t().mm(given.flatten(0, -2))
         parts = product.view(*self.own.shape, -1)
         yield self.weight, (parts * self.own[:, :, None]).sum(dim=1)
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
         return 2.0 * gradient.numel() * self.weight.shape[1] * self.own.shape[1]
 
 
 class Adapter(Deferring, torch.nn.Module):
-    """The adapters of one linear layer.
+    """Adds the adapters of one linear layer.
 
     Args:
         layer: the layer.
@@ -133,15 +129,15 @@ class Adapter(Deferring, torch.nn.Module):
             # Of a part of the sequence; megatron-core adds up what all ranks have.
             weight.sequence_parallel = self.is_split and not is_divided  # type: ignore[attr-defined]
         places = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
-        parts = places.expand(out)
+        rows = torch.zeros(out, dtype=torch.long)
         if len(marks) > 1:
-            parts = places[_parts_of_rows(config, out, ranks, tp_rank, self.is_gated)]
-        own = (parts[:, None] == torch.arange(sum(marks))).to(**like)
+            rows = _parts_of_rows(config, out, ranks, tp_rank, self.is_gated)
+        own = (places[rows][:, None] == torch.arange(sum(marks))).to(**like)
+        self.own: torch.Tensor
         self.register_buffer("own", own, persistent=False)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Returns what it adds to the layer's output, of the layer's (normalized) input."""
-        group = parallel_state.get_tensor_model_parallel_group()
         if self.dropout and self.training:
             # Ranks that have parts of a row differ in what they drop, as in attention.
             apart = self.is_row and not self.is_split
@@ -149,9 +145,8 @@ class Adapter(Deferring, torch.nn.Module):
                 given = F.dropout(given, self.dropout)
         middle = self._product(LinearCall(self.a, None), given) * self.scale
         join: Any = _JOINS[self.is_row, self.is_split]
-        middle = join(middle, group=group)
-        own: Any = self.own
-        return self._product(PartsCall(self.b, own), middle)
+        middle = join(middle, group=parallel_state.get_tensor_model_parallel_group())
+        return self._product(_PartsCall(self.b, self.own), middle)
 
     def _product(self, call: LayerCall, given: torch.Tensor) -> torch.Tensor:
         store = self.weight_gradient_store
@@ -245,5 +240,5 @@ def freeze_layer(layer: Any, config: TrainerConfig) -> Any:
     for name, marks in adapted_parts(config).items():
         linear = layer.get_submodule(name)
         linear.lora = Adapter(linear, name, marks, config, layer.layer_number)
-        linear.__class__ = _adapted(type(linear))
+        linear.__class__ = _adapted(type(linear))  # type: ignore[arg-type]
     return layer
