@@ -113,6 +113,7 @@ class CheckpointReader:
         blocks: checksums of its files, as the manifest says.
 
     Attributes:
+        path, near: as given.
         tensors: by name.
         objects: names of the others, as megatron-core has them.
 
@@ -123,7 +124,7 @@ class CheckpointReader:
     def __init__(
         self, path: Path, near: Path, files: Mapping[str, int], blocks: Mapping[str, str]
     ) -> None:
-        self.path, self._near = path, near
+        self.path, self.near = path, near
         self._files, self._blocks = files, blocks
         self._open: dict[str, CheckedFile] = {}
         self.tensors: dict[str, SavedTensor] = {}
@@ -264,7 +265,7 @@ class CheckpointReader:
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._open:
-            paths = list(dict.fromkeys((self._near / name, self.path / name)))
+            paths = list(dict.fromkeys((self.near / name, self.path / name)))
             expected = self._size(name), self._blocks.get(name, "")
             self._open[name] = CheckedFile(paths, expected)
         return self._open[name]

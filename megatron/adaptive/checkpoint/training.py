@@ -36,7 +36,7 @@ from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
 from megatron.adaptive.checkpoint.hugging_face import load_weights
-from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, prepare
 from megatron.adaptive.checkpoint.megatron_lm import (
     MEANINGS,
     SHAPES,
@@ -212,11 +212,19 @@ class Checkpoints:
         """Load one checkpoint."""
         path, manifest = self._all.on_first(lambda: self._find(iteration), name_rank=False)
         self._standing = None
-        files, blocks = manifest.files, manifest.blocks
-        with self.saver.reading(path, iteration, manifest.save_id, files) as near:
-            reader = self._all.together(lambda: CheckpointReader(path, near, files, blocks))
-            with reader:
-                self._read(reader, near, manifest)
+        about = path, iteration, manifest.save_id, manifest.files, manifest.blocks
+        with self.saver.reading(*about) as reader:
+            common, loaded = self._read(reader, manifest)
+        state.load_model(self._chunks, loaded)
+        if self._loads_optimizer:
+            state.load_optimizer(self._optimizer, loaded["optimizer"])
+            state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
+        else:
+            self._optimizer.reload_model_params()  # their 32-bit copies
+            if not self._settings.finetune:
+                self._scheduler.step(common[_SCHEDULER]["num_steps"])
+        if self._loads_rng(manifest):
+            state.load_rng(loaded[state.RNG])
         progress = Progress() if self._settings.finetune else Progress(**manifest.progress)
         if self.saver.local is not None:
             self.saver.local.resumed = progress.iteration
@@ -333,8 +341,10 @@ class Checkpoints:
         wanted = not (self._settings.no_load_rng or self._settings.finetune)
         return wanted and manifest.has_rng and manifest.shape == state.mesh_shape(self._config)
 
-    def _read(self, reader: CheckpointReader, near: Path, manifest: Manifest) -> None:
-        """Read a checkpoint, files that need no check from ``near``."""
+    def _read(
+        self, reader: CheckpointReader, manifest: Manifest
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a checkpoint; returns what all ranks have in common, and this rank's state."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common.get(_CONTENT) or {}  # versions of Megatron-LM before 0.14 have none
         weights = state.sharded_model(self._chunks, content)
@@ -348,30 +358,16 @@ class Checkpoints:
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
         # What the strategy finds wrong names ranks itself.
-        loaded = self._all.together(
-            lambda: self._read_shards(whole, reader, near), name_ranks=False
-        )
-        self._all.together(lambda: reader.check_rest(self._all.rank, self._all.size))
-        state.load_model(self._chunks, loaded)
-        if self._loads_optimizer:
-            state.load_optimizer(self._optimizer, loaded["optimizer"])
-            state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
-        else:
-            self._optimizer.reload_model_params()  # their 32-bit copies
-            if not self._settings.finetune:
-                self._scheduler.step(common[_SCHEDULER]["num_steps"])
-        if self._loads_rng(manifest):
-            state.load_rng(loaded[state.RNG])
+        loaded = self._all.together(lambda: self._read_shards(whole, reader), name_ranks=False)
+        return common, loaded
 
-    def _read_shards(
-        self, whole: dict[str, Any], reader: CheckpointReader, near: Path
-    ) -> dict[str, Any]:
+    def _read_shards(self, whole: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
         strategy: LoadShardedStrategy = _LoadShards(reader, self._all)
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
         loaded, _, absent = dist_checkpointing.load(
             whole,
-            str(near),
+            str(reader.near),
             strategy,
             _LoadCommon(reader),
             strict=StrictHandling.RETURN_UNEXPECTED,
@@ -498,46 +494,33 @@ def _replica_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def hold_folder(job: Job, config: TrainerConfig) -> None:
-    """Let this job alone write to ``--save``, if it is given. Collective.
+def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
+    """Prepares ``--save``, if it is given, for this job alone; see :func:`local_disk.prepare`.
 
-    Raises:
-        CheckpointError: another job writes there, or it cannot be written.
+    An upload that ranks before these had begun is finished only where the run goes on from the
+    newest checkpoint of its own.
     """
     settings = config.checkpoint
-    if settings.save is not None:
-        folder, ranks = CheckpointFolder(settings.save), RankGroup(job.rank, job.control_group)
-        hold(folder, job, ranks, _REMEDY, has_local=settings.save_local is not None)
-
-
-def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
-    """Return this node's part of the job's checkpoints, if they go there. Collective."""
-    settings = config.checkpoint
-    if settings.save_local is None:
+    if settings.save is None:
         return None
-    return LocalDisk(
+    folder = CheckpointFolder(settings.save)
+
+    def latest() -> int | None:
+        if settings.load is None or settings.ckpt_step is not None:
+            return None
+        load = CheckpointFolder(settings.load)
+        return load.latest() or 0 if load.path.resolve() == folder.path.resolve() else None
+
+    return prepare(
+        folder,
         job,
-        CheckpointFolder(str(settings.save)),
-        LocalSettings(
-            base=Path(settings.save_local),
-            option=f"--save-local {settings.save_local}",
-            patience="--distributed-timeout-minutes",
-            keep=settings.keep_checkpoints,
-        ),
+        _REMEDY,
+        settings.save_local,
+        latest,
+        option="--save-local",
+        patience="--distributed-timeout-minutes",
+        keep=settings.keep_checkpoints,
     )
-
-
-def finish_former(local: LocalDisk, config: TrainerConfig) -> None:
-    """Finish the upload of a newer checkpoint that ranks before these had written. Collective.
-
-    Only where the run goes on from the newest of its own; see :meth:`LocalDisk.finish_former`.
-    """
-    settings = config.checkpoint
-    if settings.load is None or settings.ckpt_step is not None:
-        return
-    load = CheckpointFolder(settings.load)
-    is_own = load.path.resolve() == local.shared.path.resolve()
-    local.finish_former(lambda: load.latest() or 0 if is_own else None)
 
 
 def make_snapshots(

@@ -42,9 +42,7 @@ from megatron.adaptive.cluster.conf import (
 from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import (
     count_gpus,
-    interface_of,
     interface_variables,
-    is_loopback,
     loopback_variables,
     own_address,
     rdma_ports,
@@ -69,6 +67,7 @@ from megatron.adaptive.config.environment import (
 from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.handshake import new_secret, write_private
+from megatron.adaptive.network import interface_of, is_loopback
 
 _PORT = 29500
 _FOUND_NAME = "master.json"

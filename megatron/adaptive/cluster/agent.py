@@ -22,7 +22,6 @@ from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.connection import Connection
 from megatron.adaptive.cluster.host import (
     count_gpus,
-    is_loopback,
     loopback_variables,
     own_address,
 )
@@ -30,6 +29,7 @@ from megatron.adaptive.cluster.membership import PURPOSE
 from megatron.adaptive.cluster.ranks import NodeWork
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import StrangerError
+from megatron.adaptive.network import is_loopback
 
 _CONNECT_S = 20.0
 _END_S = 20.0

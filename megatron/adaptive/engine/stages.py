@@ -141,7 +141,7 @@ def _as_list(value: Any, length: int) -> list[Any]:
 
 
 class MegatronStages:
-    """One step of a rank's megatron-core chunks.
+    """The ``Stages`` of one step: a rank's megatron-core chunks.
 
     Args:
         forward_step_func: megatron-core's user function ``(data_iterator, model) -> (output,
@@ -220,11 +220,9 @@ class MegatronStages:
             store.active = True
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         return self._sized(self._meter.bytes_of(chunk), microbatch)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         trains = not self._forward_only
         if received is not None and trains:
             received.requires_grad_()
@@ -266,7 +264,6 @@ class MegatronStages:
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         received, output = self._kept.pop((chunk, microbatch))
         given = (received, output, gradient, *self._backward_rest)
         if self._stores is not None:

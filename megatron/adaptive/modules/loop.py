@@ -232,12 +232,7 @@ class Loop:
                     " nodes share"
                 )
             return None
-        self._pipeline._checkpointer.hold(self._folder, has_local=local_folder is not None)
-        local = None
-        if local_folder is not None:
-            local = self._pipeline._checkpointer.use_local_disks(
-                local_folder, self._folder, self._keep
-            )
+        local = self._pipeline._checkpointer.prepare(self._folder, local_folder, self._keep)
         found = next(PipelineFolder(self._folder).candidates(), None) if self._is_first else None
         is_there = found is not None
         if local is not None:

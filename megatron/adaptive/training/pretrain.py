@@ -104,12 +104,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
-    from megatron.adaptive.checkpoint.training import (
-        Checkpoints,
-        finish_former,
-        hold_folder,
-        make_local_disk,
-    )
+    from megatron.adaptive.checkpoint.training import Checkpoints, prepare_folder
     from megatron.adaptive.engine.progress import COMPLETE
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
@@ -121,10 +116,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
-        hold_folder(job, config)
-        local = make_local_disk(job, config)
-        if local is not None:
-            finish_former(local, config)
+        local = prepare_folder(job, config)
         job = resume_partition(job)
         run = build_run(job)
         connect = _connector(watcher, lost)

@@ -26,19 +26,18 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
-import psutil
 import torch
 
 from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import NATIVE, PINNED, TransportConfig
 from megatron.adaptive.errors import AdaptiveError, SetupError, TransportError
+from megatron.adaptive.network import addresses, is_loopback, outside_address, source_towards
 from megatron.adaptive.transport.interface import Completions, Endpoint, Label, Transport
 from megatron.adaptive.transport.native import NativeTransport
 from megatron.adaptive.transport.select import (
     ChannelSize,
     Choice,
     choose,
-    is_loopback,
     log_lines,
     size_of_channel,
 )
@@ -49,9 +48,6 @@ Gather = Callable[[Any], list[Any]]
 # To open channels takes moments; ranks may come to it minutes apart.
 _OPEN_S = 300.0
 _ACTIVE = "ACTIVE"
-# Reserved for documentation: a socket connected to it shows the default route, nothing is sent.
-_ANYWHERE = "192.0.2.1"
-_PORT = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,50 +426,21 @@ def network_address(interface: str | None, store_host: str | None, *, alone: boo
         SetupError: there is no such interface, or it has no address.
     """
     if interface is not None:
-        found = _addresses_of(interface)
-        if not found:
-            known = ", ".join(sorted(psutil.net_if_addrs()))
+        known = addresses()
+        if interface not in known:
             raise SetupError(
                 f"network interface {interface} is unknown on {socket.gethostname()} or has no "
-                f"address: it has {known}"
+                f"address: it has {', '.join(sorted(known))}"
             )
-        return found[0]
-    address = None if store_host is None else _source_towards(store_host)
+        return known[interface][0]
+    address = None if store_host is None else source_towards(store_host)
     if address is None or (is_loopback(address) and not alone):
-        address = _source_towards(_ANYWHERE) or next(iter(_outside_addresses()), address)
+        address = source_towards() or outside_address() or address
     return address or ("127.0.0.1" if alone else None)
 
 
-def _addresses_of(interface: str) -> list[str]:
-    """Return the addresses of an interface that need no scope, IPv4 first."""
-    entries = psutil.net_if_addrs().get(interface, [])
-    four = [entry.address for entry in entries if entry.family == socket.AF_INET]
-    six = [entry.address for entry in entries if entry.family == socket.AF_INET6]
-    return four + [address for address in six if "%" not in address]
-
-
-def _outside_addresses() -> list[str]:
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = [one for name in sorted(up & set(psutil.net_if_addrs())) for one in _addresses_of(name)]
-    return [address for address in found if not is_loopback(address)]
-
-
-def _source_towards(host: str) -> str | None:
-    """Return the address that packets to ``host`` leave from, ``None`` without a route."""
-    try:
-        for family, kind, protocol, _, target in socket.getaddrinfo(
-            host, _PORT, type=socket.SOCK_DGRAM
-        ):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)
-                return str(probe.getsockname()[0])
-    except OSError:
-        pass
-    return None
-
-
 class CompositeTransport:
-    """Hands every call to the transport of the peer.
+    """A ``Transport`` that hands every call to that of the peer.
 
     Args:
         parts: the transport of each peer; all of them put into ``completions``.
@@ -489,24 +456,19 @@ class CompositeTransport:
         self.name = "+".join(dict.fromkeys(part.name for part in parts.values()))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         self._part_of[peer].send(peer, label, tensor)
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return self._part_of[peer].reserve(peer, shape, dtype)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return {peer: part.describe_links()[peer] for peer, part in self._part_of.items()}
 
     def flush(self, timeout_s: float) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         end_s = time.monotonic() + timeout_s
         for part in self._parts:
             part.flush(max(0.0, end_s - time.monotonic()))
 
     def close(self) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         for part in self._parts:
             part.close()
