@@ -142,7 +142,9 @@ class Training:
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
-        self.local = prepare_folder(job, self.config)
+        # The others hold the folder of --save with their first checkpoint alone.
+        has_local = self.config.checkpoint.save_local is not None
+        self.local = prepare_folder(job, self.config) if has_local else None
         run: Any = self
         self.checkpoints = Checkpoints(run, self.local, self.config)
 

@@ -6,9 +6,8 @@ Makes ``docs/flags.md`` from the groups' fields, the same source that the parser
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
-from megatron.adaptive.config.arguments import FlagRow, flag_table
+from megatron.adaptive.config.arguments import flag_table
 from megatron.adaptive.config.refused import FAMILIES
 from megatron.adaptive.errors import ConfigError
 
@@ -37,19 +36,16 @@ def main(argv: Sequence[str]) -> int:
 def markdown() -> str:
     """Every flag by group and every refused family, as one Markdown text."""
     parts = [_HEAD]
-    for title, rows in groupby(flag_table(), key=lambda row: row.group):
+    for title, rows in flag_table().items():
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")
-        parts += [_row(row) for row in rows]
+        for flag, default, text in rows:
+            parts.append(f"| `{_cell(flag)}` | {_cell(default)} | {_cell(text)} |\n")
     parts.append("\n## Refused\n\n| Flags | Why, and what to do |\n| --- | --- |\n")
     for family in FAMILIES:
         names = [f"`--{name}`" for name in family.flags]
         names += [f"`--{prefix}*`" for prefix in family.prefixes]
         parts.append(f"| {', '.join(names)} | {_cell(family.reason)} |\n")
     return "".join(parts)
-
-
-def _row(row: FlagRow) -> str:
-    return f"| `{_cell(row.flag)}` | {_cell(row.default)} | {_cell(row.help)} |\n"
 
 
 def _cell(text: str) -> str:

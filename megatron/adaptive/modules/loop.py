@@ -46,10 +46,7 @@ class Loop:
     Collective over all processes of the job, as each of its steps is.
 
     Args:
-        pipeline: whose steps are counted.
-        mesh: the job.
-        order: of the job, ``None`` without one; its folder counts.
-        batch_size: samples of a step over all replicas.
+        pipeline: whose steps are counted; in a job that changes its shape the job's folder counts.
         total_steps, folder, save_interval, keep, state, async_save, local_folder,
             diagnose_interval, trust_checkpoint: the user's, see :meth:`Pipeline.loop`.
 
@@ -62,10 +59,7 @@ class Loop:
     def __init__(
         self,
         pipeline: Any,
-        mesh: Mesh,
-        order: JobOrder | None,
         *,
-        batch_size: int,
         total_steps: int,
         folder: str | Path | None,
         save_interval: int | None,
@@ -85,8 +79,10 @@ class Loop:
                     f"state[{name!r}] is a {type(one).__name__}: give an object with state_dict()"
                     " and load_state_dict()"
                 )
-        self._pipeline, self._mesh = pipeline, mesh
-        self._batch_size, self._total, self._state = batch_size, total_steps, state
+        mesh: Mesh = pipeline._mesh
+        order: JobOrder | None = pipeline._order_of_job
+        self._pipeline, self._mesh, self._batch_size = pipeline, mesh, pipeline._batch_size
+        self._total, self._state = total_steps, state
         self._save_interval, self._keep, self._local_folder = save_interval, keep, local_folder
         self._folder = folder if order is None else order.checkpoints
         self._progress_folder = None if order is None else order.progress

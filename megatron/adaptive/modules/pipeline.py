@@ -480,8 +480,6 @@ class Pipeline:
             raise ConfigError("Pipeline.loop was called already: one loop has all steps")
         self._loop = Loop(
             self,
-            self._mesh,
-            self._order_of_job,
             total_steps=total_steps,
             folder=folder,
             save_interval=save_interval,
@@ -491,7 +489,6 @@ class Pipeline:
             local_folder=local_folder,
             diagnose_interval=diagnose_interval,
             trust_checkpoint=trust_checkpoint,
-            batch_size=self._batch_size,
         )
         return self._loop
 

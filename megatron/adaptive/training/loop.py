@@ -11,7 +11,6 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron.adaptive.checkpoint.local_disk import LocalDisk
 from megatron.adaptive.checkpoint.training import Checkpoints, Progress, make_snapshots
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.lengths import Load
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
@@ -33,13 +31,13 @@ from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.model import layer_work
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
-from megatron.adaptive.gpt.step import Step, StepResult, gather_parameters, params_norm
+from megatron.adaptive.gpt.step import Step, gather_parameters, params_norm
 from megatron.adaptive.rebalance.auto import Decision, TunedPipeline, Tuner
 from megatron.adaptive.rebalance.dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.trace.files import Outage
-from megatron.adaptive.training.logging import IterationReport, TrainingLog
+from megatron.adaptive.training.logging import IterationReport, TrainedStep, TrainingLog
 
 
 class Trainer:
@@ -49,6 +47,9 @@ class Trainer:
         live: the run.
         profiler: profiles some of the iterations.
         stop: asks for an early end.
+
+    Attributes:
+        validation: runs validation and test.
     """
 
     def __init__(self, live: TrainingRun, profiler: Hook, stop: StopRequest) -> None:
@@ -58,7 +59,7 @@ class Trainer:
             run.replay.require_steps(live.progress.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._steps_here = 0
-        self._validation = Validation(live, stop)
+        self.validation = Validation(live, stop)
         recorder = OrderRecorder(live)
         self._hooks: list[Hook] = [
             recorder,
@@ -68,7 +69,7 @@ class Trainer:
             Reporting(live),
             Diagnosing(live),
             GarbageCollection(live),
-            self._validation,
+            self.validation,
             TakingSnapshots(live),
             Saving(live, recorder),
         ]
@@ -97,14 +98,11 @@ class Trainer:
             for hook in self._hooks:
                 hook.close()
         self._stop.finish()
-        self._live.finish_dealing()
+        if self._live.dealing is not None:
+            self._live.dealing.finish()
         for hook in self._hooks:
             hook.at_end()
         return COMPLETE if early is None else early
-
-    def evaluate_at_end(self) -> None:
-        """Validates and tests once more, as Megatron-LM does after the last iteration."""
-        self._validation.after_training()
 
     def _train_step(self) -> TrainedStep:
         live, run, begin_s = self._live, self._live.run, time.perf_counter()
@@ -141,12 +139,12 @@ class Trainer:
         )
         self._steps_here += 1
         return TrainedStep(
+            **vars(result),
             iteration=iteration,
             begin_s=begin_s,
             global_batch_size=batch,
             num_microbatches=num_microbatches,
             load=getattr(microbatches, "load", None),
-            result=result,
         )
 
     def _early_end(self) -> str | None:
@@ -157,27 +155,6 @@ class Trainer:
         if interval and self._live.progress.iteration % interval == 0:
             return f"--exit-interval {interval}"
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedStep:
-    """A training step that is done, for the hooks.
-
-    Attributes:
-        iteration: its number in the whole training, the first being 1.
-        begin_s: when it began, on :func:`time.perf_counter`.
-        global_batch_size: samples over all ranks.
-        num_microbatches: of this rank.
-        load: what all microbatches hold, with samples of different lengths.
-        result: its losses and gradients.
-    """
-
-    iteration: int
-    begin_s: float
-    global_batch_size: int
-    num_microbatches: int
-    load: Load | None
-    result: StepResult
 
 
 class Hook:
@@ -268,13 +245,9 @@ class TrainingRun:
         self.close_loader()
         self.snapshots.close()
         self.connect(None)
-        self.finish_dealing()
-        del self.run, self.step, self.checkpoints, self.snapshots, self.dealing
-
-    def finish_dealing(self) -> None:
-        """Waits for what all ranks report of the last step."""
         if self.dealing is not None:
             self.dealing.finish()
+        del self.run, self.step, self.checkpoints, self.snapshots, self.dealing
 
     @property
     def is_finished(self) -> bool:
@@ -469,13 +442,10 @@ class Reporting(RunHook):
         live, run, settings = self._live, self._live.run, self._live.config.logging
         live.log.iteration(
             IterationReport(
-                **vars(step.result),
-                iteration=step.iteration,
+                **vars(step),
                 consumed_samples=live.progress.consumed_train_samples,
                 elapsed_s=time.perf_counter() - step.begin_s,
                 learning_rate=max(float(group["lr"]) for group in run.optimizer.param_groups),
-                global_batch_size=step.global_batch_size,
-                load=step.load,
                 loss_scale=float(run.optimizer.get_loss_scale()),
                 params_norm=params_norm(run) if settings.log_params_norm else None,
                 memory_bytes=run.job.accelerator.memory_in_use_bytes(),

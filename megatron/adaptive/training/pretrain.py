@@ -146,7 +146,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
             reason = trainer.train()
             log.ends(reason)
             if reason == COMPLETE:
-                trainer.evaluate_at_end()
+                trainer.validation.after_training()
         finally:
             log.close()
         live.run.tracing.close()
