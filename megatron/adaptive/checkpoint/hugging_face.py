@@ -680,7 +680,7 @@ def export_folder(
         for one in our.rows:
             holders.setdefault(one.name, []).append((name, one))
     shapes = their_shapes(ours)
-    with CheckpointReader(path, path, manifest.files, manifest.blocks) as reader:
+    with CheckpointReader(path, manifest.files, manifest.blocks) as reader:
         absent = [name for name in ours if name not in reader.tensors]
         if absent:
             raise CheckpointError(f"{path} has no {absent[0]}: it is of another model than {like}")

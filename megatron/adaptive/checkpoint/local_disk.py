@@ -25,7 +25,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import shutil
 import socket
 import threading
 import time
@@ -244,44 +243,27 @@ class LocalDisk:
             if upload.failure is None:
                 return
 
-    @contextlib.contextmanager
-    def reading(
-        self, path: Path, step: int, save_id: str, files: Mapping[str, int]
-    ) -> Iterator[Path]:
-        """Give a folder to read a checkpoint from, with this node's files from its own disk.
+    def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
+        """Return the files of a checkpoint that are on this node's own disk, by name.
 
         Args:
-            path: of the checkpoint in shared storage.
             step: that it is of.
             save_id: of its save, empty where nothing of it is elsewhere.
             files: size of each of its files in bytes.
         """
-        view = self._folder.path / f".reading-{self._job.rank}"
-        here: set[str] = set()
-        try:
+        own, folder = dict[str, int](), self._folder.complete_path(step)
+        with contextlib.suppress(OSError):  # shared storage has all of it
             known = self._stored().get(step)
             if save_id and known is not None and known.save_id == save_id:
-                own = _sizes(self._folder.complete_path(step))
-                here = {name for name, size in files.items() if own.get(name) == size}
-            shutil.rmtree(view, ignore_errors=True)
-            if here:
-                view.mkdir()
-                for name in files:
-                    source = self._folder.complete_path(step) if name in here else path
-                    (view / name).symlink_to(source.absolute() / name)
-        except OSError:
-            here = set()  # a disk that cannot be written: shared storage has all of it
-        near = self._control.gather(sum(files[name] for name in here))
-        whole = sum(files.values())
-        if any(near):
-            least, most = min(near) / whole, max(near) / whole
+                own = _sizes(folder)
+        here = [name for name, size in files.items() if own.get(name) == size]
+        held = self._control.gather(sum(files[name] for name in here))
+        if any(held):
+            least, most = (one / sum(files.values()) for one in (min(held), max(held)))
             self._say(
                 f"  ranks have {least:.0%} to {most:.0%} of iteration {step} on their own disks"
             )
-        try:
-            yield view if here else path
-        finally:
-            shutil.rmtree(view, ignore_errors=True)
+        return {name: folder / name for name in here}
 
     def close(self) -> None:
         """Destroy the process group of uploads, after :meth:`drain`."""

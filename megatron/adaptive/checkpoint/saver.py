@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -139,19 +139,15 @@ class CheckpointSaver:
 
         Args:
             path: of the checkpoint.
-            step, save_id, files: see :meth:`LocalDisk.reading`.
+            step, save_id, files: see :meth:`LocalDisk.near`.
             sums: checksums of the files' blocks.
 
         Raises:
             DamagedCheckpointError: it is not what was written.
         """
-        local, ranks = self.local, self._ranks
-        with (
-            nullcontext(path)
-            if local is None
-            else local.reading(path, step, save_id, files) as near,
-            ranks.together(lambda: CheckpointReader(path, near, files, sums)) as reader,
-        ):
+        ranks = self._ranks
+        near = {} if self.local is None else self.local.near(step, save_id, files)
+        with ranks.together(lambda: CheckpointReader(path, files, sums, near)) as reader:
             yield reader
             ranks.together(lambda: reader.check_rest(ranks.rank, ranks.size))
 

@@ -306,7 +306,7 @@ class Checkpoints:
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest.config:
-            with CheckpointReader(path, path, manifest.files, {}) as reader:
+            with CheckpointReader(path, manifest.files, {}) as reader:
                 common = _common(reader)
             manifest = make_manifest(path, manifest.files, common, self._config)
             if self._loads_optimizer and self._config.parallel.use_distributed_optimizer:
@@ -367,7 +367,7 @@ class Checkpoints:
             strategy = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
         loaded, _, absent = dist_checkpointing.load(
             whole,
-            str(reader.near),
+            str(reader.path),
             strategy,
             _LoadCommon(reader),
             strict=StrictHandling.RETURN_UNEXPECTED,
