@@ -160,8 +160,14 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
         return next(pieces, 0)
 
     monkeypatch.setattr(local_disk, "_some", slowly)
+    finish = local_disk.LocalDisk.finish_former
+
+    def hurried(self: local_disk.LocalDisk, latest: Any) -> None:
+        self._timeout_s = 0.5
+        finish(self, latest)
+
+    monkeypatch.setattr(local_disk.LocalDisk, "finish_former", hurried)
     again = make(save=saved, load=saved, save_local=disk)
-    again.local._timeout_s = 0.5
     assert again.resume() == worker.progress(1)
     (line,) = warned(caplog)
     assert "the copy of iteration 2, " in line
