@@ -194,8 +194,8 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     outer = tmp_path / "outer"
-    run = make(save=outer / "saved", save_local=tmp_path / "disk")
     outer.write_text("a file in the way")
+    run = make(save=outer / "saved", save_local=tmp_path / "disk")
     run.checkpoints.save_behind(worker.progress(1))
     run.checkpoints.saver.finish()
     run.local._wait(run.local._control, 1e12)

@@ -92,10 +92,10 @@ def test_what_was_dealt_comes_back_with_the_orders_of_every_replica(tmp_path: Pa
     found = ScheduleRecord.load(tmp_path / "f")
     replay = Replay(found, shape, 3)
     replay.begin(1)
-    assert replay.dealt(1, 3) == dealt
+    assert replay.record.dealt(1, 3) == dealt
     assert replay.policy(1) is not None
     with pytest.raises(ConfigError, match="step 1 of .* has 3 microbatches, this run's has 4"):
-        replay.dealt(1, 4)
+        replay.record.dealt(1, 4)
     content = json.loads((tmp_path / "f").read_text())
     for share in ([2, 1], [2]):
         content["dealt"]["1"][0] = share

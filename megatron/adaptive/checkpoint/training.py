@@ -676,7 +676,7 @@ def _differences(saved: Any, own: Any, names: Sequence[str]) -> list[str]:
     specs = {spec.dest: spec for spec in fields_of(own.__class__)}
     lines = []
     for name in names:
-        if _is_without_effect(name, own) or _is_implied(name, saved, own):
+        if _is_without_effect(name, saved, own):
             continue
         before, now = getattr(saved, name), getattr(own, name)
         if before == now:
@@ -689,18 +689,15 @@ def _differences(saved: Any, own: Any, names: Sequence[str]) -> list[str]:
     return lines
 
 
-def _is_without_effect(name: str, model: Any) -> bool:
-    """Return whether a setting changes nothing in ``model``; positions are compared themselves."""
+def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
+    """Return whether a setting changes nothing in ``model``, or another names the difference."""
+    if name == "add_qkv_bias":
+        return bool(saved.add_bias_linear or model.add_bias_linear)
     if name == "max_position_embeddings":
         return model.position_embedding_type != "learned_absolute"
     if name == "rope_scaling_factor":
         return not model.use_rope_scaling
     return name.startswith(("rotary_", "use_rope")) and model.position_embedding_type != "rope"
-
-
-def _is_implied(name: str, saved: Any, own: Any) -> bool:
-    """Return whether another setting of the list names the difference already."""
-    return name == "add_qkv_bias" and (saved.add_bias_linear or own.add_bias_linear)
 
 
 def _same_vocabulary(

@@ -28,7 +28,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ def _master(argv: Sequence[str]) -> int:
     logs = conf.path("LOG_DIR")
     if conf.world_size is not None:  # else once all nodes have counted their GPUs
         check_trainer(conf, conf.world_size, logs / "job")
-    make_folder(logs, "LOG_DIR")
+    make_folder(logs)
     _check_alone(logs)
     interface = options.ifname or conf["IFNAME"]
     given = options.master_addr or os.environ.get("MASTER_ADDR") or conf["MASTER_ADDR"]
@@ -318,8 +318,7 @@ class _Hello:
         is_text = all(isinstance(one, str) and one.isprintable() for one in (host, address))
         if not (is_text and all(type(one) is int and 0 <= one < 1 << 20 for one in numbers)):
             raise ValueError("it describes no node")
-        names = ("host", "gpus", "processes", "node_rank", "address")
-        return cls(**{name: message[name] for name in names})
+        return cls(**{one.name: message[one.name] for one in fields(cls)})
 
 
 class _Found(NamedTuple):
@@ -356,7 +355,8 @@ def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int,
         rank = hello.node_rank
         own = hello.processes
         if rank is None:
-            rank = 0 if index == 0 and 0 in free else _fitting(free, planned, own or hello.gpus)
+            fitting = [one for one in free if planned and planned[one] == (own or hello.gpus)]
+            rank = 0 if index == 0 and 0 in free else (fitting or free)[0]
             free.remove(rank)
         count = conf["NPROC_PER_NODE"] or own or (hello.gpus if conf["DEVICE"] == "gpu" else 1)
         if planned is not None:
@@ -390,11 +390,6 @@ def _wanted(hellos: Sequence[_Hello]) -> list[int]:
             raise ConfigError(f"--node-rank {rank} on {hello.host}: there are {len(hellos)} nodes")
         wanted[rank] = hello.host
     return list(wanted)
-
-
-def _fitting(free: Sequence[int], planned: tuple[int, ...] | None, count: int) -> int:
-    """Returns the first free rank whose planned processes are ``count``, else the first free."""
-    return next((rank for rank in free if planned and planned[rank] == count), free[0])
 
 
 async def _gather(

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         print(script, end="")
         return 0
     check_cluster(conf)
-    make_folder(settings.parent, "LOG_DIR")
+    make_folder(settings.parent)
     job = submit(conf, script, settings)
     print(f"job {job}: logs in {logs / str(job)}")
     watch = shlex.join(

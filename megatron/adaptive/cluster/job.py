@@ -368,22 +368,16 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     return state
 
 
-def _morphs(incarnations: Sequence[Mapping[str, Any]]) -> int:
-    """Counts reconfigurations, excluding the run that measured the model."""
-    return max(
-        0, sum(not incarnation["shape"].endswith(MEASURES) for incarnation in incarnations) - 1
-    )
-
-
 def render_state(state: Mapping[str, Any]) -> str:
     """Returns a job's state as text."""
     done, total = state["iteration"], state["total_iterations"]
     earlier = state.get("earlier", [])
+    trained = sum(not one["shape"].endswith(MEASURES) for one in [*earlier, *state["epochs"]])
     age_s = max(0.0, (time.time_ns() - state["unix_ns"]) / 1e9)
     lines = [
         f"{state['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
         f" {state['checkpoint_iteration']}, {state['lost_steps']} steps lost in"
-        f" {_morphs([*earlier, *state['epochs']])} morphs",
+        f" {max(0, trained - 1)} morphs",
         f"manager: process {state['manager']['pid']} on {state['manager']['host']}",
         "machines:",
     ]

@@ -16,7 +16,6 @@ from megatron.adaptive.config.core import (
 )
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import fields_of
-from megatron.adaptive.config.model import ModelConfig
 from megatron.adaptive.config.schedule import PAIRING, RULES
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 
@@ -291,15 +290,9 @@ def _kernels(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         "--attention-backend local belongs to --transformer-impl local, not to "
         "transformer_engine: change one of them",
     )
+    has_fused_norm = uses_engine or (installed.apex and model.normalization == "LayerNorm")
     yield (
-        model.apply_layernorm_1p and not _norm_is_fused(model, installed),
+        model.apply_layernorm_1p and not has_fused_norm,
         f"--apply-layernorm-1p needs a normalization that the local {model.normalization} of "
         "torch lacks: install Transformer Engine, or apex for LayerNorm, or drop the flag",
     )
-
-
-def _norm_is_fused(model: ModelConfig, installed: Installed) -> bool:
-    """Returns whether normalization is Transformer Engine's or apex's instead of torch's."""
-    if model.transformer_impl == "transformer_engine":
-        return True
-    return installed.apex and model.normalization == "LayerNorm"

@@ -322,13 +322,16 @@ class Replay:
         shape: of this run.
         place: of this rank's order among those of a step, as of :class:`Recording`.
 
+    Attributes:
+        record: as given.
+
     Raises:
         ConfigError: the record is of another shape.
     """
 
     def __init__(self, record: ScheduleRecord, shape: RecordShape, place: int) -> None:
         record.require_shape(shape)
-        self._record = record
+        self.record = record
         self._place = place
         self._step = 0
         self._policies: dict[Codes, Follow] = {}
@@ -337,23 +340,15 @@ class Replay:
         """Say which training step comes next."""
         self._step = step
 
-    def require_steps(self, first: int, last: int) -> None:
-        """Refuse a run whose steps the record lacks, see :meth:`ScheduleRecord.require_steps`."""
-        self._record.require_steps(first, last)
-
-    def dealt(self, step: int, num_microbatches: int) -> Shares:
-        """Return the microbatches of each replica, see :meth:`ScheduleRecord.dealt`."""
-        return self._record.dealt(step, num_microbatches)
-
     def policy(self, num_microbatches: int) -> Follow:
         """Return the policy of the step that was begun: a static order, for the agreement too.
 
         Raises:
             ConfigError: the record lacks the step, or had other microbatches in it.
         """
-        codes = self._record.codes(self._step, self._place, num_microbatches)
+        codes = self.record.codes(self._step, self._place, num_microbatches)
         if codes not in self._policies:
-            shape = self._record.shape
+            shape = self.record.shape
             order = actions_of(codes, shape.chunks, shape.weight_pieces)
             self._policies[codes] = Follow(order, "replay")
         return self._policies[codes]

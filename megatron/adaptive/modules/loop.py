@@ -185,7 +185,7 @@ class Loop:
         if not self._is_over:
             self._is_over = True
             self._stop.finish()
-            self._progress.ended(_LEFT)
+            self._progress.report({"ended": _LEFT})
         self._stop.close()
         self._progress.close()
         group, self._group = self._group, None
@@ -290,7 +290,7 @@ class Loop:
         if self._folder is not None and self._saved_at != self._pipeline.steps:
             self._save()
         self._say(f"training ends: {reason}")
-        self._progress.ended(reason)
+        self._progress.report({"ended": reason})
 
     def _save(self, *, is_behind: bool = False) -> None:
         begin_s = time.perf_counter()

@@ -177,7 +177,7 @@ class Pipeline:
             raise
         self._made, self._update = made, made.update
         self.cut_points, self.partition = made.cut_points, made.partition
-        self.weights = made.weights
+        self.weights, weights = made.weights, iter(made.weights)
         if self._order_of_job is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
         self._trace_dir = trace_dir
@@ -188,7 +188,7 @@ class Pipeline:
             schedule=schedule,
             num_microbatches=max(1, samples // self.micro_batch_size),
             layers=self.partition,
-            work=_stage_sums(self.partition, self.weights) if self.weights else (),
+            work=[sum(itertools.islice(weights, size)) for size in self.partition if self.weights],
         )
         transport = transport or TransportConfig()
         if transport.transport_slot_bytes is None:
@@ -525,8 +525,3 @@ class Pipeline:
 def _evidence(tracing: Any, executor: Any) -> dict[str, Any]:
     """Returns what this process does; called from the thread of the hang guard."""
     return {**tracing.now(), **executor.evidence(), "may_pause": True}
-
-
-def _stage_sums(partition: Sequence[int], weights: Sequence[float]) -> list[float]:
-    ends = list(itertools.accumulate(partition))
-    return [sum(weights[end - size : end]) for end, size in zip(ends, partition, strict=True)]

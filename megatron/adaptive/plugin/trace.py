@@ -177,7 +177,7 @@ class StepTrace:
             self._diagnosis.close()
         if is_orderly:
             is_complete = self._total and self._done >= self._total
-            self._progress.ended(COMPLETE if is_complete else _ENDED)
+            self._progress.report({"ended": COMPLETE if is_complete else _ENDED})
         self._progress.close()
         self.tracing.close()
 

@@ -279,7 +279,7 @@ class TrainingLog:
         folder = self._cfg.schedule.trace_dir
         if self._curves is not None and folder is not None:
             self._curves.draw(Path(folder), self._iteration)
-        self._progress.ended(reason)
+        self._progress.report({"ended": reason})
 
     def report(self, **values: Value) -> None:
         """Reports to ``progress.jsonl``, and what mending a finding would gain to TensorBoard."""

@@ -56,7 +56,7 @@ class Trainer:
         self._live, self._stop = live, stop
         run, config = live.run, live.config
         if run.replay is not None and not config.run.skip_train:
-            run.replay.require_steps(live.progress.iteration + 1, run.samples.iterations)
+            run.replay.record.require_steps(live.progress.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._steps_here = 0
         self.validation = Validation(live, stop)

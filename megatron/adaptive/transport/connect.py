@@ -197,17 +197,15 @@ def connect_ranks(
         if failure is not None:
             if options.forced is not None:
                 raise TransportError(failure)
-            choices = {pair: _instead(choice, failure) for pair, choice in choices.items()}
+            for pair, choice in choices.items():
+                if choice.kind in NATIVE:
+                    choices[pair] = Choice("gloo", f"no {choice.kind}: {failure}")
         for pair, way in ways.items():
             choices[pair] = replace(choices[pair], reason=f"{choices[pair].reason}; {way}")
     if own.rank == 0:
         for line in log_lines(choices):
             log(line)
     return _assemble(own.rank, choices, native, groups)
-
-
-def _instead(choice: Choice, failure: str) -> Choice:
-    return Choice("gloo", f"no {choice.kind}: {failure}") if choice.kind in NATIVE else choice
 
 
 def _assemble(
@@ -290,7 +288,9 @@ class _Opener:
         if not any(failures):
             # In one order on all ranks. After a failure too: peers wait for this rank to come.
             for peer, kind in sorted(kinds.items()):
-                address = Endpoint.decode(others[peer]).addresses[_link_of(kind)]
+                address = Endpoint.decode(others[peer]).addresses[
+                    "unix" if kind == "shm" else "tcp"
+                ]
                 try:
                     node.open(kind, peer, address, self.limit_s, **self._channel_options(kind))
                 except (AdaptiveError, ValueError) as error:
@@ -379,10 +379,6 @@ def _gpu_ways(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
             reason = info["gpu_reason"]
             ways.append((peer, f"tensors through pinned memory, no CUDA IPC: {reason}"))
     return ways
-
-
-def _link_of(kind: str) -> str:
-    return "unix" if kind == "shm" else "tcp"
 
 
 def _pci_address(device: torch.device) -> str:
