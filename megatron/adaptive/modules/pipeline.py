@@ -177,7 +177,7 @@ class Pipeline:
             raise
         self._made, self._update = made, made.update
         self.cut_points, self.partition = made.cut_points, made.partition
-        self.weights, weights = made.weights, iter(made.weights)
+        self.weights, costs = made.weights, iter(made.weights)
         if self._order_of_job is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
         self._trace_dir = trace_dir
@@ -188,7 +188,7 @@ class Pipeline:
             schedule=schedule,
             num_microbatches=max(1, samples // self.micro_batch_size),
             layers=self.partition,
-            work=[sum(itertools.islice(weights, size)) for size in self.partition if self.weights],
+            work=[sum(itertools.islice(costs, size)) for size in self.partition if self.weights],
         )
         transport = transport or TransportConfig()
         if transport.transport_slot_bytes is None:
