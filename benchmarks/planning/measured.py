@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.planning.published.amp import SETS, read_amp
-from benchmarks.planning.published.sailor import read_sailor
+from benchmarks.planning.published.rows import read_rows
+from benchmarks.planning.published.staged import read_staged
 from benchmarks.report import Row
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import Comparison, MeasuredRun, compare
@@ -22,15 +21,15 @@ from megatron.adaptive.planner.plan import Plan, Prediction, place_ranks
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
 
-_SETS: dict[str, tuple[str, Callable[[Path], list[MeasuredRun]]]] = {
-    **{f"amp {name}": (f"measured_{name}.csv", partial(read_amp, name=name)) for name in SETS},
-    "sailor mit": ("measured_mit.json", read_sailor),
+_FORMS: dict[str, Callable[[Path, str], list[MeasuredRun]]] = {
+    ".csv": read_rows,
+    ".json": read_staged,
 }
-"""By name: the file by which a set is known, and its reader."""
+"""Readers of ``measured_NAME`` files, see their modules for the files beside it."""
 
 
 def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
-    """Reads every published set in a folder or in the folders right below it.
+    """Reads every data set in a folder or in the folders right below it.
 
     Args:
         folder: of one set, or of several folders of sets.
@@ -42,14 +41,27 @@ def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
         raise ConfigError(f"{folder}: no such folder: give the folder of the data set")
     found: dict[str, list[MeasuredRun]] = {}
     below = sorted(one for one in folder.iterdir() if one.is_dir())
-    for place in (folder, *below):
-        for name, (file, read) in _SETS.items():
-            if (place / file).is_file():
-                found[name] = read(place)
+    for place in (folder.resolve(), *below):
+        for file in sorted(place.glob("measured_*")):
+            if file.suffix in _FORMS:
+                name = file.stem.removeprefix("measured_")
+                found[f"{place.name} {name}"] = _read(file, name)
     if not found:
-        files = ", ".join(file for file, _ in _SETS.values())
-        raise ConfigError(f"{folder}: no data set: it has none of {files}, nor a folder below it")
+        raise ConfigError(
+            f"{folder}: no data set: neither it nor a folder below it has a measured_NAME.csv or"
+            " measured_NAME.json"
+        )
     return found
+
+
+def _read(file: Path, name: str) -> list[MeasuredRun]:
+    try:
+        return _FORMS[file.suffix](file.parent, name)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: cannot be read with the files beside it ({type(error).__name__}: {error}):"
+            " see the forms of data sets in docs/planner.md"
+        ) from error
 
 
 def rows(data: Path) -> list[Row]:

@@ -25,7 +25,7 @@ from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import Plan, place_ranks
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
-from megatron.adaptive.profiling.nodes import HOST_SHARE
+from megatron.adaptive.profiling.memory import HOST_SHARE
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, BATCH = 4, 256, 4, 2048, 4
 DEADLINE_S = 400.0

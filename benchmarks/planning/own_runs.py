@@ -379,7 +379,7 @@ def summary(records: Sequence[dict[str, Any]]) -> list[Row]:
     name = f"own CPU runs, {len(records)} plans"
     slower = f"{name}: the plan predicted fastest is slower than the fastest by"
     return [
-        Row(what=f"{name}: median error", value=error, goal=0.08),
+        Row(what=f"{name}: median error", value=error, goal=0.05),
         Row(what=slower, value=chosen, goal=0.03),
         Row(what=f"{name}: rank correlation", value=order),
     ]

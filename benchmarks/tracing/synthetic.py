@@ -33,8 +33,16 @@ from megatron.adaptive.schedule.workload import (
     Workload,
     draw,
 )
-from megatron.adaptive.trace.event import COLUMNS, ClockSamples, TraceHeader, trace_file_name
-from megatron.adaptive.trace.lines import block_text, header_line, samples_line
+from megatron.adaptive.trace.event import (
+    COLUMNS,
+    ClockSamples,
+    IterationStart,
+    TraceHeader,
+    block_text,
+    header_line,
+    samples_line,
+    trace_file_name,
+)
 from megatron.adaptive.trace.table import KIND, Ints
 
 FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
@@ -343,7 +351,9 @@ class _Writer:
             host = self._host(rank)
             rows[:, 4:6] = self._local(host, rows[:, 4:6])
             start_ns = int(self._local(host, begin_ns))
-            text = block_text(iteration, run.num_microbatches, start_ns, rows.tolist())
+            text = block_text(
+                IterationStart(iteration, run.num_microbatches, start_ns), rows.tolist()
+            )
             if host and host not in sampled:
                 sampled.add(host)
                 text += samples_line(self._exchanges(host, begin_ns))

@@ -61,7 +61,13 @@ def main() -> int:
         print(f"error: unknown subcommand {name!r}: {hint}", file=sys.stderr)
         return EXIT_EXPECTED_ERROR
     module, _, function = _SUBCOMMANDS[name][0].partition(".")
-    program = importlib.import_module(f"megatron.adaptive.cli.{module}")
+    try:
+        program = importlib.import_module(f"megatron.adaptive.cli.{module}")
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("megatron.adaptive"):
+            raise
+        print(f"error: {name} needs {error.name}: pip install {error.name}", file=sys.stderr)
+        return EXIT_EXPECTED_ERROR
     return run_cli(getattr(program, function or "main"), sys.argv[2:])
 
 

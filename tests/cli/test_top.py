@@ -46,6 +46,7 @@ def folder(tmp_path: Path) -> Path:
         {"iteration": i, "step_ms": 400.0, "tokens_per_s": 12345.6, "loss": 9.0 - i}
         for i in range(1, 6)
     ]
+    lines += [{"findings": []}, {"slow_rank": 3, "times": 1, "factor": 1.5}]
     with (traces / "progress.jsonl").open("w") as file:
         for number, line in enumerate(lines):
             file.write(json.dumps({**line, "unix_ns": time.time_ns() + number * 10**9}) + "\n")
@@ -109,11 +110,12 @@ def test_an_empty_folder_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_many_ranks_are_told_by_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from megatron.adaptive.trace.live_view import draw
+    from megatron.adaptive.cli.top import draw
 
-    slow = Fault(kind="slow-rank", rank=9, factor=1.5)
-    run = SyntheticRun(num_ranks=4, replicas=8, iterations=5, num_microbatches=4, faults=(slow,))
-    write_synthetic(tmp_path, run)
+    write_synthetic(
+        tmp_path, SyntheticRun(num_ranks=4, replicas=8, iterations=5, num_microbatches=4)
+    )
+    (tmp_path / "progress.jsonl").write_text('{"slow_rank": 9, "factor": 1.5}\n')
     say(tmp_path, {"doing": "B"}, range(30))
     snapshot = LiveRun(tmp_path).refresh()
     for width in (80, 140):

@@ -13,9 +13,8 @@ from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli import trace
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.trace import main
-from megatron.adaptive.trace.event import trace_file_name
+from megatron.adaptive.trace.event import IterationStart, block_text, trace_file_name
 from megatron.adaptive.trace.figures import run_figures
-from megatron.adaptive.trace.lines import block_text
 from megatron.adaptive.trace.order import write_legacy
 from megatron.adaptive.trace.read import read_run
 
@@ -161,7 +160,7 @@ def test_what_is_wrong_with_a_trace_is_said(
 ) -> None:
     (traces / trace_file_name(2)).unlink()
     with (traces / trace_file_name(1)).open("a") as file:
-        file.write(block_text(6, 1, 1, []))
+        file.write(block_text(IterationStart(6, 1, 1), []))
     path = traces / trace_file_name(0)
     text = path.read_text()
     path.write_text(text[: text.index('{"begin_iteration": 5') + 400])

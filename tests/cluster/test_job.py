@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, ProgressReader
-from megatron.adaptive.trace.progress import PROGRESS_NAME
+from megatron.adaptive.trace.live_state import PROGRESS_NAME
 
 
 def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
+from megatron.adaptive.cli.top import draw
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import ProgressFile
 from megatron.adaptive.trace.live import LiveRun
-from megatron.adaptive.trace.live_view import draw
 
 WATCHDOG_S = 60.0
 
@@ -69,6 +69,8 @@ def test_the_gain_of_each_finding_is_noted(traces: Path, monkeypatch: pytest.Mon
     (finding,) = snapshot.findings
     assert finding["headline"].startswith("slow rank: rank 2 (stage 2, host0) takes 1.5")
     assert 0.1 < finding["gain"] < 1 / 3
+    assert [rank.rank for rank in snapshot.ranks if rank.slow] == [2]
+    assert snapshot.ranks[2].slow == pytest.approx(1.5, abs=0.1)
     assert logged == [({"gain/slow rank 2": finding["gain"]}, False)]
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(draw(snapshot, 200))

@@ -19,8 +19,8 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
-from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace, read_run
+from megatron.adaptive.trace.table import match_messages
 from megatron.adaptive.transport.interface import HeldArrival, Label
 
 from .loopback import (

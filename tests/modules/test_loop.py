@@ -16,7 +16,7 @@ from megatron.adaptive.checkpoint.folder import PipelineFolder
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules import Pipeline
 from megatron.adaptive.modules.sizes import JobEnded
-from megatron.adaptive.trace.progress import PROGRESS_NAME
+from megatron.adaptive.trace.live_state import PROGRESS_NAME
 
 from .models import Training, batch_of
 

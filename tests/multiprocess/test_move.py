@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.adaptive.trace.progress import PROGRESS_NAME
+from megatron.adaptive.trace.live_state import PROGRESS_NAME
 from megatron.adaptive.trace.read import read_run
 
 from .launch import torchrun

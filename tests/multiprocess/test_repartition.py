@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.adaptive.trace.progress import PROGRESS_NAME
+from megatron.adaptive.trace.live_state import PROGRESS_NAME
 from megatron.adaptive.trace.read import read_run
 
 from .launch import ROOT, torchrun

@@ -9,9 +9,8 @@ import pytest
 from megatron.adaptive.trace.event import CAUSES
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.live import LiveRun
-from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.table import REASON
+from megatron.adaptive.trace.table import REASON, match_messages
 
 from .launch import ROOT, torchrun
 

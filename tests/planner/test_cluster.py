@@ -160,3 +160,50 @@ def test_rails_carry_a_pair_each_and_switches_what_they_can() -> None:
     network["sizes"] = [["1 MB", "3 GB/s"]]
     with pytest.raises(ConfigError, match="sizes and by_pairs hold"):
         make_cluster({"format": 1, "nodes": [node], "network": network}, "file", {})
+
+
+def test_islands_nest_and_groups_of_neighbours_find_the_least() -> None:
+    node = {
+        "gpu": "H100-80",
+        "count": 8,
+        "gpus_per_node": 8,
+        "link": {"bandwidth": "20 GB/s"},
+        "islands": [
+            {"gpus": 4, "bandwidth": "400 GB/s"},
+            {"nodes": 2, "bandwidth": "50 GB/s"},
+            {"nodes": 4, "bandwidth": "25 GB/s"},
+        ],
+    }
+    document = {"format": 1, "nodes": [node], "network": {"bandwidth": "5 GB/s"}}
+    (kind,) = make_cluster(document, "cluster", {}).types
+    sizes = {gpus: kind.island(gpus) for gpus in (2, 3, 4, 8, 16, 24, 32, 64)}
+    assert {gpus: one and one[0] for gpus, one in sizes.items()} == {
+        2: 4,
+        3: None,
+        4: 4,
+        8: None,
+        16: 16,
+        24: None,
+        32: 32,
+        64: None,
+    }
+    assert kind.islands[0][1].shared is False
+    assert kind.islands[1][1].shared is True
+    # Where all nodes stand in one island, its link is that of any two.
+    small = make_cluster({**document, "nodes": [{**node, "count": 4}]}, "cluster", {})
+    assert small.link(0, 3).bytes_per_s == 25e9
+
+
+@pytest.mark.parametrize(
+    ("islands", "text"),
+    [
+        ([{"bandwidth": "1 GB/s"}], "give either gpus, for parts of a node, or nodes"),
+        ([{"gpus": 3, "bandwidth": "1 GB/s"}], "3 GPUs do not nest"),
+        ([{"nodes": 4, "bandwidth": "1 GB/s"}, {"nodes": 6, "bandwidth": "1 GB/s"}], "do not nest"),
+    ],
+)
+def test_islands_that_do_not_nest_are_refused(islands: list[Any], text: str) -> None:
+    node = {"gpu": "T4", "count": 8, "gpus_per_node": 8, "link": {"bandwidth": "1 GB/s"}}
+    document = {"format": 1, "nodes": [{**node, "islands": islands}]}
+    with pytest.raises(ConfigError, match=text):
+        make_cluster(document, "cluster", {})

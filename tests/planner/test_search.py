@@ -14,11 +14,17 @@ from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.config.plan import plan_flags, world_size_of
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
+from megatron.adaptive.planner.cluster import (
+    Cluster,
+    LinkSpeed,
+    NodePool,
+    NodeType,
+    make_cluster,
+)
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import make_estimator
 from megatron.adaptive.planner.model_file import arguments_model, preset
-from megatron.adaptive.planner.plan import plan_document
+from megatron.adaptive.planner.plan import Plan, plan_document
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import (
     SCHEDULES,
@@ -38,6 +44,62 @@ def test_small_problems_equal_brute_force(seed: int) -> None:
     assert seconds == pytest.approx(brute_force(problem), rel=1e-9)
     assert result.whole
     assert result.gap == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_small_problems_with_islands_equal_brute_force(seed: int) -> None:
+    problem = random_problem(seed)
+    far = LinkSpeed(bytes_per_s=3e10)
+    groups = [
+        replace(group, type=replace(group.type, islands=((2 * group.type.gpus, far),)))
+        for group in problem.cluster.groups
+    ]
+    cluster = replace(problem.cluster, groups=tuple(groups))
+    result = solve(replace(problem, cluster=cluster))
+    seconds = result.found[0].seconds if result.found else math.inf
+    assert seconds == pytest.approx(brute_force(replace(problem, cluster=cluster)), rel=1e-9)
+
+
+def test_tensor_parallelism_stays_in_an_island_and_rings_of_replicas_in_a_leaf() -> None:
+    document = {
+        "format": 1,
+        "nodes": [
+            {
+                "gpu": "H100-80",
+                "count": 12,
+                "gpus_per_node": 8,
+                "link": {"bandwidth": "16 GB/s", "latency": "8 us"},
+                "islands": [
+                    {"gpus": 4, "bandwidth": "400 GB/s", "latency": "3 us"},
+                    {"nodes": 4, "bandwidth": "1600 Gbit/s", "latency": "5 us"},
+                    {"nodes": 8, "bandwidth": "50 Gbit/s", "latency": "20 us"},
+                ],
+            }
+        ],
+        "network": {"bandwidth": "10 Gbit/s", "latency": "40 us"},
+    }
+    options = SearchOptions(tp=(1, 2, 4, 8), context_ranks=(1,), micro_batch=(1, 2), top=3)
+
+    def plans(islands: bool) -> list[Plan]:
+        (node,) = document["nodes"]
+        kept = {key: value for key, value in node.items() if islands or key != "islands"}
+        cluster = make_cluster({**document, "nodes": [kept]}, "cluster", {})
+        model = preset("llama3-8b", "bf16")
+        inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
+        searcher = Searcher(inputs, global_batch=96, options=options)
+        found = searcher.search().found
+        for one in found:
+            assert one.seconds == pytest.approx(predict(one.plan, inputs).seconds)
+        return [one.plan for one in found]
+
+    best, *others = plans(islands=True)
+    assert best.tp in (2, 4)
+    assert all(one.tp <= 4 for one in others)
+    stages = [{one.node // 4 for one in place.replicas} for place in best.places]
+    assert all(len(leaves) == 1 for leaves in stages)
+    # Replicas are on several nodes, whose ring would leave the leaf elsewhere.
+    assert all(len({one.node for one in place.replicas}) > 1 for place in best.places)
+    assert plans(islands=False)[0] != best
 
 
 @pytest.mark.parametrize("seed", range(8, 14))

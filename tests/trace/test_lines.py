@@ -11,8 +11,11 @@ from megatron.adaptive.trace.event import (
     ClockSamples,
     IterationStart,
     TraceHeader,
+    block_text,
+    header_line,
+    parse_line,
+    samples_line,
 )
-from megatron.adaptive.trace.lines import block_text, header_line, parse_line, samples_line
 from tests.trace.conftest import make_header
 
 
@@ -47,7 +50,7 @@ def test_a_block_says_what_follows() -> None:
         (4, 0, 3, 0, 1250, 1260, 64, 0, 0, 5, 0, 0),
         (0, 1, 4, 0, 990, 1000, 0, 0, 0, -1, -1, 0),
     ]
-    marker, *spans = block_text(7, 8, 1000, rows).splitlines(keepends=True)
+    marker, *spans = block_text(IterationStart(7, 8, 1000), rows).splitlines(keepends=True)
     counts = [0] * len(KINDS)
     counts[0], counts[4] = 2, 1
     assert parse_line(marker, "file:2") == IterationStart(
@@ -58,7 +61,7 @@ def test_a_block_says_what_follows() -> None:
         "[4,0,3,0,250,10,64,0,0,5,0,0]\n",
         "[0,1,4,0,-10,10,0,0,0,-1,-1,0]\n",
     ]
-    late = parse_line(block_text(7, 8, 0, [], is_late=True), "file:3")
+    late = parse_line(block_text(IterationStart(7, 8, is_late=True), []), "file:3")
     assert isinstance(late, IterationStart)
     assert late.is_late
 

@@ -18,16 +18,13 @@ import pytest
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import live
-from megatron.adaptive.trace.event import TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import TraceHeader, header_line, trace_file_name
 from megatron.adaptive.trace.figures import run_figures
-from megatron.adaptive.trace.lines import header_line
 from megatron.adaptive.trace.live import (
     LiveRun,
     RankTail,
-    Slowness,
     Snapshot,
     find_live,
-    slow_ranks,
 )
 from megatron.adaptive.trace.live_state import ENDED, NowFile, read_now
 from megatron.adaptive.trace.read import read_run
@@ -277,39 +274,6 @@ def test_the_latest_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert find_live(None) == tmp_path / "runs" / "one"
     with pytest.raises(TraceError, match="gone does not exist; give the folder of a run"):
         find_live(tmp_path / "gone")
-
-
-class TestSlowRanks:
-    def found(self, replicas: int, factors: dict[int, float]) -> dict[int, Slowness]:
-        """Of four stages in so many replicas; stages differ by a little, iterations too."""
-        headers, times = {}, {}
-        for rank in range(4 * replicas):
-            headers[rank] = make_header(rank, 4, world_size=4 * replicas, pp_rank=rank // replicas)
-            usual = (100 + 10 * (rank // replicas)) * factors.get(rank, 1.0)
-            times[rank] = [usual * (1 + 0.02 * (turn % 3 - 1)) for turn in range(12)]
-        return slow_ranks(headers, times)
-
-    @pytest.mark.parametrize(
-        ("replicas", "factors", "than"),
-        [(1, {}, {}), (2, {}, {}), (2, {5: 1.3}, {5: "replicas"}), (1, {2: 1.6}, {2: "stages"})],
-    )
-    def test_against_replicas_and_stages(
-        self, replicas: int, factors: dict[int, float], than: dict[int, str]
-    ) -> None:
-        found = self.found(replicas, factors)
-        assert {rank: slow.than for rank, slow in found.items()} == than
-        assert [slow.factor for slow in found.values()] == pytest.approx(
-            list(factors.values()), rel=0.25 if replicas == 1 else 0.05
-        )
-
-    def test_against_the_past(self) -> None:
-        headers = {rank: make_header(rank) for rank in range(2)}
-        found = slow_ranks(headers, {0: [100.0] * 32, 1: [300.0] * 22 + [450.0] * 10})
-        assert found == {1: Slowness(1.5, "before")}
-
-    def test_spikes_are_no_slowness(self) -> None:
-        headers = {rank: make_header(rank, pp_rank=0) for rank in range(2)}
-        assert slow_ranks(headers, {0: [100.0] * 8, 1: [100.0, 300.0] * 4}) == {}
 
 
 class TestNow:

@@ -8,9 +8,15 @@ import pytest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import index as parse_module
-from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS, SpanFormat
+from megatron.adaptive.trace.event import (
+    COLUMNS,
+    KINDS,
+    REASONS,
+    IterationStart,
+    SpanFormat,
+    block_text,
+)
 from megatron.adaptive.trace.index import parse_spans
-from megatron.adaptive.trace.lines import block_text
 from megatron.adaptive.trace.table import KIND, OTHER, REASON
 
 
@@ -32,7 +38,7 @@ def test_what_the_recorder_writes_is_read_without_json(monkeypatch: pytest.Monke
     rows[:, 10] = rng.integers(-1, len(KINDS), 500)
     rows[:, 11] = rng.integers(0, len(REASONS), 500)
     written = [tuple(row) for row in rows.tolist()]
-    text = block_text(1, 1, 0, written).split("\n", 1)[1]
+    text = block_text(IterationStart(1, 1), written).split("\n", 1)[1]
     monkeypatch.delattr(parse_module, "_careful")
     rows[:, 5] -= rows[:, 4]
     big = np.abs(rows).max()

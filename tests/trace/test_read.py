@@ -10,8 +10,7 @@ import pytest
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import index as index_module
-from megatron.adaptive.trace.event import Span, trace_file_name
-from megatron.adaptive.trace.lines import header_line
+from megatron.adaptive.trace.event import Span, header_line, trace_file_name
 from megatron.adaptive.trace.read import describe_numbers, read_run
 from megatron.adaptive.trace.recorder import Recorder
 from tests.trace.conftest import make_header, record, write_spans

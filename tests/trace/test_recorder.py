@@ -20,8 +20,9 @@ from megatron.adaptive.trace.event import (
     Row,
     Span,
     TraceHeader,
+    gap_line,
+    parse_line,
 )
-from megatron.adaptive.trace.lines import gap_line, parse_line
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import QUEUE_ITERATIONS, Recorder
 from tests.trace.conftest import make_header, record

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.imports.published import run_of_columns, write_run
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.whatif.answers import WhatIf, what_if, what_if_table
@@ -63,7 +64,8 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
     def takes(step: int, replica: int, stage: int, microbatch: int) -> float:
         return 2.0 if (replica, stage) == (1, 1) else 1.0
 
-    found = answers(takes=takes)
+    run = run_of_columns(job(takes=takes), Path("job"))
+    found = what_if(run)
     factor = (5 * 1 + 2) / 6  # mean over two replicas of three stages
 
     def expected(work: Callable[[int], float]) -> float:
@@ -78,8 +80,9 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
     assert found.cause == "worker"
     assert [found.where.name(worker) for worker in found.slowest] == ["rank 3 (stage 1, replica 1)"]
     assert found.worker_share == pytest.approx(1.0, abs=0.35)
-    assert found.rank_heat[3] == pytest.approx([2 / factor] * 2)
-    assert found.stage_heat[1, 1] == pytest.approx(2 / factor)
+    ranks, stages = run_figures(run).heat(found.where.stages)
+    assert ranks[3] == pytest.approx([2 / factor] * 2)
+    assert stages[1, 1] == pytest.approx(2 / factor)
     best = found.repairs[0]
     assert best.what.startswith("rank 3 (stage 1, replica 1) as fast as others")
     assert best.step_s == pytest.approx(expected(lambda stage: 1.0))

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.elasticity.nodes import fill
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
-from megatron.adaptive.trace.progress import ProgressTail, progress_file
+from megatron.adaptive.trace.live_state import ProgressTail, progress_file
 from megatron.adaptive.trace.read import read_run
 
 from ..multiprocess.launch import ROOT, SMALL_GPT, environment, kill_tree

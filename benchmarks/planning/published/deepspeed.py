@@ -3,22 +3,27 @@
 The published runs were made with it. Every rank calls them one after the other, between its
 forwards and backwards. A message that fits into the library's buffers leaves as soon as it is sent;
 a larger one moves when both ranks have come to it, and holds up both. The engine alternates
-forwards and backwards: before a forward a rank sends a gradient to the rank before and then
-receives an activation, before a backward it receives a gradient from the rank after and then sends
-it an activation:
+forwards and backwards: before a forward a rank sends a gradient to the rank before and receives an
+activation, before a backward it receives a gradient from the rank after and sends it an activation.
+Since 2023 the gradient goes first, up to then the activation did:
 
 ::
 
     rank 0:  F0  F1 [receive g0, send a1]  B0  F2 [receive g1, send a2]  B1 ...
     rank 1:      F0  B0 [send g0, receive a1]  F1  B1 [send g1, receive a2] ...
 
-Source: the schedule of DeepSpeed's engine (``runtime/pipe/schedule.py``, ``TrainSchedule``).
+    rank 0:  F0  F1 [send a1, receive g0]  B0  F2 [send a2, receive g1]  B1 ...
+    rank 1:      F0  B0 [receive a1, send g0]  F1  B1 [receive a2, send g1] ...
+
+Source: the schedule of DeepSpeed's engine (``runtime/pipe/schedule.py``, ``TrainSchedule``), whose
+order issue 2800 of the project turned round in February 2023.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,11 +33,14 @@ from megatron.adaptive.planner.layers import Runtime
 from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.timing import ScheduleTimes
 
+_TURNED = 2023
+"""Since this year gradients go before activations."""
+
 _BUFFER_BYTES = 4 * 2**20
 """Up to this size a message leaves without its receiver: NCCL's buffers (``NCCL_BUFFSIZE``)."""
 
 
-def _pipeline(plan: Plan, stages: StageSums) -> ScheduleTimes | None:
+def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleTimes | None:
     """Times a plan's pipeline; returns None for schedules other than 1F1B.
 
     With tensor parallelism the output of a stage is sent in as many parts, beside their sizes. The
@@ -50,11 +58,18 @@ def _pipeline(plan: Plan, stages: StageSums) -> ScheduleTimes | None:
         stages.latency_s + stages.occupancy_s,
         launch_s=launch,
         buffered=sizes <= _BUFFER_BYTES,
+        gradients_first=gradients_first,
     )
 
 
-DEEPSPEED = Runtime(sliced_messages=True, pipeline=_pipeline)
-"""DeepSpeed's pipeline engine up to 2023 (``PartitionedTensor.from_meta`` for the slices)."""
+def runtime_of(document: Mapping[str, Any]) -> Runtime:
+    """Returns DeepSpeed's pipeline engine of the year of the paper that a set's JSON file names.
+
+    Tensor-parallel ranks send slices of a stage's output (``PartitionedTensor.from_meta``).
+    """
+    years = re.findall(r"\b20\d\d\b", str(document.get("source", {}).get("paper", "")))
+    newest = not years or int(years[0]) >= _TURNED
+    return Runtime(sliced_messages=True, pipeline=partial(_pipeline, newest))
 
 
 class _Call(NamedTuple):
@@ -67,7 +82,13 @@ class _Call(NamedTuple):
 
 
 def rendezvous_times(
-    num_microbatches: int, durations_s: Any, message_s: Any, *, launch_s: Any, buffered: Any
+    num_microbatches: int,
+    durations_s: Any,
+    message_s: Any,
+    *,
+    launch_s: Any,
+    buffered: Any,
+    gradients_first: bool = True,
 ) -> ScheduleTimes:
     """Time one step, one stage on each rank.
 
@@ -77,8 +98,9 @@ def rendezvous_times(
         message_s: ``[2, stages]``: of the message after each stage's forward and backward.
         launch_s: ``[2, stages]``, part of the durations that is hidden where a rank waits.
         buffered: ``[2, stages] bool``: whether that message leaves without its receiver.
+        gradients_first: whether gradients go before activations.
     """
-    run = _Run(num_microbatches, durations_s, message_s, launch_s, buffered)
+    run = _Run(num_microbatches, durations_s, message_s, launch_s, buffered, gradients_first)
     while any(run.advance(rank) for rank in range(durations_s.shape[1])):
         pass
     return ScheduleTimes(end_s=run.free, busy_s=durations_s.sum(axis=0) * num_microbatches)
@@ -88,12 +110,20 @@ class _Run:
     """Ranks on their way through their calls."""
 
     def __init__(
-        self, num_microbatches: int, durations: Any, messages: Any, launch: Any, buffered: Any
+        self,
+        num_microbatches: int,
+        durations: Any,
+        messages: Any,
+        launch: Any,
+        buffered: Any,
+        gradients_first: bool,
     ) -> None:
         self.durations, self.messages = durations, messages
         self.launch, self.buffered = launch, buffered
         stages = durations.shape[1]
-        self.calls = [_calls(stages, stage, num_microbatches) for stage in range(stages)]
+        self.calls = [
+            _calls(stages, stage, num_microbatches, gradients_first) for stage in range(stages)
+        ]
         self.at = [0] * stages
         self.launched = np.zeros(stages)
         self.free = np.zeros(stages)
@@ -150,12 +180,24 @@ class _Run:
 
 
 @lru_cache(maxsize=256)
-def _calls(stages: int, stage: int, num_microbatches: int) -> tuple[_Call, ...]:
-    return tuple(_program(stages, stage, num_microbatches))
+def _calls(
+    stages: int, stage: int, num_microbatches: int, gradients_first: bool
+) -> tuple[_Call, ...]:
+    """Returns what one rank calls in a step."""
+    found: list[_Call] = []
+    for compute, messages in _program(stages, stage, num_microbatches):
+        found += messages if gradients_first else reversed(messages)
+        found += compute
+    return tuple(found)
 
 
-def _program(stages: int, stage: int, num_microbatches: int) -> Iterator[_Call]:
-    """What one rank calls in a step; forwards on slots of its own parity, backwards between."""
+def _program(
+    stages: int, stage: int, num_microbatches: int
+) -> Iterator[tuple[list[_Call], list[_Call]]]:
+    """Yields what a rank computes in each slot, and the messages before, gradients first.
+
+    Forwards are on slots of the rank's own parity, backwards between.
+    """
     before = -1
     for slot in range(2 * (num_microbatches + stages - 1)):
         forward = slot % 2 == stage % 2
@@ -163,16 +205,12 @@ def _program(stages: int, stage: int, num_microbatches: int) -> Iterator[_Call]:
         microbatch = slot // 2 - stage // 2 if forward else back
         here = 0 <= microbatch < num_microbatches
         last = 0 <= before < num_microbatches
+        messages: list[_Call] = []
         if forward and stage > 0:
-            if last:
-                yield _Call("send", stage - 1, 1, before)
-            if here:
-                yield _Call("receive", stage - 1, 0, microbatch)
+            messages += [_Call("send", stage - 1, 1, before)] * last
+            messages += [_Call("receive", stage - 1, 0, microbatch)] * here
         if not forward and stage < stages - 1:
-            if here:
-                yield _Call("receive", stage + 1, 1, microbatch)
-            if last:
-                yield _Call("send", stage + 1, 0, before)
-        if here:
-            yield _Call("compute", stage, 0 if forward else 1, microbatch)
+            messages += [_Call("receive", stage + 1, 1, microbatch)] * here
+            messages += [_Call("send", stage + 1, 0, before)] * last
+        yield [_Call("compute", stage, 0 if forward else 1, microbatch)] * here, messages
         before = microbatch

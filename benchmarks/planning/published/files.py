@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,19 @@ def read_json(path: Path) -> Any:
         raise ConfigError(
             f"{path}: cannot be read ({error}): give the folder of the data set"
         ) from error
+
+
+def part(document: Any, keys: Sequence[str], folder: Path) -> Any:
+    """Returns what lies under keys of a JSON document.
+
+    Raises:
+        ConfigError: a key is missing.
+    """
+    for at, key in enumerate(keys):
+        if not isinstance(document, dict) or key not in document:
+            raise ConfigError(
+                f"{folder}: no {'.'.join(keys[: at + 1])} in its JSON files: see the forms of data"
+                " sets in docs/planner.md"
+            )
+        document = document[key]
+    return document

@@ -29,7 +29,7 @@ from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import complete_profile
-from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
+from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
 
 

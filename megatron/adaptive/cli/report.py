@@ -28,7 +28,7 @@ from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
-from megatron.adaptive.trace.progress import ProgressTail
+from megatron.adaptive.trace.live_state import ProgressTail
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.views.page import write_html
 from megatron.adaptive.trace.views.page_spans import Category, categories, merged, rows_of

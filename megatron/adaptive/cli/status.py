@@ -27,7 +27,7 @@ from megatron.adaptive.config.command_parser import CommandParser, last_value
 from megatron.adaptive.config.environment import MASK, WORK_FOLDER, is_secret, masked_text
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import SetupError
-from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
+from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail, progress_file
 
 _PERIOD_S = 5.0
 _GIB = 1 << 30

@@ -102,13 +102,17 @@ def _diagnose(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     run = load_run(arguments.run_dir)
     found = diagnose(run, _chosen_iterations(run, arguments))
-    for line in run.notes():
+    _print_answers(found, run.notes(), arguments.json)
+    return 0
+
+
+def _print_answers(found: Any, notes: Sequence[str], as_json: bool) -> None:
+    for line in notes:
         show(f"warning: {line}", file=sys.stderr)
-    if arguments.json:
+    if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:
         show(found.format())
-    return 0
 
 
 def _what_if(argv: Sequence[str]) -> int:
@@ -128,16 +132,11 @@ def _what_if(argv: Sequence[str]) -> int:
 
     run = load_run(arguments.run_dir)
     found = what_if(run, _chosen_iterations(run, arguments))
-    for line in found.notes:
-        show(f"warning: {line}", file=sys.stderr)
     if arguments.picture is not None:
         from megatron.adaptive.trace.views.picture import write_heat
 
-        write_heat(found, run.run, arguments.picture)
-    if arguments.json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        show(found.format())
+        write_heat(run, found, arguments.picture)
+    _print_answers(found, found.notes, arguments.json)
     return 0
 
 
@@ -165,14 +164,19 @@ def _import(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     from megatron.adaptive.trace.imports.profiles import read_profiles
-    from megatron.adaptive.trace.imports.published import describe_run, write_run
+    from megatron.adaptive.trace.imports.published import write_run
 
     source, pipeline = arguments.source, arguments.pipeline
     run = (pipeline and source.exists() and read_profiles(source, pipeline)) or load_run(source)
     write_run(run, arguments.output)
     for line in run.notes():
         show(f"warning: {line}", file=sys.stderr)
-    show(f"{describe_run(run)}: {arguments.output}")
+    replicas = len({trace.header.dp_rank for trace in run.ranks.values()})
+    spans = sum(sum(trace.num_spans.values()) for trace in run.ranks.values())
+    show(
+        f"{run.run}: {len(run.ranks)} ranks ({run.num_ranks} pipeline ranks x {replicas} replicas),"
+        f" iterations {describe_numbers(run.iterations)}, {spans:,} spans: {arguments.output}"
+    )
     return 0
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.adaptive.config.outside import parse_json, printable
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail
+from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail
 
 _STATE = "state.json"
 _FORMAT = 1

@@ -49,12 +49,13 @@ from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, mod
 from megatron.adaptive.planner.model import Model  # noqa: E402
 from megatron.adaptive.planner.profile import Profile  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
-from megatron.adaptive.profiling.memory import (  # noqa: E402
+from megatron.adaptive.profiling.memory import (  # noqa: E402  # noqa: E402
     KEPT_FREE,
     available_host_bytes,
     free_memory_bytes,
+    gpu_name,
+    node_facts,
 )
-from megatron.adaptive.profiling.nodes import gpu_name, node_facts  # noqa: E402
 from megatron.adaptive.profiling.timing import spread  # noqa: E402
 
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)

@@ -28,9 +28,9 @@ from megatron.adaptive.planner.plan import Plan, Prediction
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
-from megatron.adaptive.trace.messages import match_messages
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.step import stages_of_rank
+from megatron.adaptive.trace.table import match_messages
 
 _PRIOR = 1e-3
 """Weight of the operations against a measured stage; decides only where stages do not."""

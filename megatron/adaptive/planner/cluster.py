@@ -201,6 +201,8 @@ class NodeType:
         gpus: of one node.
         memory_bytes: usable memory of each GPU.
         intra: link between two GPUs of the node.
+        islands: GPUs that stand side by side and their link, ascending: parts of a node, as within
+            its ``intra``, then several nodes, as on one switch.
         network: what the node's way out gives; None for the cluster's default.
         price_per_hour: of the whole node, in the currency of the user.
         zone: nodes of different zones are linked by the cluster's link between zones, if it has
@@ -212,6 +214,7 @@ class NodeType:
     gpus: int
     memory_bytes: float
     intra: LinkSpeed
+    islands: tuple[tuple[int, LinkSpeed], ...] = ()
     network: LinkSpeed | None = None
     price_per_hour: float = 0.0
     zone: str = ""
@@ -222,6 +225,18 @@ class NodeType:
                 f"node type {self.name}: memory is {self.memory_bytes:g} bytes per GPU:"
                 " it must be above 0"
             )
+
+    def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
+        """Returns the least island that is divided into groups of so many neighbouring GPUs.
+
+        Groups up to a node are looked for in its parts, larger ones on its switches; None where
+        groups of that size would lie across two islands.
+        """
+        inner = gpus <= self.gpus
+        for size, link in self.islands if gpus else ():
+            if size % gpus == 0 and (size < self.gpus) == inner:
+                return size, link
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,6 +400,11 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         if (first, second) in links or (second, first) in links:
             raise ConfigError(f"{place}: {first} and {second} have a link already; keep one")
         links[first, second] = _speed(one, place)
+    for group in groups:
+        for size, link in group.type.islands:
+            # All nodes of the type stand in it, however many a group has.
+            if size >= group.count * group.type.gpus:
+                links.setdefault((group.type.name, group.type.name), link)
     try:
         return Cluster(
             name=document.get("name", ""),
@@ -417,10 +437,32 @@ def _node_type(one: Mapping[str, Any], place: str, memories: Mapping[str, float]
         gpus=one["gpus_per_node"],
         memory_bytes=memory,
         intra=_speed(one["link"], f"{place}.link", shared=False),
+        islands=_islands(one, place),
         network=_speed(one.get("network"), f"{place}.network"),
         price_per_hour=float(one.get("price_per_hour", 0.0)),
         zone=one.get("zone", ""),
     )
+
+
+def _islands(node: Mapping[str, Any], place: str) -> tuple[tuple[int, LinkSpeed], ...]:
+    """Makes the islands of a node type of their checked form."""
+    found: list[tuple[int, LinkSpeed]] = []
+    each, before = node["gpus_per_node"], 1
+    for index, one in enumerate(node.get("islands", ())):
+        where = f"{place}.islands[{index}]"
+        inner = "gpus" in one
+        if inner == ("nodes" in one):
+            raise ConfigError(f"{where}: give either gpus, for parts of a node, or nodes")
+        size = one["gpus"] if inner else one["nodes"] * each
+        if size <= before or size % before or (inner and (size == each or each % size)):
+            raise ConfigError(
+                f"{where}: {size} GPUs do not nest: each island holds several of the one before,"
+                f" and a node of {each} GPUs several of its parts"
+            )
+        link = {key: value for key, value in one.items() if key not in ("gpus", "nodes")}
+        found.append((size, _speed(link, where, shared=not inner)))
+        before = size if inner else max(size, each)
+    return tuple(found)
 
 
 def _speed(one: Any, place: str, *, shared: bool = True) -> Any:

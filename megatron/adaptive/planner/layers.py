@@ -257,9 +257,7 @@ def _kind_row(
     """
     times = inputs.profile.times(kind.name, node.gpu, tp, micro_batch)
     if tp > 1 and not times.tp_included and kind.tp_bytes:
-        once += all_reduce_s(
-            inputs.profile.intra_links.get(node.name, node.intra), kind.tp_bytes * micro_batch, tp
-        )
+        once += all_reduce_s(link_within(inputs, node, tp), kind.tp_bytes * micro_batch, tp)
     attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
     fused = not kind.attention_bytes
     # Fused attention sends a part while it attends to the one before; a backward sends twice as
@@ -372,11 +370,8 @@ def exchange_of(
     """
     near = min(ranks, max(node.gpus // tp, 1))
     far = ranks - near
-    inside = inputs.profile.intra_links.get(node.name, node.intra)
-    outside = [inputs.cluster.link_of_types(node, other) for other in others] if far else []
-    for at, other in enumerate(others if far else ()):
-        for pair in ((node.name, other.name), (other.name, node.name)):
-            outside[at] = inputs.profile.links.get(pair, outside[at])
+    inside = link_within(inputs, node, near * tp)
+    outside = links_out(inputs, node, others, -(-ranks // near)) if far else []
 
     def seconds(whole_bytes: float) -> float:
         if ranks < 2 or whole_bytes <= 0:
@@ -403,13 +398,10 @@ def context_ring(
         tp: GPUs of each rank, side by side.
         ranks: that share a sequence; those of one node do not leave it.
     """
-    links = [(inputs.profile.intra_links.get(node.name, node.intra), tp)]
+    links = [(link_within(inputs, node, min(ranks * tp, node.gpus)), tp)]
     if any((one.gpus // tp) % ranks for one in (node, *others)):
-        for other in others:
-            link = inputs.cluster.link_of_types(node, other)
-            for pair in ((node.name, other.name), (other.name, node.name)):
-                link = inputs.profile.links.get(pair, link)
-            links.append((link, tp))
+        nodes = -(-ranks * tp // node.gpus)
+        links += [(link, tp) for link in links_out(inputs, node, others, nodes)]
 
     def seconds(part_bytes: float) -> float:
         if ranks < 2 or part_bytes <= 0:
@@ -419,15 +411,36 @@ def context_ring(
     return seconds
 
 
-def link_between(inputs: PlanInputs, one: int, other: int) -> LinkSpeed:
-    """Returns the link of two nodes as measured, or as the cluster file has it."""
-    a, b = inputs.cluster.nodes[one], inputs.cluster.nodes[other]
-    if one == other:
-        return inputs.profile.intra_links.get(a.name, a.intra)
-    for pair in ((a.name, b.name), (b.name, a.name)):
+def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
+    """Returns the link of so many neighbouring GPUs of nodes of a type: of their least island."""
+    if (found := node.island(gpus)) is not None:
+        return found[1]
+    if gpus <= node.gpus:
+        return inputs.profile.intra_links.get(node.name, node.intra)
+    return _link_of(inputs, node, node)
+
+
+def links_out(
+    inputs: PlanInputs, node: NodeType, others: Sequence[NodeType], nodes: int
+) -> list[LinkSpeed]:
+    """Returns the links from a node to those of a group: types of its nodes, and how many."""
+    if {other.name for other in others} == {node.name}:
+        return [link_within(inputs, node, nodes * node.gpus)]
+    return [_link_of(inputs, node, other) for other in others]
+
+
+def _link_of(inputs: PlanInputs, one: NodeType, other: NodeType) -> LinkSpeed:
+    """Returns the link between nodes of two types as measured, or as the cluster file has it."""
+    for pair in ((one.name, other.name), (other.name, one.name)):
         if pair in inputs.profile.links:
             return inputs.profile.links[pair]
-    return inputs.cluster.link_of_types(a, b)
+    return inputs.cluster.link_of_types(one, other)
+
+
+def link_between(inputs: PlanInputs, one: int, other: int) -> LinkSpeed:
+    """Returns the link of two nodes, or of a node, wherever they stand."""
+    a, b = inputs.cluster.nodes[one], inputs.cluster.nodes[other]
+    return link_within(inputs, a, a.gpus) if one == other else _link_of(inputs, a, b)
 
 
 def boundary_s(
@@ -550,9 +563,17 @@ def reduction(
                 if one.node != other.node:
                     crossing[one.node] += max(one.tp, other.tp)
     segments = set()
+    here = Counter(one.node for one in places[rank].replicas)
+    alike = len({inputs.cluster.nodes[node].name for node in here}) == 1
     for one, other in _ring(replicas):
-        pairs = max(one.tp, other.tp) if one.node == other.node else crossing[one.node]
-        segments.add((link_between(inputs, one.node, other.node), pairs))
+        node = inputs.cluster.nodes[one.node]
+        if one.node == other.node:
+            link, pairs = link_within(inputs, node, here[one.node] * one.tp), max(one.tp, other.tp)
+        elif alike:
+            link, pairs = link_within(inputs, node, len(here) * node.gpus), crossing[one.node]
+        else:
+            link, pairs = link_between(inputs, one.node, other.node), crossing[one.node]
+        segments.add((link, pairs))
     return lambda size: max(
         all_reduce_s(link, size, len(replicas), pairs) for link, pairs in segments
     )

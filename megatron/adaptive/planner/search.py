@@ -40,6 +40,7 @@ from megatron.adaptive.planner.shapes import (
     most_rate,
     only_partition,
     stage_classes,
+    take_nodes,
 )
 
 _FEW_LEVELS = 2000
@@ -739,10 +740,10 @@ class Searcher:
         chunks: int = 1,
         schedule: str = "1f1b",
     ) -> Plan:
-        """Returns a plan by the classes of its ranks, on the first nodes of each type."""
-        starts = [0]
-        for group in self.cluster.groups:
-            starts.append(starts[-1] + group.count)
+        """Returns a plan by the classes of its ranks, on the first nodes of each type that suit."""
+        numbers = itertools.count()
+        free = [list(itertools.islice(numbers, group.count)) for group in self.cluster.groups]
+        first = [those[0] for those in free]
         places: list[StagePlace] = []
         position, nodes = 0, list[int]()
         for stage, one in enumerate(classes):
@@ -751,8 +752,8 @@ class Searcher:
             if opens:
                 nodes = []
                 for index, count in enumerate(one.nodes):
-                    nodes += range(starts[index], starts[index] + count)
-                    starts[index] += count
+                    kind = self.cluster.groups[index].type
+                    nodes += take_nodes(free[index], first[index], count, kind)
             places.append(place_stage(self.cluster, nodes, *one.widths, position=position))
         return Plan(
             tp=max(one.tp for one in classes),

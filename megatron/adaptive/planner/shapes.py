@@ -32,6 +32,7 @@ from megatron.adaptive.planner.layers import (
     embedding_s,
     exposed_reduce_s,
     layer_table,
+    link_within,
     optimizer_s,
     range_largest,
     range_sums,
@@ -104,6 +105,19 @@ def stage_classes(
         mixed.sort(key=lambda one: sum(count > 0 for count in one.nodes))
         mixed = mixed[:_MOST_MIXED]
     return (*found, *mixed), whole
+
+
+def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
+    """Takes the first free nodes of a type, within an island where so many do not leave it."""
+    found = free[:count]
+    if island := kind.island(count * kind.gpus) if count else None:
+        many = max(island[0] // kind.gpus, 1)
+        for _, group in itertools.groupby(free, key=lambda node: (node - first) // many):
+            if len(those := list(group)) >= count:
+                found = those[:count]
+                break
+    free[:] = [node for node in free if node not in found]
+    return found
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -437,10 +451,12 @@ class Tables:
             return 0.0 if place is None else reduction((place,), 0, self.inputs)(size)
         # A ring enters and leaves each of its nodes.
         types = self.types(one)
+        if len(types) == 1:
+            link = link_within(self.inputs, types[0], sum(one.nodes) * types[0].gpus)
+            return all_reduce_s(link, size, one.dp, one.tp)
         ways = [
             self.profile.links.get((a.name, b.name), self.cluster.link_of_types(a, b))
-            for a, b in itertools.product(types, repeat=2)
-            if len(types) == 1 or a != b
+            for a, b in itertools.permutations(types, 2)
         ]
         return min(all_reduce_s(way, size, one.dp, one.tp) for way in ways)
 

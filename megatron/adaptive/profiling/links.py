@@ -66,7 +66,6 @@ def measure_link(
     burst: int = _BURST,
     rounds: int = _ROUNDS,
     seconds: float = 0.0,
-    step: int = NO_STEP,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Link:
     """Sends messages to and fro between two ranks that do nothing else meanwhile.
@@ -80,7 +79,6 @@ def measure_link(
         burst: messages of a long round, at least 2.
         rounds: short and long ones each, at least 2; the first does not count.
         seconds: more rounds of each are added for so long. Rounds and seconds of the leader count.
-        step: a number that no step has.
         clock: seconds.
 
     Raises:
@@ -96,14 +94,14 @@ def measure_link(
             begin_s = clock()
             if leads:
                 is_last = len(taken_s) + 1 >= rounds and begin_s - first_s >= seconds
-                _send(transport, peer, payload, step, count, _STOP if is_last else _GO)
+                _send(transport, peer, payload, count, _STOP if is_last else _GO)
                 receive(transport, peer, timeout_s).take()
             else:
                 for _ in range(count):
                     arrival = receive(transport, peer, timeout_s)
                     arrival.take()
                 is_last = arrival.label.action.chunk == _STOP
-                _send(transport, peer, payload, step, 1, _GO)
+                _send(transport, peer, payload, 1, _GO)
             taken_s.append(clock() - begin_s)
         medians.append(statistics.median(taken_s[1:]))
     there_and_back_s, burst_s = medians
@@ -112,11 +110,9 @@ def measure_link(
     return Link(latency_s=there_and_back_s / 2 - occupancy_s, occupancy_s=occupancy_s)
 
 
-def _send(
-    transport: Transport, peer: int, payload: torch.Tensor, step: int, count: int, chunk: int
-) -> None:
+def _send(transport: Transport, peer: int, payload: torch.Tensor, count: int, chunk: int) -> None:
     for index in range(count):
-        transport.send(peer, Label(step, Action(ActionKind.F, chunk, index)), payload)
+        transport.send(peer, Label(NO_STEP, Action(ActionKind.F, chunk, index)), payload)
 
 
 def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:

@@ -1,4 +1,4 @@
-"""Measures the memory that a process may still take: the one answer to that question.
+"""Measures the memory that a process may still take, and describes its node for the planner.
 
 ::
 
@@ -13,15 +13,21 @@ Importing this module does not import torch: processes without it ask for the ho
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from megatron.adaptive.planner.cluster import known_gpu
 
 if TYPE_CHECKING:
     from megatron.adaptive.accelerator import Accelerator
 
 KEPT_FREE = 0.1
 """Share of free memory that plans leave alone."""
+
+HOST_SHARE = 0.35
+"""The C library keeps so much of freed activations between those in use. Measured with
+``benchmarks/planner.py --part memory`` in runs of the trainer with glibc."""
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -121,3 +127,34 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
+
+
+def gpu_name(accelerator: Accelerator) -> str:
+    """Returns the name by which profiles and clusters know the device."""
+    found = known_gpu(accelerator.name)
+    return accelerator.name.lower().replace(" ", "-") if found is None else found.name
+
+
+def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
+    """Returns what this process knows of its node, as ``nodes`` of a profile file holds it.
+
+    Args:
+        accelerator: the process's device.
+        ranks_here: ranks of this node, which share the memory of a host evenly.
+    """
+    process: dict[str, float] = {"context_bytes": process_bytes(accelerator)}
+    if accelerator.is_cuda:
+        import torch
+
+        memory = torch.cuda.get_device_properties(accelerator.device).total_memory
+    else:
+        memory = total_host_bytes() // ranks_here
+        process["allocator_share"] = HOST_SHARE
+    return {
+        "gpu": gpu_name(accelerator),
+        "device": accelerator.name,
+        "processes": ranks_here,
+        "cores": psutil.cpu_count() or 0,
+        "memory_bytes": int(memory),
+        **process,
+    }

@@ -36,8 +36,7 @@ import numpy.typing as npt
 
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.index import FileIndex
-from megatron.adaptive.trace.messages import Messages
-from megatron.adaptive.trace.table import Ints
+from megatron.adaptive.trace.table import Ints, Messages
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25

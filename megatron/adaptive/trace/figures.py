@@ -206,6 +206,27 @@ class RunFigures(RankFigures):
         parts[self.num_actions == 0] = np.nan
         return parts
 
+    def heat(self, stages: Ints) -> tuple[Floats, Floats]:
+        """Computes how many times as long as usual the work of ranks and of stages takes.
+
+        Args:
+            stages: ``[pipeline ranks, chunks]``, the stage that lies there.
+
+        Returns:
+            ``[ranks, iterations]`` and ``[replicas, stages]``, NaN where nothing was recorded.
+        """
+        work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)  # of each chunk
+        known = self.num_actions > 0
+        usual = max(1.0, float(work[known].sum(axis=-1).mean()))
+        by_rank = np.where(known, work.sum(axis=-1) / usual, np.nan).T
+        replicas, row = np.unique(self.dp_rank, return_inverse=True)
+        sums = np.zeros((2, len(replicas), stages.size))
+        at = (row[:, None], stages[self.pp_rank])
+        for held, values in zip(sums, (work.sum(axis=0), known.sum(axis=0)[:, None]), strict=True):
+            np.add.at(held, at, values)
+        with np.errstate(invalid="ignore"):
+            return by_rank, sums[0] / sums[1] / (usual / stages.shape[1])
+
     def notes(self) -> list[str]:
         """Ranks whose clock was set back, a line each."""
         return [

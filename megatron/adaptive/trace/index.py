@@ -26,8 +26,8 @@ from megatron.adaptive.trace.event import (
     IterationStart,
     SpanFormat,
     TraceHeader,
+    parse_line,
 )
-from megatron.adaptive.trace.lines import parse_line
 from megatron.adaptive.trace.table import KIND, OTHER, REASON, Ints, TraceTable
 
 

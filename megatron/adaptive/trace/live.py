@@ -18,24 +18,28 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import TraceHeader
+from megatron.adaptive.trace.event import TraceHeader, parse_line
 from megatron.adaptive.trace.figures import (
     WAIT_CAUSES,
-    Floats,
     RankFigures,
     rank_figures,
     stack_figures,
 )
 from megatron.adaptive.trace.index import Block, FileIndex, read_blocks
-from megatron.adaptive.trace.lines import parse_line
-from megatron.adaptive.trace.live_state import ENDED, Now, read_now
+from megatron.adaptive.trace.live_state import (
+    ENDED,
+    PROGRESS_NAME,
+    Now,
+    ProgressTail,
+    progress_file,
+    read_now,
+)
 from megatron.adaptive.trace.locate import TRACES, latest_run
-from megatron.adaptive.trace.progress import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import describe_numbers, trace_files
 from megatron.adaptive.trace.table import Ints, Mask
 
@@ -45,30 +49,11 @@ TAIL_BYTES = 1 << 20
 LOOKED_AT = 8
 """Figures are medians over so many iterations."""
 
-SURE = 4
-"""Iterations of which every one has to say that a rank is slow."""
-
-OF_REPLICAS, OF_STAGES, OF_BEFORE = 1.15, 1.4, 1.25
-"""From these factors on a rank stands out: among the ranks that do the same work, among the stages,
-whose work differs by some design, and against its own past."""
-
 SILENT_S = 5.0
 """Ranks say what they do twice a second; after so long they hang in the kernel, or are gone."""
 
 LONG_S = 60.0
 """The same for a rank that only writes its spans, at the end of each iteration."""
-
-
-class Slowness(NamedTuple):
-    """A rank computes longer than it should.
-
-    Attributes:
-        factor: how much longer.
-        than: what it is compared with: ``replicas``, ``stages`` or ``before``.
-    """
-
-    factor: float
-    than: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +71,8 @@ class LiveRank:
         busy: part of the step in which it works, ``None`` where that is not known.
         waits: part of the step, by cause.
         compute_ms: what its actions of an iteration take.
-        slowness: where it stands out.
+        slow: how many times as long as it should its work takes by the latest diagnosis, ``None``
+            for as long as it should.
         problem: why its file cannot be read, empty if it can.
     """
 
@@ -100,7 +86,7 @@ class LiveRank:
     busy: float | None = None
     waits: Mapping[str, float] = field(default_factory=dict)
     compute_ms: float | None = None
-    slowness: Slowness | None = None
+    slow: float | None = None
     problem: str = ""
 
     @property
@@ -198,10 +184,9 @@ class LiveRun:
         if not ((folder / PROGRESS_NAME).exists() or trace_files(folder)):
             folder = self._folder
         files = trace_files(folder)
-        kept = min(32, max(LOOKED_AT, 4096 // max(1, len(files))))
         for rank, path in files.items():
             if rank not in self._tails or self._tails[rank].path != path:
-                self._tails[rank] = RankTail(path, kept)
+                self._tails[rank] = RankTail(path, 2 * LOOKED_AT)
         for rank in set(self._tails) - set(files):
             del self._tails[rank]
         for tail in self._tails.values():
@@ -212,11 +197,10 @@ class LiveRun:
         return self._snapshot(folder)
 
     def _snapshot(self, folder: Path) -> Snapshot:
-        headers = {r: tail.header for r, tail in self._tails.items() if tail.header is not None}
-        world = max([header.world_size for header in headers.values()], default=0)
-        figures = {rank: self._tails[rank].figures for rank in headers}
-        slow = slow_ranks(headers, {r: [] if f is None else f.work_ns for r, f in figures.items()})
+        headers = [tail.header for tail in self._tails.values() if tail.header is not None]
+        world = max([header.world_size for header in headers], default=0)
         parts, traced_ms = _parts_of_steps(self._tails)
+        slow = self._progress.slow
         ranks = [
             _rank(folder, rank, self._tails.get(rank), parts.get(rank, {}), slow.get(rank))
             for rank in range(max(world, *(r + 1 for r in self._tails), 0, 0))
@@ -347,44 +331,6 @@ def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
     return RankFigures(*(getattr(figures, name)[rows] for name in _NAMES))
 
 
-def slow_ranks(
-    headers: Mapping[int, TraceHeader], compute_ns: Mapping[int, Sequence[float] | Floats]
-) -> dict[int, Slowness]:
-    """Ranks that compute longer than they should, by a rule of thumb.
-
-    A rank is held against those with the same work (its stage's other replicas), without any
-    against the other stages, and at last against its own past.
-
-    Args:
-        headers: by global rank.
-        compute_ns: by global rank, of successive iterations, ascending.
-    """
-    recent = {
-        rank: list(times)[-LOOKED_AT:] for rank, times in compute_ns.items() if rank in headers
-    }
-    middle = {r: statistics.median(times) for r, times in recent.items() if len(times) >= SURE}
-    stages: dict[int, dict[int, float]] = {}
-    for rank, value in middle.items():
-        stages.setdefault(headers[rank].pp_rank, {})[rank] = value
-    found = {}
-    for rank, mine in middle.items():
-        stage = headers[rank].pp_rank
-        same = [value for other, value in stages[stage].items() if other != rank]
-        if same:
-            compared = [("replicas", OF_REPLICAS, same)]
-        else:
-            past = list(compute_ns[rank])[: -2 * LOOKED_AT]
-            others = [value for other, value in middle.items() if other != rank]
-            compared = [("before", OF_BEFORE, past if len(past) >= LOOKED_AT else [])]
-            compared += [("stages", OF_STAGES, others if len(others) > 1 else [])]
-        for than, limit, values in compared:
-            usual = statistics.median(values) if values else 0.0
-            if usual and min(recent[rank][-SURE:]) > limit * usual:
-                found[rank] = Slowness(mine / usual, than)
-                break
-    return found
-
-
 def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list[float]]:
     """Parts of the latest steps in which each rank works and waits, medians; the steps' lengths.
 
@@ -425,7 +371,7 @@ def _rank(
     rank: int,
     tail: RankTail | None,
     parts: Mapping[str, Any],
-    slowness: Slowness | None,
+    slow: float | None,
 ) -> LiveRank:
     if tail is None or tail.header is None:
         return LiveRank(rank=rank, problem="" if tail is None else tail.problem)
@@ -443,7 +389,7 @@ def _rank(
         compute_ms=None
         if figures is None
         else float(np.median(figures.work_ns[-LOOKED_AT:])) / 1e6,
-        slowness=slowness,
+        slow=slow,
         problem=tail.problem,
     )
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import Span, TraceHeader
+from megatron.adaptive.trace.event import Span
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
@@ -83,9 +83,7 @@ def write_legacy(
     """
     chosen = run.complete_iterations()[-KEPT_ITERATIONS:] or run.iterations[-1:]
     chosen = chosen if iteration is None else (iteration,)
-    steps = [pipeline_step(run, number) for number in chosen]
-    if not steps:
-        raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
+    steps = [pipeline_step(run, number) for number in chosen or [None]]
     with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(f"# run {run.run}\n# schedule {steps[0].schedule}\n")
         file.write(f"# placement {steps[0].placement}\n")
@@ -150,26 +148,19 @@ def read_legacy(
         )
     traces = {}
     for number, rank in sorted(ranks.items()):
-        counts = {i: 1 + max(span.microbatch for span in s) for i, s in rank.spans.items()}
-        header = TraceHeader(
-            run=notes["run"],
-            placement=notes["placement"],
-            schedule=notes["schedule"],
+        traces[number] = RankTrace.of_tables(
+            path,
+            {i: TraceTable.from_spans(found) for i, found in rank.spans.items()},
+            len(rank.begun),
+            **notes,
             rank=number,
             world_size=world_size,
             pp_rank=number // replicas,
             dp_rank=number % replicas,
             num_ranks=num_ranks,
             num_chunks=num_chunks,
-            num_microbatches=max(counts.values(), default=0),
-            host="",
-            pid=0,
-            monotonic_ns=0,
-            unix_ns=0,
             clock="",
         )
-        tables = {i: TraceTable.from_spans(found) for i, found in rank.spans.items()}
-        traces[number] = RankTrace.of_tables(path, header, tables, counts, len(rank.begun))
     return RunTrace(path, notes["run"], world_size, num_ranks, num_chunks, traces)
 
 

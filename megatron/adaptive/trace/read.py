@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +24,7 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
 from megatron.adaptive.trace.event import IterationStart, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
-from megatron.adaptive.trace.messages import match_messages
-from megatron.adaptive.trace.table import TraceTable
+from megatron.adaptive.trace.table import TraceTable, match_messages
 
 REFINED_ITERATIONS = 5
 """Iterations whose messages are held against the clocks, spread over the run."""
@@ -47,27 +47,21 @@ class RankTrace:
 
     @classmethod
     def of_tables(
-        cls,
-        path: Path,
-        header: TraceHeader,
-        tables: Mapping[int, TraceTable],
-        num_microbatches: Mapping[int, int],
-        truncated_lines: int = 0,
+        cls, path: Path, tables: Mapping[int, TraceTable], truncated_lines: int = 0, **header: Any
     ) -> RankTrace:
-        """A trace that does not lie in a file of ours.
+        """A trace that does not lie in a file of ours; no host and no process is known of it.
 
         Args:
             path: where it comes from.
-            header: who wrote it.
             tables: its spans by iteration.
-            num_microbatches: by iteration.
             truncated_lines: what its source lacks.
+            header: of the fields of :class:`~megatron.adaptive.trace.event.TraceHeader`.
         """
-        blocks = [
-            Block(IterationStart(i, num_microbatches[i]), 0, table=table)
-            for i, table in tables.items()
-        ]
-        index = FileIndex(path, [header], blocks, truncated_lines=truncated_lines)
+        counts = {i: int(table.microbatch.max(initial=0)) + 1 for i, table in tables.items()}
+        header |= {"num_microbatches": max(counts.values(), default=0)}
+        made = TraceHeader(**header, host="", pid=0, monotonic_ns=0, unix_ns=0)
+        blocks = [Block(IterationStart(i, counts[i]), 0, table=t) for i, t in tables.items()]
+        index = FileIndex(path, [made], blocks, truncated_lines=truncated_lines)
         return cls(index, (shift(0),))
 
     @property
@@ -219,10 +213,16 @@ class RunTrace:
             )
         return tuple(found.get(pp_rank) for pp_rank in range(self.num_ranks))
 
-    def complete_iterations(self, dp_rank: int = 0) -> tuple[int, ...]:
-        """Iterations in which each present rank of a pipeline did every F and every B."""
-        present = [trace for trace in self.replica(dp_rank) if trace is not None]
+    def complete_iterations(self, dp_rank: int | None = 0) -> tuple[int, ...]:
+        """Iterations in which each present rank of a replica, or of all, did every F and B."""
+        ranks = self.ranks.values() if dp_rank is None else self.replica(dp_rank)
+        present = [trace for trace in ranks if trace is not None]
         return tuple(i for i in self.iterations if all(t.is_complete(i) for t in present))
+
+    def num_spans(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> int:
+        """About how many spans some iterations of some ranks hold, of all where ``None``."""
+        counts = [self.ranks[rank].num_spans for rank in (self.ranks if ranks is None else ranks)]
+        return sum(count.get(iteration, 0) for iteration in iterations for count in counts)
 
     def require_iteration(self, iteration: int) -> None:
         """Refuse an iteration that no rank recorded.

@@ -23,43 +23,34 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
     ClockSamples,
     Gap,
+    IterationStart,
     Lengths,
     Row,
     TraceHeader,
-    trace_file_name,
-)
-from megatron.adaptive.trace.files import BestEffortFile, Outage
-from megatron.adaptive.trace.lines import (
     block_text,
     gap_line,
     header_line,
     parse_line,
     samples_line,
+    trace_file_name,
 )
+from megatron.adaptive.trace.files import BestEffortFile, Outage
 from megatron.adaptive.trace.live_state import NowFile, ReadState
 
 QUEUE_ITERATIONS = 64
 WRITER_PATIENCE_S = 10.0
 
 
-class _Batch(NamedTuple):
-    """Spans on their way to the file."""
-
-    iteration: int
-    num_microbatches: int
-    start_ns: int
-    rows: Sequence[Row]
-    is_late: bool
-    exchange_ns: int = 0
-    tokens: Sequence[Sequence[int]] = ()
-    lengths: Lengths = ()
+_Batch: TypeAlias = tuple[IterationStart, Sequence[Row]]
+"""Spans on their way to the file, below their marker."""
 
 
 class Recorder(AbstractContextManager["Recorder"]):
@@ -96,10 +87,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._file.begin()
         self._rank = header.rank
         self._read_state: ReadState | None = None
-        self._begun: tuple[int, int, int] | None = None
-        self._lengths: Lengths = ()
+        self._begun: IterationStart | None = None
         self._rows: list[Row] | None = None
-        self._experts: tuple[int, Sequence[Sequence[int]]] = (0, ())
         self._open = True
         self._gap: Gap | None = None  # of the writer's thread
         self._delay = Outage(self._path, "iterations")  # of the thread that records
@@ -139,7 +128,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.end_iteration()
         if self._open:
             start_ns = time.monotonic_ns() if start_ns is None else start_ns
-            self._begun, self._lengths = (iteration, num_microbatches, start_ns), lengths
+            self._begun = IterationStart(iteration, num_microbatches, start_ns, lengths=lengths)
             self._rows = []
 
     def extend(self, rows: Iterable[Row]) -> None:
@@ -149,7 +138,9 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
         """Say what the rank's experts did in the iteration, see ``event.IterationStart``."""
-        self._experts = (exchange_ns, tokens)
+        if self._begun is not None:
+            rows = tuple(tuple(row) for row in tokens)
+            self._begun = replace(self._begun, exchange_ns=exchange_ns, tokens=rows)
 
     def end_iteration(self) -> None:
         """Hand the iteration's spans to the writer.
@@ -157,10 +148,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         Blocks only while the queue is full, for 10 s at most and once: from then on iterations are
         dropped until there is room.
         """
-        begun, rows, experts = self._begun, self._rows, self._experts
-        self._begun, self._rows, self._experts = None, None, (0, ())
+        begun, rows = self._begun, self._rows
+        self._begun, self._rows = None, None
         if begun is not None and rows is not None:
-            self._hand_over(_Batch(*begun, rows, False, *experts, self._lengths))
+            self._hand_over((begun, rows))
 
     def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[Row]) -> None:
         """Add spans to an iteration that has ended, or drop them if the writer is behind.
@@ -171,7 +162,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             rows: the spans.
         """
         if self._open and rows:
-            self._offer(_Batch(iteration, num_microbatches, rows[0][4], rows, True))
+            begun = IterationStart(iteration, num_microbatches, rows[0][4], is_late=True)
+            self._offer((begun, rows))
 
     def add_clock_samples(self, samples: ClockSamples) -> None:
         """Write readings of this rank's clock, or drop them if the writer is behind."""
@@ -237,23 +229,19 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _append(self, batch: _Batch | ClockSamples) -> None:
         """Append a batch below what is said of those that are missing, or note it as missing."""
-        text = _text(batch)
-        is_iteration = isinstance(batch, _Batch) and not batch.is_late
+        if isinstance(batch, ClockSamples):
+            text, iteration = samples_line(batch) if batch.samples else "", None
+        else:
+            text, iteration = block_text(*batch), None if batch[0].is_late else batch[0].iteration
         if not text:
             return
         if self._gap is not None:
             text = gap_line(self._gap) + text
-        if self._file.append(text.encode(), int(is_iteration)):
+        if self._file.append(text.encode(), int(iteration is not None)):
             self._gap = None
-        elif isinstance(batch, _Batch) and is_iteration:
-            first = batch.iteration if self._gap is None else self._gap.first
-            self._gap = Gap(first, batch.iteration, self._file.lost)
-
-
-def _text(batch: _Batch | ClockSamples) -> str:
-    if isinstance(batch, ClockSamples):
-        return samples_line(batch) if batch.samples else ""
-    return block_text(*batch)
+        elif iteration is not None:
+            first = iteration if self._gap is None else self._gap.first
+            self._gap = Gap(first, iteration, self._file.lost)
 
 
 def _continue_at(path: Path, header: TraceHeader) -> int | None:

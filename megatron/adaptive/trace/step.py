@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 
+import numpy as np
+
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.figures import RankFigures, rank_figures
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.table import TraceTable
+from megatron.adaptive.trace.table import Ints, TraceTable
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,12 @@ class PipelineStep:
         return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
 
 
+_KINDS: dict[str, PlacementKind] = {"loop": "loop", "v": "v"}
+
+
 def placement_of(name: str, num_ranks: int, num_chunks: int) -> Placement | None:
     """The placement that a header names, ``None`` for one unknown here."""
-    kinds: dict[str, PlacementKind] = {"loop": "loop", "v": "v"}
-    kind = kinds.get(name.lower())
+    kind = _KINDS.get(name.lower())
     return kind and Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
 
 
@@ -127,6 +131,14 @@ def stages_of_rank(
     if found is None:
         return None
     return tuple(found.stage_of(pp_rank, chunk) for chunk in range(num_chunks))
+
+
+def stages_of(run: RunTrace) -> Ints:
+    """``[pipeline ranks, chunks]``: the stages there, as in a loop for a placement unknown here."""
+    header = next(iter(run.ranks.values())).header
+    name = header.placement if header.placement.lower() in _KINDS else "loop"
+    ranks = range(run.num_ranks)
+    return np.array([stages_of_rank(r, run.num_ranks, run.num_chunks, name) for r in ranks])
 
 
 def stages_text(header: TraceHeader, pp_rank: int, most: int | None = None) -> str | None:

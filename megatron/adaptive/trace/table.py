@@ -2,11 +2,14 @@
 
 A table holds millions of spans in one numpy array per column and makes no object of any of them.
 Where a few are wanted as objects, for a chart, :meth:`TraceTable.spans` makes them.
+
+A message is known on both ends by its iteration, the ranks, and the action of the receiver that it
+is the input of: :func:`match_messages` finds each send's receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -85,6 +88,20 @@ class TraceTable:
         duration_ns = columns.pop("duration_ns")
         columns["end_ns"] = columns["start_ns"] + duration_ns
         return cls(iteration=np.asarray(iteration, dtype=np.int64), **columns)
+
+    @classmethod
+    def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
+        """A table of some columns of :data:`~megatron.adaptive.trace.event.COLUMNS`.
+
+        Args:
+            iteration: ``[spans]``.
+            columns: ``[spans]`` each, or one number for all; those left out say nothing.
+        """
+        rows = np.zeros((len(iteration), len(COLUMNS)), dtype=np.int64)
+        nothing = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
+        for name, values in {**nothing, **columns}.items():
+            rows[:, COLUMNS.index(name)] = values
+        return cls.from_rows(iteration, rows)
 
     @classmethod
     def from_spans(cls, spans: Iterable[Span]) -> TraceTable:
@@ -180,10 +197,99 @@ def find_rows(known: Sequence[Ints], wanted: Sequence[Ints]) -> Ints:
     return found
 
 
+def nth_of_equal(keys: Sequence[Ints]) -> Ints:
+    """Numbers each row among those with the same keys, from 0; equal ones must lie together."""
+    new = np.zeros(len(keys[0]), dtype=np.bool_)
+    for key in keys:
+        new |= np.diff(key, prepend=key[:1] - 1) != 0
+    heads = np.flatnonzero(new)
+    nth: Ints = np.arange(len(new)) - np.repeat(heads, np.diff(np.append(heads, len(new))))
+    return nth
+
+
 def _row(span: Span) -> tuple[int, ...]:
     return (
         KIND.get(span.action, OTHER),
         *(span.chunk, span.microbatch, span.piece, span.start_ns, span.duration_ns),
         *(span.bytes, span.in_flight_bytes, span.queue_depth, span.peer),
         *(KIND[span.of] if span.of else -1, REASON[span.reason]),
+    )
+
+
+_SAME = ("iteration", "of", "chunk", "microbatch")
+"""Columns that both ends of a message have alike."""
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """Messages of which both ends are known; every column is ``[messages]``.
+
+    Attributes:
+        iteration: ``int64``.
+        source: global rank of the sender.
+        target: global rank of the receiver.
+        of: kind of the action it is the input of, see ``table.KIND``.
+        chunk: chunk of that action, on the receiver.
+        microbatch: microbatch of it.
+        sent_ns: the sender began to hand it over.
+        handed_ns: the sender had handed it over and went on.
+        arrived_ns: it was there, or, where not ``seen``, was found to be there.
+        taken_ns: the action began.
+        bytes: its size.
+        seen: ``bool``, the arrival is exact.
+    """
+
+    iteration: Ints
+    source: Ints
+    target: Ints
+    of: Ints
+    chunk: Ints
+    microbatch: Ints
+    sent_ns: Ints
+    handed_ns: Ints
+    arrived_ns: Ints
+    taken_ns: Ints
+    bytes: Ints
+    seen: Mask
+
+    def __len__(self) -> int:
+        """The number of messages."""
+        return len(self.iteration)
+
+
+def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
+    """Match the sends and receives of some ranks.
+
+    Args:
+        tables: spans by global rank. Messages to or from other ranks are left out.
+
+    Returns:
+        The messages, ordered by receiver, then as its file has them.
+    """
+    ranks = sorted(tables)
+    sides, owners = [], []
+    for kind in ("send", "receive"):
+        parts = [tables[rank].of_kind(kind) for rank in ranks]
+        sides.append(TraceTable.concat(parts))
+        owners.append(np.repeat(np.array(ranks, dtype=np.int64), [len(part) for part in parts]))
+    (sends, receives), (source, target) = sides, owners
+    places = find_rows(
+        [getattr(sends, name) for name in _SAME] + [source, sends.peer],
+        [getattr(receives, name) for name in _SAME] + [receives.peer, target],
+    )
+    found = places >= 0
+    sent, got = sends.take(places[found]), receives.take(found)
+    return Messages(
+        iteration=got.iteration,
+        source=got.peer.astype(np.int64),
+        target=target[found],
+        of=got.of,
+        chunk=got.chunk,
+        microbatch=got.microbatch,
+        sent_ns=sent.start_ns,
+        handed_ns=sent.end_ns,
+        arrived_ns=got.start_ns,
+        taken_ns=got.end_ns,
+        bytes=got.bytes,
+        seen=(got.reason == REASON["seen"]) | (got.reason == REASON["posted"]),
     )

@@ -48,7 +48,7 @@ from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transform
 from megatron.adaptive.gpt.setup import payload_shape  # noqa: E402
 from megatron.adaptive.planner import profile_file  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
-from megatron.adaptive.profiling.nodes import gpu_name, node_facts  # noqa: E402
+from megatron.adaptive.profiling.memory import gpu_name, node_facts  # noqa: E402
 from megatron.adaptive.profiling.timing import (  # noqa: E402
     WARM_UP,
     spread,

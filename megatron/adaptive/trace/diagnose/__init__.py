@@ -1,8 +1,7 @@
 """Names what slows a run: a rank, a link, the reading of data, spikes, uneven stages.
 
 - ``finding``    what a diagnosis says, for people and for programs
-- ``measured``   the times of a run that all tests look at, as arrays
-- ``robust``     medians, spreads, and when a series of numbers changed
+- ``measured``   the times of a run that all tests look at, as arrays; medians, spreads, changes
 - ``baselines``  how far ranks are from what peers, the plan and their own past say of them
 - ``causes``     the tests: slow ranks, links, reading, spikes, uneven stages; what to do about it
 """

@@ -20,8 +20,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.adaptive.trace.diagnose.measured import Measured
-from megatron.adaptive.trace.diagnose.robust import Floats, middle, noise, spread, tame_mean
+from megatron.adaptive.trace.diagnose.measured import (
+    Floats,
+    Measured,
+    middle,
+    noise,
+    spread,
+    tame_mean,
+)
 from megatron.adaptive.trace.table import Ints
 
 ALIKE = 0.015

@@ -21,23 +21,26 @@ from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.baselines import RankBaselines, Shift, rank_baselines
 from megatron.adaptive.trace.diagnose.finding import Diagnosis, Finding
-from megatron.adaptive.trace.diagnose.measured import Measured, measure, thinned
-from megatron.adaptive.trace.diagnose.robust import (
+from megatron.adaptive.trace.diagnose.measured import (
     Floats,
+    Measured,
     best_interval,
     chance,
+    measure,
     middle,
     noise,
     spread,
+    thinned,
 )
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, IterationStart
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.table import Ints
-from megatron.adaptive.trace.whatif.graph import Graph, build_graph
 from megatron.adaptive.trace.whatif.operations import (
     FORWARD,
     WEIGHT,
+    Graph,
     Operations,
+    build_graph,
     pipelines_of,
     read_operations,
 )
@@ -563,24 +566,28 @@ def _heaviest(m: Measured, column: int, chosen: Sequence[int]) -> str:
     return f"expert {expert} of layer {layer} has {part:.0%} of the rank's tokens there"
 
 
+@dataclass(frozen=True, eq=False)
 class StageCosts:
     """Holds nanoseconds of a layer on each stage, and of the stage beside its layers.
 
-    Args:
+    Attributes:
         layer_ns: ``[stages]``.
         beside_ns: ``[stages]``, embedding, loss.
         rank_of: ``[stages]``, pipeline rank that holds it.
     """
 
-    def __init__(self, layer_ns: Floats, beside_ns: Floats, rank_of: Sequence[int]) -> None:
-        self.layer_ns = layer_ns
-        self.beside_ns = beside_ns
-        self.rank_of = tuple(rank_of)
+    layer_ns: Floats
+    beside_ns: Floats
+    rank_of: Sequence[int]
 
-    def pace_ns(self, layers: Sequence[int]) -> float:
-        """Returns nanoseconds of the slowest rank for a microbatch under a partition."""
-        stages = np.asarray(layers) * self.layer_ns + self.beside_ns
-        return float(np.bincount(self.rank_of, weights=stages).max())
+    def stage_ns(self, layers: Sequence[int]) -> Floats:
+        """Returns ``[stages]``: nanoseconds of a microbatch under a partition."""
+        return np.asarray(np.asarray(layers) * self.layer_ns + self.beside_ns)
+
+    def rank_ns(self, layers: Sequence[int]) -> Floats:
+        """Returns ``[pipeline ranks]``: likewise."""
+        ranks: Floats = np.bincount(self.rank_of, weights=self.stage_ns(layers)).astype(np.float64)
+        return ranks
 
 
 def stage_costs(m: Measured) -> StageCosts | None:
@@ -638,11 +645,9 @@ def _pace_ns(m: Measured) -> tuple[float, ...]:
 def _uneven(m: Measured, times: StageCosts) -> list[Finding]:
     """Stages that have more work than others by the partition itself."""
     better = best_partition(times, sum(m.layers))
-    pace, best = times.pace_ns(m.layers), times.pace_ns(better)
-    if pace <= 0 or 1 - best / pace < UNEVEN:
+    ranks, best = times.rank_ns(m.layers), times.rank_ns(better).max()
+    if ranks.max() <= 0 or 1 - best / ranks.max() < UNEVEN:
         return []
-    stages = np.asarray(m.layers) * times.layer_ns + times.beside_ns
-    ranks = np.bincount(times.rank_of, weights=stages)
     worst = int(np.argmax(ranks))
     columns = [number for number, place in enumerate(m.places) if place.pp_rank == worst]
     finding = m.finding(
@@ -681,7 +686,7 @@ def _with_costs(
     for finding in findings:
         period, known = finding.period, m.iterations
         mine = known[(known >= period.first) & (known <= period.last)][-SIMULATED:]
-        spans = sum(t.num_spans.get(i, 0) for t in run.ranks.values() for i in mine.tolist())
+        spans = run.num_spans(mine.tolist())
         try:
             ops, graph = recorded(tuple(thinned(mine, spans, SIMULATED_SPANS).tolist()))
             without = _without(m, times, finding, ops)
@@ -735,8 +740,7 @@ def _without(
             0.0, 1 - delay_s * 1e9 / max(1.0, float(m.microbatch_ns[column]))
         )
     elif times is not None and finding.partition:
-        layers = np.asarray([m.layers, finding.partition])
-        now, then = layers * times.layer_ns + times.beside_ns
+        now, then = times.stage_ns(m.layers), times.stage_ns(finding.partition)
         takes[computes] *= (then / np.maximum(now, 1))[ops.stage[computes]]
     return takes
 
@@ -749,7 +753,7 @@ def _advise(m: Measured, times: StageCosts | None, finding: Finding) -> Finding:
     if finding.cause in ("slow rank", "uneven stages"):
         if times is not None and finding.period.kind != "passed":
             better = best_partition(times, sum(m.layers))
-            gain = 1 - times.pace_ns(better) / max(1.0, times.pace_ns(m.layers))
+            gain = 1 - times.rank_ns(better).max() / max(1.0, times.rank_ns(m.layers).max())
             if gain >= WORTH_MOVING:
                 partition = better
                 advice.append(

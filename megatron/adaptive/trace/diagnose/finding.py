@@ -164,19 +164,9 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """The same as numbers and words that ``json.dumps`` takes."""
-        return {
-            "findings": [
-                {
-                    **asdict(finding),
-                    "counts": dict(finding.counts),
-                    "period": {**asdict(finding.period), "text": str(finding.period)},
-                    "headline": finding.headline,
-                }
-                for finding in self.findings
-            ],
-            "iterations": list(self.iterations),
-            "num_ranks": self.num_ranks,
-            "counts": dict(self.counts),
-            "step_ms": self.step_ms,
-            "notes": list(self.notes),
-        }
+        found = asdict(self)
+        del found["pace_ns"]
+        for one, finding in zip(found["findings"], self.findings, strict=True):
+            one["period"]["text"] = str(finding.period)
+            one["headline"] = finding.headline
+        return found

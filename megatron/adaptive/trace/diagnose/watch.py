@@ -36,11 +36,7 @@ def answer(folder: str, first: int, last: int) -> dict[str, Any]:
     """
     try:
         run = read_run(folder)
-        there = [
-            i
-            for i in run.iterations
-            if first <= i <= last and all(trace.is_complete(i) for trace in run.ranks.values())
-        ]
+        there = [i for i in run.complete_iterations(None) if first <= i <= last]
         if not there:
             return {"findings": []}
         said = diagnose(run, there)

@@ -19,12 +19,17 @@ import numpy as np
 
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.trace.event import COLLECTIVES, TraceHeader, trace_file_name
+from megatron.adaptive.trace.event import (
+    COLLECTIVES,
+    IterationStart,
+    block_text,
+    header_line,
+    trace_file_name,
+)
 from megatron.adaptive.trace.event import COLUMNS as SPAN_COLUMNS
 from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.lines import block_text, header_line
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers, trace_files
-from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable, find_rows
+from megatron.adaptive.trace.table import KIND, REASON, Ints, TraceTable, find_rows, nth_of_equal
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Columns that must be there: replica, pipeline rank, global rank, iteration, kind of operation,
@@ -34,8 +39,6 @@ OPTIONAL = ("mc", "gmc", "mb_id", "group")
 rank has one chunk where they lack."""
 ENDINGS = (".parquet", ".csv")
 
-_WIDTH = len(SPAN_COLUMNS)
-_AT = {name: place for place, name in enumerate(SPAN_COLUMNS)}
 _COMPUTES = {"forward-compute": "F", "backward-compute": "B", "weight-compute": "W"}
 _OPTIMIZERS = {"optimizer": "", "gc": "gc"}
 _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
@@ -203,22 +206,18 @@ class _Table:
         tp_rank = self._tensor_ranks()
         traces = {}
         world_size = max(world_size, int(self._ranks.max()) + 1)
-        order = np.lexsort((spans[:, _AT["start_ns"]], self._step[at], self._worker[at]))
-        at, spans = at[order], spans[order]
-        worker, step = self._worker[at], self._step[at]
-        heads = np.flatnonzero(
-            (np.diff(worker, prepend=-1) != 0) | (np.diff(step, prepend=-1) != 0)
-        )
+        order = np.lexsort((spans.start_ns, spans.iteration, self._worker[at]))
+        worker, spans = self._worker[at][order], spans.take(order)
+        changes = np.diff(worker, prepend=-1) | np.diff(spans.iteration, prepend=-1)
+        heads = np.flatnonzero(changes).tolist()
         blocks: dict[int, dict[int, TraceTable]] = {}
-        for low, high in zip(heads.tolist(), [*heads[1:].tolist(), len(at)], strict=True):
-            table = TraceTable.from_rows(step[low:high], spans[low:high])
-            blocks.setdefault(int(worker[low]), {})[int(step[low])] = table
+        for low, high in zip(heads, [*heads[1:], len(at)], strict=True):
+            mine = blocks.setdefault(int(worker[low]), {})
+            mine[int(spans.iteration[low])] = spans.take(slice(low, high))
         for number, rank in enumerate(self._ranks.tolist()):
-            tables = blocks.get(number, {})
-            counts = {
-                i: int(t.microbatch[t.where("F")].max(initial=0)) + 1 for i, t in tables.items()
-            }
-            header = TraceHeader(
+            traces[rank] = RankTrace.of_tables(
+                origin,
+                blocks.get(number, {}),
                 run=origin.stem,
                 rank=rank,
                 world_size=world_size,
@@ -227,16 +226,10 @@ class _Table:
                 dp_rank=int(self._dp_rank[number]),
                 num_ranks=num_ranks,
                 num_chunks=num_chunks,
-                num_microbatches=max(counts.values(), default=0),
                 placement=placement.kind,
                 schedule="imported",
-                host="",
-                pid=0,
-                monotonic_ns=0,
-                unix_ns=0,
                 clock="imported",
             )
-            traces[rank] = RankTrace.of_tables(origin, header, tables, counts)
         run = RunTrace(origin, origin.stem, world_size, num_ranks, num_chunks, traces)
         if unknown:
             listed = ", ".join(f"{word} ({count})" for word, count in unknown.most_common(8))
@@ -296,19 +289,15 @@ class _Table:
         if (self._microbatch[computes] >= 0).all() and (found == np.arange(len(computes))).all():
             return
         order = computes[np.lexsort((self._seq[computes], *(key[computes] for key in keys)))]
-        self._microbatch[order] = _nth([key[order] for key in keys])
+        self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
-    def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, Ints]:
+    def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
         """Returns rows of the table, and the span of each: some rows have two."""
-        parts: list[tuple[Ints, Ints]] = []
+        parts: list[tuple[Ints, TraceTable]] = []
 
         def add(rows: Ints, kind: str, **columns: Any) -> None:
-            spans = np.zeros((len(rows), _WIDTH), dtype=np.int64)
-            nothing = {"chunk": -1, "microbatch": -1, "peer": -1, "of": -1}
-            times = {"start_ns": self._start[rows], "duration_ns": self._duration[rows]}
-            for name, value in {**nothing, **times, "kind": KIND[kind], **columns}.items():
-                spans[:, _AT[name]] = value
-            parts.append((rows, spans))
+            times = {"start_ns": self._start[rows], "duration_ns": self._duration[rows], **columns}
+            parts.append((rows, TraceTable.of_columns(self._step[rows], kind=KIND[kind], **times)))
 
         for word, kind in _COMPUTES.items():
             rows = self._rows(word)
@@ -349,12 +338,12 @@ class _Table:
                 times = {"start_ns": arrived, "duration_ns": taken}
                 add(rows, "receive", reason=REASON["posted"], **of, **times)
         at, spans = zip(*parts, strict=True)
-        return np.concatenate(at), np.concatenate(spans)
+        return np.concatenate(at), TraceTable.concat(spans)
 
     def _paired(self, messages: Ints, computes: Ints) -> tuple[Ints, Ints]:
         """Pairs the n-th message of a rank in a step with its n-th compute; both are ordered."""
         keys = [[self._step[rows], self._worker[rows]] for rows in (messages, computes)]
-        found = find_rows([*keys[1], _nth(keys[1])], [*keys[0], _nth(keys[0])])
+        found = find_rows([*keys[1], nth_of_equal(keys[1])], [*keys[0], nth_of_equal(keys[0])])
         return messages[found >= 0], computes[found[found >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
@@ -383,15 +372,6 @@ class _Table:
         return lowest[key]
 
 
-def _nth(keys: list[Ints]) -> Ints:
-    """Numbers each row among those with the same keys; equal ones lie together."""
-    new = np.zeros(len(keys[0]), dtype=np.bool_)
-    for key in keys:
-        new |= np.diff(key, prepend=key[:1] - 1) != 0
-    heads = np.flatnonzero(new)
-    return np.arange(len(new)) - np.repeat(heads, np.diff(np.append(heads, len(new))))
-
-
 def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
     """Writes a run into a folder of its own, a file per rank.
 
@@ -413,17 +393,7 @@ def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
                 rows = list(zip(*(column.tolist() for column in columns), strict=True))
                 start_ns = int(table.start_ns.min())
                 count = trace.num_microbatches[iteration]
-                file.write(block_text(iteration, count, start_ns, rows))
+                file.write(block_text(IterationStart(iteration, count, start_ns), rows))
 
 
 _ROW_COLUMNS = ["end_ns" if name == "duration_ns" else name for name in SPAN_COLUMNS]
-
-
-def describe_run(run: RunTrace) -> str:
-    """Says in a line what was imported."""
-    replicas = len({trace.header.dp_rank for trace in run.ranks.values()})
-    spans = sum(sum(trace.num_spans.values()) for trace in run.ranks.values())
-    return (
-        f"{run.run}: {len(run.ranks)} ranks ({run.num_ranks} pipeline ranks x {replicas} replicas),"
-        f" iterations {describe_numbers(run.iterations)}, {spans:,} spans"
-    )

@@ -28,10 +28,9 @@ from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_text
-from megatron.adaptive.trace.table import Ints, TraceTable
+from megatron.adaptive.trace.step import stages_of, stages_text
+from megatron.adaptive.trace.table import Ints, Messages, TraceTable, match_messages
 from megatron.adaptive.trace.views.page_spans import (
     Category,
     Rows,
@@ -41,7 +40,7 @@ from megatron.adaptive.trace.views.page_spans import (
     stage_shares,
 )
 from megatron.adaptive.trace.views.palette import IDLE
-from megatron.adaptive.trace.whatif.graph import IdealStep, ideal_steps
+from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 300_000
 """Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""
@@ -226,7 +225,7 @@ def _head(
         "all_iterations": figures.iterations.tolist(),
         "step_ms": np.round(step_ns / 1e6, 4).tolist(),
         "bubble": np.round(idle.sum(axis=1) / known, 4).tolist(),
-        **_heat(figures),
+        **_heat(run, figures),
     }
 
 
@@ -234,28 +233,18 @@ MAX_HEAT = 40_000
 """Cells of the map of ranks by steps."""
 
 
-def _heat(figures: RunFigures) -> dict[str, Any]:
-    """Returns work over the usual one, by rank and step, by replica and stage; not for one rank."""
-    work, known = figures.work_ns, figures.num_actions > 0
-    if work.shape[1] < 2 or not known.any():
+def _heat(run: RunTrace, figures: RunFigures) -> dict[str, Any]:
+    """Returns the maps of slow ranks and stages; none for one rank."""
+    if len(figures.ranks) < 2 or not figures.num_actions.any():
         return {}
-    times = np.where(known, work / max(1.0, float(work[known].mean())), np.nan)
-    every = max(1, -(-times.size // MAX_HEAT))
-    shown = times[::every].round(3).T.tolist()
-    columns = sorted(set(figures.pp_rank.tolist()))
-    rows = sorted(set(figures.dp_rank.tolist()))
-    mean = np.nanmean(np.where(known.any(axis=0), times, 0), axis=0)
-    stages = [
-        [
-            round(float(cell.mean()), 3) if len(cell) else None
-            for column in columns
-            for cell in [mean[(figures.dp_rank == row) & (figures.pp_rank == column)]]
-        ]
-        for row in rows
-    ]
-    heat = [[None if value != value else value for value in row] for row in shown]
+    heat = figures.heat(stages_of(run))
+    every = max(1, -(-heat[0].size // MAX_HEAT))
+    ranks, stages = (
+        [[None if value != value else round(value, 3) for value in row] for row in part.tolist()]
+        for part in (heat[0][:, ::every], heat[1])
+    )
     return {
-        "heat": heat,
+        "heat": ranks,
         "heat_steps": figures.iterations[::every].tolist(),
         "heat_ranks": figures.ranks.tolist(),
         "heat_stages": stages,
@@ -326,22 +315,26 @@ def _block(
     present = {trace.header.rank: row for row, trace in enumerate(group.traces) if trace}
     messages = match_messages({rank: tables[row] for rank, row in present.items()})
     actions = sum(int(table.where(*DRAWN_ACTIONS).sum()) for table in tables)
-    ideal = None
+    found = None
     if 0 < actions <= MAX_ACTIONS and len(present) == len(tables):
-        ideal = ideal_steps(run, list(present), [iteration])
+        found = ideal_steps(run, list(present), [iteration])
+    ideal = TraceTable.concat(list((found or {}).values()))
+    first_ns, last_ns = (int(ideal.start_ns.min()), int(ideal.end_ns.max())) if found else (0, 0)
     small = merged(rows, MAX_SPANS // share)
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
     limit = MAX_MESSAGES // share
+    lower = rows_of([(found or {}).get(rank, nothing) for rank in present], run.num_chunks)
+    bars = span_columns(lower, len(tables), first_ns, unit_ns)
     columns = {
         **span_columns(small, len(tables), start_ns, unit_ns),
         **message_columns(messages, present, start_ns, unit_ns, limit),
-        **ideal_columns(ideal, present, len(tables), run.num_chunks, unit_ns),
+        **{f"s_{n}": bars[n] for n in ("offset", "start", "length", "category", "microbatch")},
     }
     return encode(
         columns,
         kind="spans",
         unit_ms=unit_ns / 1e6,
-        simulated_ms=int(ideal.end_ns.max() - ideal.start_ns.min()) / 1e6 if ideal else 0,
+        simulated_ms=(last_ns - first_ns) / 1e6,
         merged_below_ns=small.merged_below_ns,
         messages=len(messages),
         messages_left_out=len(messages) if len(messages) > limit else 0,
@@ -535,32 +528,6 @@ def message_columns(
         "target": rows[messages.target[order]],
         "m_bytes": messages.bytes[order],
     }
-
-
-def ideal_columns(
-    ideal: IdealStep | None, row_of: Mapping[int, int], num_rows: int, num_chunks: int, unit_ns: int
-) -> dict[str, Ints]:
-    """Returns columns of a step in which nobody is slower than others; empty for none.
-
-    Args:
-        ideal: its computes.
-        row_of: rows by global rank.
-        num_rows: how many rows there are.
-        num_chunks: chunks per rank.
-        unit_ns: of all times.
-    """
-    names = ("s_start", "s_length", "s_category", "s_microbatch")
-    if ideal is None:
-        none = np.zeros(0, dtype=np.int64)
-        return {**dict.fromkeys(names, none), "s_offset": np.zeros(num_rows + 1, dtype=np.int64)}
-    row = np.array([row_of[rank] for rank in ideal.rank.tolist()])
-    order = np.lexsort((ideal.start_ns, row))
-    start = (ideal.start_ns - ideal.start_ns.min()) // unit_ns
-    length = (ideal.end_ns - ideal.start_ns.min()) // unit_ns - start
-    category = ideal.kind * num_chunks + ideal.chunk
-    columns = (start, length, category, ideal.microbatch)
-    found = {name: column[order] for name, column in zip(names, columns, strict=True)}
-    return {**found, "s_offset": np.searchsorted(row[order], np.arange(num_rows + 1))}
 
 
 def _type_of(column: Ints) -> str:

@@ -28,12 +28,18 @@ import numpy as np
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS, Lengths
 from megatron.adaptive.trace.files import replaced
-from megatron.adaptive.trace.messages import Messages, match_messages
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.step import stages_text
-from megatron.adaptive.trace.table import KIND, Ints, TraceTable, wait_before
+from megatron.adaptive.trace.table import (
+    KIND,
+    Ints,
+    Messages,
+    TraceTable,
+    match_messages,
+    wait_before,
+)
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
-from megatron.adaptive.trace.whatif.graph import IdealStep, ideal_steps
+from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_500_000
 """Viewers in a browser still open a file of so many spans."""
@@ -109,15 +115,14 @@ def perfetto_events(
     starts = [run.ranks[rank].table([min(iterations)]).start_ns for rank in wanted]
     origin_ns = min((int(start.min()) for start in starts if len(start)), default=0)
     ends = _flow_ends(messages)
-    ideal = ideal_steps(run, wanted, iterations)
+    ideal = ideal_steps(run, wanted, iterations) or {}
     for place, rank in enumerate(wanted):
         trace = run.ranks[rank]
         yield from _names_of(run, trace, place)
         table = trace.table(iterations)
-        yield from _with_lengths(trace, _slices(rank, table, origin_ns, ends))
+        slices = _slices(rank, table, ideal.get(rank), origin_ns, ends)
+        yield from _with_lengths(trace, slices)
         yield from _counters(rank, table, origin_ns)
-        if ideal is not None:
-            yield from _ideal(rank, ideal, origin_ns)
 
 
 def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> None:
@@ -147,17 +152,12 @@ def _within_limit(
     if dp_rank is not None:
         run.replica(dp_rank)
         ranks = [r for r in ranks if run.ranks[r].header.dp_rank == dp_rank]
-    counts = {rank: run.ranks[rank].num_spans for rank in ranks}
-
-    def spans() -> int:
-        return sum(counts[rank].get(iteration, 0) for rank in ranks for iteration in chosen)
-
-    if not spans():
+    if not run.num_spans(chosen, ranks):
         raise TraceError(
             f"iterations {describe_numbers(iterations)} in {run.origin} hold no spans; there is "
             "nothing to write"
         )
-    if spans() > MAX_SPANS:
+    if run.num_spans(chosen, ranks) > MAX_SPANS:
         places = {r: (run.ranks[r].header.dp_rank, run.ranks[r].header.tp_rank) for r in ranks}
         first = min(places.values())
         kept = [rank for rank in ranks if places[rank] == first]
@@ -168,7 +168,7 @@ def _within_limit(
             )
         ranks = kept
     asked = len(chosen)
-    while len(chosen) > 1 and spans() > MAX_SPANS:
+    while len(chosen) > 1 and run.num_spans(chosen, ranks) > MAX_SPANS:
         del chosen[0]
     if len(chosen) < asked:
         notes.append(
@@ -201,17 +201,25 @@ def _metadata(what: str, rank: int, tid: int, **arguments: Any) -> Event:
 
 def _tid(rank: int, number: int) -> int:
     """Thread ids are unique over all processes and never a process id of the same rank."""
-    return (rank + 1) * len(THREADS) * LANES + number
+    return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
 def _slices(
-    rank: int, table: TraceTable, origin_ns: int, ends: Mapping[tuple[int, ...], list[Event]]
+    rank: int,
+    table: TraceTable,
+    ideal: TraceTable | None,
+    origin_ns: int,
+    ends: Mapping[tuple[int, ...], list[Event]],
 ) -> Iterator[Event]:
     waits = wait_before(table)
-    for number, (name, kinds) in enumerate(THREADS.items()):
-        rows = np.flatnonzero(table.where(*kinds))
-        rows = rows[np.lexsort((-table.duration_ns[rows], table.start_ns[rows]))]
-        mine = table.take(rows)
+    threads = [(name, table.where(*kinds), table, waits) for name, kinds in THREADS.items()]
+    if ideal is not None:
+        every = ideal.where(*DRAWN_ACTIONS)
+        threads.append((_IDEAL, every, ideal, np.zeros(len(ideal), dtype=np.int64)))
+    for number, (name, chosen, spans, waits) in enumerate(threads):
+        rows = np.flatnonzero(chosen)
+        rows = rows[np.lexsort((-spans.duration_ns[rows], spans.start_ns[rows]))]
+        mine = spans.take(rows)
         lanes = _lanes(mine.start_ns, mine.end_ns, may_nest=name not in _SIDE_BY_SIDE)
         for lane in range(max(lanes, default=-1) + 1):
             tid = _tid(rank, number * LANES + lane)
@@ -226,7 +234,11 @@ def _slices(
         numbers = zip(*(column.tolist() for column in columns), strict=True)
         for lane, start, length, row in zip(lanes, starts, lengths, numbers, strict=True):
             where = {"pid": rank + 1, "tid": _tid(rank, number * LANES + lane), "ts": start}
-            yield {**_slice(row), "ph": "X", **where, "dur": length}
+            shown = _slice(row)
+            if name == _IDEAL:
+                named = {n: v for n, v in shown["args"].items() if n in _OF_ANY_STEP}
+                shown.update(cat="ideal", args=named)
+            yield {**shown, "ph": "X", **where, "dur": length}
             if row[0] in _MESSAGES:
                 for end in ends.get((row[0], rank, row[6], *row[1:4], row[5]), ()):
                     yield {**end, **where}
@@ -247,36 +259,9 @@ def _with_lengths(trace: RankTrace, events: Iterable[Event]) -> Iterator[Event]:
         yield event
 
 
-def _ideal(rank: int, ideal: IdealStep, origin_ns: int) -> Iterator[Event]:
-    """Yields computes of a rank in steps in which nobody is slower, on threads of their own."""
-    rows = np.flatnonzero(ideal.rank == rank)
-    rows = rows[np.lexsort((-ideal.end_ns[rows], ideal.start_ns[rows]))]
-    lanes = _lanes(ideal.start_ns[rows], ideal.end_ns[rows], may_nest=False)
-    first = _tid(rank, len(THREADS) * LANES - LANES // 2)
-    for lane in range(max(lanes, default=0) + 1):
-        name = "ideal: nobody slower than others" + (f" {lane + 1}" if lane else "")
-        yield _metadata("thread_name", rank, first + lane, name=name)
-        yield _metadata("thread_sort_index", rank, first + lane, sort_index=first + lane)
-    columns = (ideal.kind, ideal.chunk, ideal.microbatch, ideal.iteration)
-    starts = _microseconds(ideal.start_ns[rows] - origin_ns)
-    lengths = _microseconds(np.maximum(ideal.end_ns[rows] - ideal.start_ns[rows], 1))
-    numbers = zip(*(column[rows].tolist() for column in columns), strict=True)
-    for lane, start, length, (kind, chunk, microbatch, iteration) in zip(
-        lanes, starts, lengths, numbers, strict=True
-    ):
-        yield {
-            "name": _name(DRAWN_ACTIONS[kind], chunk, microbatch, iteration, "", ""),
-            "cat": "ideal",
-            "ph": "X",
-            "pid": rank + 1,
-            "tid": first + lane,
-            "ts": start,
-            "dur": length,
-            "args": {"iteration": iteration, "chunk": chunk, "microbatch": microbatch},
-        }
-
-
-_SIDE_BY_SIDE = ("inputs", "sends")
+_IDEAL = "ideal: nobody slower than others"
+_OF_ANY_STEP = ("iteration", "chunk", "microbatch")
+_SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
 """Threads whose spans have nothing to do with those around them."""
 _MESSAGES = (KIND["send"], KIND["receive"])
 _OF_LENGTHS = (*ACTION_NAMES.values(), "data")

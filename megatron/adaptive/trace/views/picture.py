@@ -6,7 +6,7 @@ Waits have the tint of their cause, other idle time is grey.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,18 +15,19 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.event import Span
-from megatron.adaptive.trace.figures import NS_PER_MS
+from megatron.adaptive.trace.figures import NS_PER_MS, run_figures
 from megatron.adaptive.trace.files import replaced
+from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.step import PipelineStep
+from megatron.adaptive.trace.views.page_spans import categories
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,
     WAIT_COLORS,
-    WAIT_NAMES,
     chunk_color,
     text_color,
 )
@@ -51,8 +52,6 @@ SMALLEST_PT, UPRIGHT_BELOW_PT = 4.5, 5.5
 POINTS_PER_IN = 72
 VISIBLE = 2000
 """A wait of so small a part of the step is less than a dot: the legend does not name its cause."""
-LEGEND_CHUNKS = 8
-"""Up to this many chunks the legend shows each; beyond, some of them, evenly spaced."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
@@ -75,12 +74,10 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     _set_axes(axes, step, frame, labels)
     _draw_rows(axes, step, frame)
     _write_texts(axes, step, frame)
-    page = figure.add_axes((0, 0, 1, 1))
-    page.set_axis_off()
-    page.set_xlim(0, frame.width)
-    page.set_ylim(0, frame.height)
-    _write_title(page, step, frame)
-    _draw_legend(page, step, frame)
+    _write_title(figure, step, frame)
+    long_ns = step.step_ns / VISIBLE
+    causes = {_cause(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
+    _draw_legend(figure, step.num_chunks, step.actions, causes)
     with replaced(path) as temporary:
         figure.savefig(temporary, facecolor="white")
 
@@ -252,9 +249,7 @@ def _tenth(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 10]
 
 
-def _write_title(page: Axes, step: PipelineStep, frame: _Frame) -> None:
-    title, top = f"Pipeline schedule: {step.schedule}", frame.height - 0.32
-    page.text(frame.left, top, title, size=14, weight="bold", color=INK, va="center")
+def _write_title(figure: Figure, step: PipelineStep, frame: _Frame) -> None:
     chunks = "chunk" if step.num_chunks == 1 else "chunks"
     ranks = "rank" if step.num_ranks == 1 else "ranks"
     subtitle = (
@@ -262,40 +257,26 @@ def _write_title(page: Axes, step: PipelineStep, frame: _Frame) -> None:
         f"{step.num_microbatches} microbatches  ·  iteration {step.iteration}{step.replica}  ·  "
         f"step {step.step_ns / NS_PER_MS:.4g} ms  ·  bubble {step.bubble_fraction:.1%}"
     )
-    page.text(frame.left, frame.height - 0.60, subtitle, size=10, color=FAINT, va="center")
+    title = f"Pipeline schedule: {step.schedule}"
+    for text, below_in, size, color, weight in (
+        (title, 0.32, 14, INK, "bold"),
+        (subtitle, 0.60, 10, FAINT, "normal"),
+    ):
+        x, y = frame.left / frame.width, 1 - below_in / frame.height
+        figure.text(x, y, text, size=size, color=color, weight=weight, va="center")
 
 
-def _draw_legend(page: Axes, step: PipelineStep, frame: _Frame) -> None:
-    """A strip of swatches per kind of action, numbered by chunk, one per cause of a wait, idle."""
-    count = min(step.num_chunks, LEGEND_CHUNKS)
-    shown = [round(i * (step.num_chunks - 1) / max(1, count - 1)) for i in range(count)]
-    word = ", chunk" if step.num_chunks > 1 else ""
-    groups = []
-    for action in step.actions:
-        colors = [(chunk, chunk_color(action, chunk, step.num_chunks)) for chunk in shown]
-        swatches = [(str(chunk) if word else "", color) for chunk, color in colors]
-        groups.append((ACTION_NAMES[action] + word, swatches))
-    long_ns = step.step_ns / VISIBLE
-    shown_causes = {
-        _cause(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns
-    }
-    groups += [
-        (WAIT_NAMES[cause], [("", color)])
-        for cause, color in WAIT_COLORS.items()
-        if cause in shown_causes
+def _draw_legend(
+    figure: Figure, num_chunks: int, actions: Collection[str], causes: Collection[str]
+) -> None:
+    """Draws samples of the colours of actions by chunk, of causes of waits, and of idle time."""
+    patches = [
+        Patch(color=one.color, label=one.name)
+        for one in categories(num_chunks)
+        if one.in_legend and (one.cause in causes if one.kind == "wait" else one.kind in actions)
     ]
-    groups.append(("idle", [("", IDLE)]))
-    x, y, height = frame.left, 0.25, 0.19
-    for name, swatches in groups:
-        caption = page.text(x, y, name, size=9, color=INK, va="center_baseline")
-        x += caption.get_window_extent().width / DPI + 0.10
-        for text, color in swatches:
-            width = 0.30 if text else 0.36
-            page.add_patch(Rectangle((x, y - height / 2), width, height, facecolor=f"#{color}"))
-            ink = f"#{text_color(color)}"
-            page.text(x + width / 2, y, text, size=8, color=ink, ha="center", va="center_baseline")
-            x += width + 0.025
-        x += 0.35
+    patches.append(Patch(color=f"#{IDLE}", label="idle"))
+    figure.legend(handles=patches, loc="lower center", ncols=9, fontsize=8.5, frameon=False)
 
 
 PANEL_WIDTH_IN, PANEL_ROW_IN, PANEL_TITLE_IN = 14.0, 0.16, 0.42
@@ -321,21 +302,7 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
         top -= panel
         axes = figure.add_axes((0.055, top / height, 0.93, (panel - PANEL_TITLE_IN) / height))
         _draw_panel(axes, title, result, longest_s, last=result is steps[-1][1])
-    chunks = max(result.placement.num_chunks for _, result in steps)
-    figure.legend(
-        handles=[
-            Patch(
-                color=f"#{chunk_color(kind, chunk, chunks)}",
-                label=f"{name}, chunk {chunk}" if chunks > 1 else name,
-            )
-            for kind, name in ACTION_NAMES.items()
-            for chunk in range(chunks)
-        ],
-        loc="lower center",
-        ncols=6,
-        fontsize=8,
-        frameon=False,
-    )
+    _draw_legend(figure, max(r.placement.num_chunks for _, r in steps), ACTION_NAMES, ())
     with replaced(path) as temporary:
         figure.savefig(temporary, facecolor="white")
 
@@ -366,47 +333,47 @@ MAX_HEAT_ROWS = 64
 """Of more ranks the slowest are drawn."""
 
 
-def write_heat(answers: WhatIf, title: str, path: str | os.PathLike[str]) -> None:
+def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> None:
     """Write where time is lost as ``.png``: ranks by steps, and replicas by stages.
 
     Args:
-        answers: of the run.
-        title: name of the run.
+        run: the run.
+        answers: of it.
         path: the file, which is replaced.
 
     Raises:
         TraceError: the file cannot be written.
     """
-    where, ranks = answers.where, answers.rank_heat
-    shown = np.sort(np.argsort(-ranks.mean(axis=1), kind="stable")[:MAX_HEAT_ROWS])
-    height = 1.9 + 0.24 * max(len(shown), len(answers.stage_heat), 4)
+    where, steps = answers.where, answers.iterations.tolist()
+    ranks, stages = run_figures(run, steps, ranks=where.ranks.tolist()).heat(where.stages)
+    shown = np.sort(np.argsort(-np.nanmean(ranks, axis=1), kind="stable")[:MAX_HEAT_ROWS])
+    height = 1.9 + 0.24 * max(len(shown), len(stages), 4)
     figure = _figure(WIDTH_IN * 0.8, height, DPI * 2 // 3)
     whole, part = figure.subplots(1, 2, width_ratios=(3, 1))
     # Times of work over the usual ones: white as usual, red slower, blue quicker.
-    most = max(1.25, min(3.0, float(ranks.max()), float(2 * np.median(ranks) + 1)))
-    norm = TwoSlopeNorm(1.0, vmin=min(0.75, float(ranks.min())), vmax=most)
-    for axes, values in ((whole, ranks[shown]), (part, answers.stage_heat)):
+    most = max(1.25, min(3.0, float(np.nanmax(ranks)), float(2 * np.nanmedian(ranks) + 1)))
+    norm = TwoSlopeNorm(1.0, vmin=min(0.75, float(np.nanmin(ranks))), vmax=most)
+    for axes, values in ((whole, ranks[shown]), (part, stages)):
         image = axes.imshow(
             values, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest"
         )
     names = [where.name(worker) for worker in shown.tolist()]
     whole.set_yticks(range(len(shown)), labels=names, fontsize=7.5)
-    steps = answers.iterations.tolist()
     ticks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int))
     whole.set_xticks(ticks, labels=[steps[tick] for tick in ticks], fontsize=7.5)
     whole.set_xlabel("step")
-    rows, columns = answers.stage_heat.shape
+    rows, columns = stages.shape
     part.set_yticks(range(rows) if rows <= 16 else [0, rows - 1])
     part.set_xticks(range(columns) if columns <= 16 else [0, columns - 1])
     part.set(xlabel="stage", ylabel="replica")
     if rows * columns <= MAX_HEAT_ROWS:
         for row, column in np.ndindex(rows, columns):
-            times = float(answers.stage_heat[row, column])
+            times = float(stages[row, column])
             ink = "white" if abs(float(norm(times)) - 0.5) > 0.35 else INK
             part.text(column, row, f"{times:.2f}", ha="center", va="center", size=7.5, color=ink)
     figure.colorbar(image, ax=part, label="work, times the usual")
     lines = answers.format().split("\n")
-    figure.suptitle(f"{title}: {lines[1]}", fontsize=11, color=INK, x=0.02, ha="left")
+    figure.suptitle(f"{run.run}: {lines[1]}", fontsize=11, color=INK, x=0.02, ha="left")
     first = answers.repairs[0] if answers.repairs else None
     if first is not None:
         text = f"largest gain: {first.gain:.1%} of a step with {first.what}"

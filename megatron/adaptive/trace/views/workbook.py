@@ -15,7 +15,7 @@ styles are made in the ways that stay quick for charts of hundred thousands of c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -36,7 +36,7 @@ from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.table import Ints
+from megatron.adaptive.trace.views.page_spans import Rows, stage_shares
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,
@@ -56,6 +56,7 @@ FORWARD_COLUMNS = 4
 """Columns of the sheet *order* that a short action gets, so that its text fits."""
 MAX_BINS = 600
 """Columns of the sheet *time*."""
+_ROUNDING = 1e-9
 
 CENTRE = Alignment(horizontal="center", vertical="center", shrink_to_fit=True)
 LEFT = Alignment(horizontal="left", vertical="center")
@@ -190,52 +191,38 @@ def fill_bins(step: PipelineStep) -> Chart:
     unit_ns = next(unit for unit in units if -(-step.step_ns // unit) <= MAX_BINS)
     count = max(1, -(-step.step_ns // unit_ns))
     waits = step.waits or ((),) * step.num_ranks
+    extent = np.minimum(1, step.step_ns / unit_ns - np.arange(count))
     rows = (
-        tuple(_bins(row, waits[pp_rank], unit_ns, count, step.step_ns)) if row else ()
+        tuple(_bins(row, waits[pp_rank], unit_ns, extent)) if row else ()
         for pp_rank, row in enumerate(step.rows)
     )
     return Chart(unit_ns, count, tuple(rows))
 
 
 def _bins(
-    row: Sequence[Span], waits: Iterable[Span], unit_ns: int, count: int, step_ns: int
+    row: Sequence[Span], waits: Sequence[Span], unit_ns: int, extent: Floats
 ) -> Iterator[ChartCell]:
     """Chooses what each bin shows: an action, the cause of a wait, or idle time; joins equals."""
-    causes = list(WAIT_NAMES)
-    busy, most = np.zeros(count, np.int64), np.full(count, -1)
-    shown = np.full(count, -1)
-    for number, span in enumerate(row):
-        at, covered = _covered(span, unit_ns, count)
-        busy[at] += covered
-        shown[at] = np.where(covered > most[at], number, shown[at])
-        most[at] = np.maximum(most[at], covered)
-    idle = np.zeros((len(causes), count), np.int64)
-    for wait in waits:
-        at, covered = _covered(wait, unit_ns, count)
-        idle[causes.index(wait.reason if wait.reason in WAIT_NAMES else ""), at] += covered
-    extent = np.minimum(unit_ns, step_ns - np.arange(count) * unit_ns)
-    unexplained = np.maximum(0, extent - busy - idle.sum(axis=0))
-    longest = np.where(idle.max(axis=0) > unexplained, idle.argmax(axis=0), -1)
-    is_action = (shown >= 0) & (2 * busy >= extent)
-    choice = np.stack([np.where(is_action, shown, -1), np.where(is_action, -1, longest)], axis=1)
-    heads = np.flatnonzero((np.diff(choice, axis=0, prepend=-2) != 0).any(axis=1))
+    causes, number, count = list(WAIT_NAMES), len(row), len(extent)
+    what = [causes.index(wait.reason if wait.reason in WAIT_NAMES else "") for wait in waits]
+    columns = {
+        "row": np.zeros(number + len(waits), np.int64),
+        "category": np.array([*range(number), *(number + cause for cause in what)]),
+        "start": np.array([span.start_ns for span in (*row, *waits)]),
+        "length": np.array([span.duration_ns for span in (*row, *waits)]),
+    }
+    end_ns = unit_ns * count
+    shares = stage_shares(Rows(columns, -1), 1, number + len(causes), 0, end_ns, count)[0]
+    actions, idle = shares[:number], shares[number:]
+    busy = actions.sum(axis=0)
+    is_action = 2 * busy >= extent - _ROUNDING
+    rest = np.maximum(0, extent - busy - idle.sum(axis=0)) + _ROUNDING
+    longest = np.concatenate([idle, rest[None]]).argmax(axis=0)
+    choice = np.where(is_action, actions.argmax(axis=0), number + longest)
+    shown = [*((span, None) for span in row), *((None, cause) for cause in causes), (None, None)]
+    heads = np.flatnonzero(np.diff(choice, prepend=-1))
     for start, end in pairwise([*heads.tolist(), count]):
-        action, cause = choice[start].tolist()
-        yield ChartCell(
-            start,
-            end,
-            row[action] if action >= 0 else None,
-            causes[cause] if cause >= 0 else None,
-        )
-
-
-def _covered(span: Span, unit_ns: int, count: int) -> tuple[slice, Ints]:
-    """The bins that a span touches, and how much of each it covers."""
-    first = min(max(span.start_ns // unit_ns, 0), count - 1)
-    last = min(max(-(-span.end_ns // unit_ns), first + 1), count)
-    edges = np.arange(first, last + 1) * unit_ns
-    ends = np.minimum(span.end_ns, edges[1:]) - np.maximum(span.start_ns, edges[:-1])
-    return slice(first, last), np.maximum(0, ends)
+        yield ChartCell(start, end, *shown[choice[start]])
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:

@@ -28,15 +28,16 @@ from megatron.adaptive.trace.figures import medians
 from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.table import Ints, Mask
-from megatron.adaptive.trace.whatif.graph import Graph, build_graph
 from megatron.adaptive.trace.whatif.operations import (
     BACKWARD_COMM,
     FORWARD_COMM,
     NAMES,
     WEIGHT,
     Floats,
+    Graph,
     Operations,
     Pipelines,
+    build_graph,
     pipelines_of,
     read_operations,
     usual_s,
@@ -99,8 +100,6 @@ class WhatIf:
         slowest: the workers of ``worker_share``.
         cause: one of :data:`CAUSES`, ``none`` where little is lost, ``mixed`` where none is enough.
         repairs: the largest gain first.
-        rank_heat: ``[workers, steps]``, times of computes over the usual ones.
-        stage_heat: ``[replicas, stages]``, likewise.
         notes: caveats, a line each.
     """
 
@@ -117,8 +116,6 @@ class WhatIf:
     slowest: tuple[int, ...]
     cause: str
     repairs: tuple[Repair, ...]
-    rank_heat: Floats
-    stage_heat: Floats
     notes: tuple[str, ...] = ()
 
     @property
@@ -159,8 +156,6 @@ class WhatIf:
                 )
             },
             "repairs": [asdict(repair) for repair in self.repairs],
-            "rank_heat": self.rank_heat.round(4).tolist(),
-            "stage_heat": self.stage_heat.round(4).tolist(),
             "notes": list(self.notes),
         }
 
@@ -269,11 +264,11 @@ def what_if_table(table: Any) -> Any:
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
     """Yields iterations, as many at a time as have few enough spans."""
-    counts = [run.ranks[rank].num_spans for rank in where.ranks.tolist()]
+    ranks = where.ranks.tolist()
     some: list[int] = []
     spans = 0
     for iteration in chosen:
-        size = sum(count.get(iteration, 0) for count in counts)
+        size = run.num_spans([iteration], ranks)
         if some and spans + size > SPANS_AT_ONCE:
             yield some
             some, spans = [], 0
@@ -369,7 +364,6 @@ class _Answers:
         found_repairs += self._replays(simulated) + self._recording(whole)
         ordered = sorted(found_repairs, key=lambda repair: repair.step_s)
         order = ("stage", "replica", "rank", "kind", "link", "length")
-        rank_heat, stage_heat = self._heat()
         return WhatIf(
             where=where,
             iterations=np.concatenate([np.unique(part.ops.iteration) for part in self._parts]),
@@ -388,8 +382,6 @@ class _Answers:
                 for r in ordered
                 if 1 - r.step_s / whole >= WORTH
             ),
-            rank_heat=rank_heat,
-            stage_heat=stage_heat,
             notes=tuple(notes),
         )
 
@@ -563,8 +555,7 @@ class _Answers:
             np.full(len(usual), layer), np.maximum(usual - layers * layer, 0), range(len(usual))
         )
         better = best_partition(costs, int(layers.sum()))
-        after = np.asarray(better) * costs.layer_ns + costs.beside_ns
-        return f"--partition {format_partition(better)}", after / usual
+        return f"--partition {format_partition(better)}", costs.stage_ns(better) / usual
 
     def _replays(self, simulated: Floats) -> list[Repair]:
         """Replays some steps: another schedule, microbatches dealt over replicas, and both."""
@@ -621,33 +612,6 @@ class _Answers:
             np.maximum.at(last, at[is_row], part.ops.end_ns[is_row])
             steps.append((last - first) / 1e9)
         return np.concatenate(steps)
-
-    def _heat(self) -> tuple[Floats, Floats]:
-        """Returns times of computes over ideal ones, by worker and step, by replica and stage."""
-        where = self._where
-        ranks: list[Floats] = []
-        stages: list[Floats] = []
-        shape = (int(where.replica.max()) + 1, where.num_stages)
-        for part in self._parts:
-            ops, rows = part.ops, slice(0, part.ops.num_computes)
-            _, step = np.unique(ops.iteration[rows], return_inverse=True)
-            width = int(step.max()) + 1
-            by_rank = ops.worker[rows] * width + step
-            by_stage = where.replica[ops.worker[rows]] * shape[1] + ops.stage[rows]
-            for key, size, held in (
-                (by_rank, len(where.ranks) * width, ranks),
-                (by_stage, shape[0] * shape[1], stages),
-            ):
-                sums: Floats = np.stack(
-                    [
-                        np.bincount(key, values[rows], size)
-                        for values in (ops.duration_s, part.ideal_s)
-                    ]
-                ).astype(np.float64)
-                held.append(sums.reshape(2, -1, width if held is ranks else shape[1]))
-        takes, usual = np.concatenate(ranks, axis=2)
-        at_stage, usual_there = np.sum(stages, axis=0)
-        return takes / np.maximum(usual, 1e-12), at_stage / np.maximum(usual_there, 1e-12)
 
     def _cause(
         self,

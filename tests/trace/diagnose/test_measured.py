@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.adaptive.trace.diagnose.robust import best_interval, chance, noise, spread
+from megatron.adaptive.trace.diagnose.measured import best_interval, chance, noise, spread
 
 
 @pytest.mark.parametrize(("first", "last"), [(12, 29), (0, 9), (8, 19)])
