@@ -43,7 +43,11 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(argv))
     if options.agent:
-        return _agent()
+        from megatron.adaptive.cluster.agent import Agent
+
+        agent = Agent.from_input()
+        asyncio.run(agent.run())
+        return 1 if agent.status is None else agent.status
     if options.status is not None:
         return _tell(options)
     return _run(options)
@@ -117,14 +121,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _gib(word: str) -> int:
     return int(number(float, 1e-6, 1e6, "number of GiB")(word) * 1024**3)
-
-
-def _agent() -> int:
-    from megatron.adaptive.cluster.agent import Agent
-
-    agent = Agent.from_input()
-    asyncio.run(agent.run())
-    return 1 if agent.status is None else agent.status
 
 
 def _tell(options: argparse.Namespace) -> int:

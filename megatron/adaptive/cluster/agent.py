@@ -187,7 +187,10 @@ class Agent:
                 return
             what = message["what"]
             if what == "port":
-                link.send("answer", number=message["number"], port=_free_port())
+                with socket.socket() as probe:
+                    probe.bind(("", 0))
+                    port = int(probe.getsockname()[1])
+                link.send("answer", number=message["number"], port=port)
             elif what == "start":
                 added = self._prepare(message.get("copies"))
                 for rank in message["ranks"]:
@@ -268,9 +271,3 @@ def _towards(manager: str) -> str:
         return own_address(None, manager)
     except SetupError:
         return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -82,7 +82,7 @@ class Loop:
         mesh: Mesh = pipeline._mesh
         order: JobOrder | None = pipeline._order_of_job
         self._pipeline, self._mesh, self._batch_size = pipeline, mesh, pipeline._batch_size
-        self._total, self._state = total_steps, state
+        self._total, self._state, self._extra = total_steps, state, {_BATCH: self._batch_size}
         self._save_interval, self._keep, self._local_folder = save_interval, keep, local_folder
         self._folder = folder if order is None else order.checkpoints
         self._progress_folder = None if order is None else order.progress
@@ -203,7 +203,7 @@ class Loop:
 
         state = PipelineState(
             self._pipeline._checkpointer,
-            lambda: self._pipeline._head(self._extra()),
+            lambda: self._pipeline._head(self._extra),
             self._state,
         )
         return Snapshots(
@@ -213,9 +213,6 @@ class Loop:
             lambda text: self._progress.report({"copies": text}),
             self._say,
         )
-
-    def _extra(self) -> dict[str, Any]:
-        return {_BATCH: self._batch_size}
 
     def _resume(self, trust: bool) -> float | None:
         """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
@@ -297,7 +294,7 @@ class Loop:
         assert self._folder is not None
         path = self._pipeline._checkpointer.save(
             self._folder,
-            self._pipeline._head(self._extra()),
+            self._pipeline._head(self._extra),
             keep=self._keep,
             state=self._state,
             is_behind=is_behind,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from megatron.adaptive import accelerator as _accelerator
 
@@ -214,12 +213,7 @@ class Pipeline:
         if mixed_precision == "fp16":
             self._update.scaler = LossScale()
         self._guard = HangGuard(
-            self._mesh.places,
-            self._mesh.rank,
-            after_s=hang_after_s,
-            on_hang=on_hang,
-            page_folder=trace_dir,
-            store=dist.distributed_c10d._get_default_store(),
+            self._mesh, after_s=hang_after_s, on_hang=on_hang, page_folder=trace_dir
         )
         self._guard.snapshot = functools.partial(_evidence, self._tracing, self._wiring.executor)
         self._mesh.settle()

@@ -638,7 +638,9 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     run = cfg.run
     if not (run.profile or run.profile_execution):
         return Hook()
-    for_nsys = _is_for_nsys(run)
+    for_nsys = not (run.use_pytorch_profiler or run.profile_execution) and (
+        torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
+    )
     # Before ranks part ways, so that none of them goes on to wait for one that stopped here.
     if output_dir is None and not for_nsys:
         flag = "--profile-execution True" if run.profile_execution else "--profile"
@@ -659,12 +661,6 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
         record_shapes=True,
     )
     return ProfiledWindow(run, profile)
-
-
-def _is_for_nsys(run: RunConfig) -> bool:
-    if run.use_pytorch_profiler or run.profile_execution:
-        return False
-    return torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
 
 
 class ProfiledWindow(Hook):

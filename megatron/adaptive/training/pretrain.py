@@ -69,12 +69,10 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     schedule = config.schedule
     guard = HangGuard(
-        job.places,
-        environment.rank,
+        job,
         after_s=schedule.hang_after_s,
         on_hang=schedule.on_hang,
         page_folder=schedule.trace_dir or config.logging.progress_dir or config.checkpoint.save,
-        store=store,
     )
     lost: list[PeerLostError] = []
     watcher = Watcher(

@@ -278,7 +278,11 @@ class _Opener:
         addresses: dict[str, str] = {}
         try:
             if kinds:
-                node = self._make_node()
+                module = extension.require("this transport")
+                # Ranks that are bound to processors of their own do not stand in each other's way.
+                here = sum(end.shares_cpus(self.own) for end in self.ends)
+                job = int.from_bytes(self.seed[16:24], "little")
+                node = module.Node(self.own.rank, self.seed[:16], job, here, self.describe)
                 addresses = self._listen(node, set(kinds.values()))
         except AdaptiveError as error:
             failure = self._failed(error)
@@ -314,13 +318,6 @@ class _Opener:
             least_free=self.size.least_free,
         )
         return made, None, ways
-
-    def _make_node(self) -> Any:
-        module = extension.require("this transport")
-        # Ranks that are bound to processors of their own do not stand in each other's way.
-        here = sum(end.shares_cpus(self.own) for end in self.ends)
-        job = int.from_bytes(self.seed[16:24], "little")
-        return module.Node(self.own.rank, self.seed[:16], job, here, self.describe)
 
     def _listen(self, node: Any, kinds: set[str]) -> dict[str, str]:
         addresses = {}
