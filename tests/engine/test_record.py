@@ -139,7 +139,6 @@ def damaged(change: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "it is no JSON"),
         ("[1]", 'its "format" is not'),
         (damaged(lambda c: c.pop("orders")), "no 'orders'"),
         (damaged(lambda c: c["shape"].pop("chunks")), "no 'chunks'"),
@@ -166,13 +165,16 @@ def test_a_damaged_file_is_one_line(text: str, reason: str, tmp_path: Path) -> N
 
 def test_what_is_not_there_or_newer_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    with pytest.raises(ConfigError, match="cannot read the schedule .*: No such file"):
+    with pytest.raises(ConfigError, match="f: No such file .*; name a file that --record-schedule"):
         ScheduleRecord.load(path)
     path.write_text(damaged(lambda c: c.update(version=2)))
     with pytest.raises(ConfigError, match="has version 2 of the format, this program reads 1"):
         ScheduleRecord.load(path)
+    path.write_text("")
+    with pytest.raises(ConfigError, match="f: no JSON .*; name a file that --record-schedule"):
+        ScheduleRecord.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="it is no JSON"):
+    with pytest.raises(ConfigError, match="is not of a text in UTF-8; name a file"):
         ScheduleRecord.load(path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(TraceError, match="cannot write"):

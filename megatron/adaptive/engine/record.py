@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import read_json
 from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, actions_of
@@ -39,6 +39,7 @@ from megatron.adaptive.trace.read import describe_numbers
 
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
+_HINT = "name a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
 Shares = tuple[tuple[int, ...], ...]
@@ -149,15 +150,7 @@ class ScheduleRecord:
         Raises:
             ConfigError: there is none, it is damaged or of a newer version.
         """
-        try:
-            content = parse_json(Path(path).read_bytes())
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read the schedule {path}: {error.strerror}; name a file that "
-                "--record-schedule wrote"
-            ) from error
-        except ValueError as error:
-            raise _damaged(path, f"it is no JSON ({error})") from error
+        content = read_json(Path(path), _HINT)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise _damaged(path, f'its "format" is not "{_FORMAT}"')
         if content.get("version") != _VERSION:
@@ -409,7 +402,4 @@ def _is_count(value: object) -> bool:
 
 
 def _damaged(path: str | Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{path} is no record of a schedule or is damaged: {reason}; name a file that "
-        "--record-schedule wrote"
-    )
+    return ConfigError(f"{path} is no record of a schedule or is damaged: {reason}; {_HINT}")
