@@ -191,11 +191,17 @@ def test_copying_comes_after_what_else_the_machine_reads_and_writes() -> None:
 
 
 def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
-    make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make,
+    worker: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outer = tmp_path / "outer"
+    with monkeypatch.context() as at_start:  # it fails from the start on
+        at_start.setattr(local_disk, "hold", lambda *_, **__: None)
+        run = make(save=outer / "saved", save_local=tmp_path / "disk")
     outer.write_text("a file in the way")
-    run = make(save=outer / "saved", save_local=tmp_path / "disk")
     run.checkpoints.save_behind(worker.progress(1))
     run.checkpoints.saver.finish()
     run.local._wait(run.local._control, 1e12)
