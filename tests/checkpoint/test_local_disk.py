@@ -287,7 +287,7 @@ def test_what_was_done_again_since_is_not_taken_for_newer(
     own = run.local._folder
     shutil.rmtree(CheckpointFolder(saved).complete_path(3))  # it never came there
     (saved / TRACKER).write_text("1")
-    again = make(save=saved, load=saved, save_local=disk)
+    again = make(save=saved, load=saved, save_local=disk, ckpt_step=1)
     assert again.checkpoints.load() == worker.progress(1)  # without the copy of 3 going on
     again.step(5)
     again.checkpoints.save(worker.progress(2))

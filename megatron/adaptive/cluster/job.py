@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.adaptive.config.outside import parse_json, printable
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail
 
 _STATE = "state.json"
@@ -281,7 +282,7 @@ class StateFile:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._is_failing = False
+        self._outage = Outage(folder / _STATE, "states of the job")
         self._before: dict[str, Any] = {}
         self._earlier: list[Any] = []
 
@@ -325,14 +326,9 @@ class StateFile:
             lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
             draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             draft.replace(self._folder / _STATE)
-            self._is_failing = False
+            self._outage.ends()
         except OSError as error:
-            if not self._is_failing:  # once for as long as it lasts
-                say(
-                    f"warning: cannot write the state of the job in {self._folder}:"
-                    f" {error.strerror}; the job goes on, --status shows the time before"
-                )
-            self._is_failing = True
+            self._outage.begins(error)
 
 
 def read_state(checkpoints: Path) -> dict[str, Any]:
