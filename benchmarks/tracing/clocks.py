@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.ranks import run_module
-from megatron.adaptive.trace.clock import fit_clock
-from megatron.adaptive.trace.clock_sync import ClockSampler, ClockServer
+from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock
 from megatron.adaptive.trace.event import ClockSamples
 
 WRONG: tuple[tuple[float, float], ...] = ((5, 50), (-5, -50), (5, -50), (-5, 50))

@@ -52,6 +52,23 @@ def run(cluster: Path, flags: str) -> int:
     return main(["--cluster", str(cluster), *flags.split()])
 
 
+def test_a_discovered_cluster_is_one_to_plan_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for host in ("n1", "n2"):
+        node = {"gpu": "a100-40", "gpus_per_node": 2, "link": {"bandwidth": "300 GB/s"}}
+        files.append(tmp_path / f"{host}.json")
+        files[-1].write_text(json.dumps({"host": host, "node": node, "checks": []}))
+    assert main(["--discover", *map(str, files)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("assumed: the network of a100-40 is 100 Gbit/s; correct it")
+    found = tmp_path / "found.json"
+    found.write_text(printed.out)
+    assert run(found, f"{PLAN} --tp 1 --top 1") == 0
+    assert "on 4 GPUs" in capsys.readouterr().out
+
+
 def test_a_margin_of_memory_is_left(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = []
     for margin in ("0.5", "0"):

@@ -470,3 +470,13 @@ def test_what_slurm_does_not_have_is_named(words: str, expected: str, lab: Lab, 
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith(f"error: {expected}"), done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_cluster_is_discovered(lab: Lab) -> None:
+    done = adaptive(lab, "plan", "--discover")
+    assert done.returncode == 0, done.stderr
+    kinds = [
+        (one["gpu"], one["gpus_per_node"], one["hosts"]) for one in json.loads(done.stdout)["nodes"]
+    ]
+    assert kinds == [("a10", 2, ["n1", "n2"]), ("v100-16", 1, ["n3", "n4"])]
+    assert "assumed: v100 is v100-16" in done.stderr

@@ -11,7 +11,14 @@ import pytest
 import yaml
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import find_gpu, gpu_names, make_cluster, read_cluster
+from megatron.adaptive.planner.cluster import (
+    describe_cluster,
+    describe_node,
+    find_gpu,
+    gpu_names,
+    make_cluster,
+    read_cluster,
+)
 from megatron.adaptive.planner.files import quantity
 
 YAML = """\
@@ -207,3 +214,125 @@ def test_islands_that_do_not_nest_are_refused(islands: list[Any], text: str) -> 
     document = {"format": 1, "nodes": [{**node, "islands": islands}]}
     with pytest.raises(ConfigError, match=text):
         make_cluster(document, "cluster", {})
+
+
+LOG = """
+==============NVSMI LOG==============
+
+Timestamp                                 : Tue Nov 25 10:00:00 2025
+Driver Version                            : 550.54.15
+CUDA Version                              : 12.4
+
+Attached GPUs                             : 4
+"""
+GPU = """GPU 00000000:{index}7:00.0
+    Product Name                          : NVIDIA A100-SXM4-80GB
+    Product Brand                         : NVIDIA
+    GPU Link Info
+        PCIe Generation
+            Max                           : 4
+            Current                       : 4
+        Link Width
+            Max                           : 16x
+            Current                       : 16x
+    FB Memory Usage
+        Total                             : 81920 MiB
+        Reserved                          : 635 MiB
+    BAR1 Memory Usage
+        Total                             : 131072 MiB
+"""
+SMI = LOG + "".join(GPU.format(index=index) for index in range(4))
+PAIRS = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tSYS\tSYS\tPXB\t0-31\t0\t\tN/A
+GPU1\tNV12\t X \tSYS\tSYS\tPXB\t0-31\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tNV12\tSYS\t32-63\t1\t\tN/A
+GPU3\tSYS\tSYS\tNV12\t X \tSYS\t32-63\t1\t\tN/A
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+"""
+
+
+def slurm_node(name: str, gres: str, state: str = "IDLE", features: str = "(null)") -> str:
+    return f"""NodeName={name} Arch=x86_64 CoresPerSocket=32
+   CPUAlloc=0 CPUEfctv=128 CPUTot=128 CPULoad=0.10
+   AvailableFeatures={features}
+   ActiveFeatures={features}
+   Gres={gres}
+   NodeAddr={name} NodeHostName={name} Version=23.11.4
+   OS=Linux 5.15.0-91-generic #101-Ubuntu SMP Tue Nov 14 13:30:08 UTC 2023
+   RealMemory=1031000 AllocMem=0 FreeMem=999000 Sockets=2 Boards=1
+   State={state} ThreadsPerCore=2 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A
+   Partitions=gpu
+
+"""
+
+
+def test_a_node_is_described_by_what_nvidia_smi_prints() -> None:
+    document, assumed = describe_cluster([("q", SMI), ("topo", PAIRS)])
+    (node,) = document["nodes"]
+    assert (node["gpu"], node["gpus_per_node"], node["memory"]) == ("a100-80", 4, "81920 MiB")
+    assert node["link"]["bandwidth"] == "25.2 GB/s"
+    assert node["islands"] == [{"gpus": 2, "bandwidth": "300 GB/s", "latency": "3 us"}]
+    assert "network" not in document
+    assert not assumed
+    whole = PAIRS.replace("SYS", "NV12")
+    (node,) = describe_cluster([("q", SMI), ("topo", whole)])[0]["nodes"]
+    assert node["link"]["bandwidth"] == "300 GB/s"
+    assert "islands" not in node
+
+
+def test_slurm_names_nodes_switches_and_gpus_and_reports_complete_them() -> None:
+    nodes = [slurm_node(f"n{i}", "gpu:a100:4(S:0-1),mps:400") for i in (1, 2, 3, 4)]
+    nodes += [slurm_node("n5", "gpu:a100:4", "IDLE+DRAIN"), slurm_node("login", "(null)")]
+    nodes += [slurm_node("t1", "gpu:2", features="amd,T4")]
+    switches = """\
+SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[1,3]
+SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=n[2,4-5],t1
+SwitchName=spine Level=1 LinkSpeed=1 Nodes=n[1-5],t1 Switches=leaf[1-2]
+"""
+    network = {"bandwidth": "200 Gbit/s", "latency": "5 us", "rails": 4}
+    entry = {**describe_node(SMI, PAIRS), "network": network}
+    report = json.dumps({"host": "n3", "node": entry, "checks": []})
+    texts = [("nodes", "".join(nodes)), ("switches", switches), ("n3.json", report)]
+    document, assumed = describe_cluster(texts)
+    big, small = document["nodes"]
+    assert (big["gpu"], big["memory"], big["count"]) == ("a100-80", "81920 MiB", 4)
+    assert big["hosts"] == ["n1", "n3", "n2", "n4"]
+    assert big["islands"][1] == {"nodes": 2, **network}
+    assert (small["gpu"], small["gpus_per_node"], small["hosts"]) == ("t4", 2, ["t1"])
+    assert len(assumed) == 3
+    assert make_cluster(document, "found", {}).num_gpus == 18
+
+
+def test_sinfo_alone_says_nodes_and_their_gpus() -> None:
+    text = "NODELIST GRES STATE\nrack[01-02]n[1-2] gpu:h100:8(S:0-1) idle\nold gpu:v100:4 down*\n"
+    document, assumed = describe_cluster([("sinfo", text)])
+    (node,) = document["nodes"]
+    assert node["hosts"] == ["rack01n1", "rack01n2", "rack02n1", "rack02n2"]
+    assert (node["gpu"], node["gpus_per_node"], node["count"]) == ("h100-80", 8, 4)
+    assert any("h100 is h100-80" in one for one in assumed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hello", "none of scontrol show node"),
+        ('{"host": "n1"}', "no report of a node"),
+        ("NODELIST STATE\nn1 idle", "no column GRES"),
+        (slurm_node("n1", "gpu:8"), "does not say which GPU n1 has, only 'how many'"),
+        (slurm_node("n1", "(null)"), "no node with GPUs is up"),
+    ],
+)
+def test_texts_that_describe_no_cluster_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        describe_cluster([("given", text)])
+    assert "\n" not in str(error.value)

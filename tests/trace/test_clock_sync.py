@@ -15,9 +15,8 @@ import pytest
 
 from benchmarks.tracing.clocks import sample, wrong
 from megatron.adaptive.handshake import dial
-from megatron.adaptive.trace import clock_sync
-from megatron.adaptive.trace.clock import fit_clock
-from megatron.adaptive.trace.clock_sync import ClockSampler, ClockServer, start_clock_sync
+from megatron.adaptive.trace import clock
+from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock, start_clock_sync
 from megatron.adaptive.trace.event import ClockSamples
 
 WATCHDOG_S = 30.0
@@ -34,7 +33,7 @@ def test_a_wrong_clock_of_a_process_is_found(server: ClockServer) -> None:
     offset_s, drift_ppm, seconds = -5, 50, 4
     sampled = sample(server, offset_s, drift_ppm, seconds)
     assert sampled["bursts"] >= 5
-    assert len(sampled["samples"]) == sampled["bursts"] * clock_sync.BURST
+    assert len(sampled["samples"]) == sampled["bursts"] * clock.BURST
     true = sampled["start_ns"] + np.linspace(0, seconds * 1e9, 101).astype(np.int64)
     fit = fit_clock(sampled["samples"])
     errors = np.abs(fit.apply(wrong(true, sampled["start_ns"], offset_s, drift_ppm)) - true)
@@ -90,7 +89,7 @@ def test_a_server_that_is_gone_ends_the_sampler() -> None:
 
 
 def test_without_the_kernels_stamps_the_threads_own_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_sync, "_SO_TIMESTAMPNS", 0x7FFF)
+    monkeypatch.setattr(clock, "_SO_TIMESTAMPNS", 0x7FFF)
     bursts: list[ClockSamples] = []
     with closing(ClockServer()) as server:
         sampler = ClockSampler("localhost", server.port, server.secret, deliver=bursts.append)

@@ -11,8 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import psutil
 
 from megatron.adaptive import extension
 from megatron.adaptive.cli.common import show
@@ -28,6 +31,7 @@ from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import job_secret
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.network import interface_of, is_loopback
+from megatron.adaptive.planner.cluster import describe_node
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _print(checks: Sequence[Check], *, as_json: bool) -> None:
     if as_json:
-        found = {"host": socket.gethostname(), "checks": [asdict(check) for check in checks]}
-        print(json.dumps(found, indent=2))
+        found = {"node": node_report(), "checks": [asdict(check) for check in checks]}
+        print(json.dumps({"host": socket.gethostname(), **found}, indent=2))
         return
     width = max(len(check.name) for check in checks)
     for check in checks:
@@ -120,6 +124,30 @@ def check_node(port: int) -> list[Check]:
     """
     steps = (_software, _extension, _shared_memory, _rdma, _names, _clock)
     return [check for step in steps for check in step()] + [_port(port)]
+
+
+def node_report() -> dict[str, Any]:
+    """Describes this node as an entry of a cluster file, as far as its tools say it."""
+    texts = []
+    for words in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+            texts.append("" if done.returncode else done.stdout)
+        except (OSError, subprocess.TimeoutExpired):
+            texts.append("")
+    entry = describe_node(*texts)
+    rates = [port.gbit_per_s for port in rdma_ports() if port.state == "ACTIVE"]
+    rates = [rate for rate in rates if rate]
+    if rates:
+        entry["network"] = {"bandwidth": f"{min(rates):g} Gbit/s", "latency": "5 us"}
+        entry["network"] |= {"rails": len(rates)} if len(rates) > 1 else {}
+        return entry
+    with suppress(AdaptiveError):
+        name = interface_of(own_address(None))
+        speed = psutil.net_if_stats()[name].speed if name else 0
+        if speed > 0:
+            entry["network"] = {"bandwidth": f"{speed / 1000:g} Gbit/s", "latency": "30 us"}
+    return entry
 
 
 def _software() -> Iterator[Check]:

@@ -12,22 +12,30 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
+import socket
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cli.common import show
+from megatron.adaptive.cli.doctor import node_report
 from megatron.adaptive.cli.plan_inputs import (
     Inputs,
     add_input_arguments,
     parse_counts,
     read_inputs,
 )
+from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cli.validate import main as check_runs
 from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.config.plan import load_plan
 from megatron.adaptive.config.schedule import parse_partition
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.planner.cluster import describe_cluster, make_cluster
 from megatron.adaptive.planner.files import FORMS, forms, quantity
 from megatron.adaptive.planner.model import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
@@ -61,7 +69,10 @@ def main(argv: Sequence[str]) -> int:
     """Plans, prints the best plans, and writes what was asked for."""
     if "--check" in argv:
         return check_runs(["--data" if word == "--check" else word for word in argv])
-    options = _parser(required="--compare" not in argv).parse_args(argv)
+    alone = any(word.startswith(("--compare", "--discover")) for word in argv)
+    options = _parser(required=not alone).parse_args(argv)
+    if options.discover is not None:
+        return _discover(options.discover)
     if options.compare:
         files = [(str(path), load_plan(path, "--compare ")) for path in options.compare]
         show(compare_text(files))
@@ -88,6 +99,30 @@ def main(argv: Sequence[str]) -> int:
         write_plan(documents[0], options.output)
     if options.conf is not None:
         write_plan(documents[0], options.conf, as_conf=True)
+    return 0
+
+
+def _discover(files: Sequence[Path]) -> int:
+    """Prints a cluster file, from outputs of tools or by asking those of this machine."""
+    texts = [(str(path), read_text(path, "give a text that a tool printed")) for path in files]
+    if not files and shutil.which("scontrol"):
+        texts.append(("scontrol show node", slurm(["scontrol", "show", "node"])))
+        with suppress(SetupError):  # without a plugin for topologies
+            texts.append(("scontrol show topology", slurm(["scontrol", "show", "topology"])))
+    if not files and shutil.which("nvidia-smi"):
+        report = {"host": socket.gethostname(), "node": node_report()}
+        texts.append(("this node", json.dumps(report)))
+    known = [one for one in texts if one[1].strip() and "No topology" not in one[1]]
+    if not known:
+        raise ConfigError(
+            "--discover: neither scontrol nor nvidia-smi is here: run doctor --json on each node,"
+            " and give the files"
+        )
+    document, assumed = describe_cluster(known)
+    make_cluster(document, "--discover", {})
+    show(json.dumps(document, indent=2))
+    for text in assumed:
+        show(f"assumed: {text}; correct it, or measure with profile", file=sys.stderr)
     return 0
 
 
@@ -141,6 +176,13 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print the plans as JSON")
     add("--export", choices=EXPORTS, help="only print the best one, for another program")
     add("--compare", type=Path, nargs="+", metavar="PLAN.json", help="only compare plan files")
+    add(
+        "--discover",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="only print a cluster file, by Slurm and nvidia-smi or what these and doctor printed",
+    )
     add("--check", metavar="DIR", help="only compare predictions with traced runs, as validate")
     add("--schema", choices=FORMS, action=_PrintSchema, help="only print that of an input file")
     return parser

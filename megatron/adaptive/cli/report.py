@@ -30,9 +30,8 @@ from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.live_state import ProgressTail
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.views.page import write_html
-from megatron.adaptive.trace.views.page_spans import Category, categories, merged, rows_of
-from megatron.adaptive.trace.views.palette import IDLE
+from megatron.adaptive.trace.views.page import merged, rows_of, write_html
+from megatron.adaptive.trace.views.palette import IDLE, Category, categories
 
 
 def main(argv: Sequence[str]) -> int:

@@ -49,6 +49,7 @@ class RdmaPort:
         state: such as ``ACTIVE``.
         link: ``Ethernet`` or ``InfiniBand``.
         gid_index: of its RoCE v2 address, ``None`` if it has none.
+        gbit_per_s: its rate, 0 where unknown.
     """
 
     device: str
@@ -56,6 +57,7 @@ class RdmaPort:
     state: str
     link: str
     gid_index: int | None
+    gbit_per_s: float = 0.0
 
 
 def resolve(host: str) -> str:
@@ -159,6 +161,7 @@ def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
                 state=state or "unknown",
                 link=_read(port / "link_layer") or "unknown",
                 gid_index=_gid_index(port),
+                gbit_per_s=float((_read(port / "rate").split() or ["0"])[0]),
             )
         )
     return found

@@ -29,7 +29,7 @@ from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.widths import Widths
-from megatron.adaptive.trace.clock_sync import start_clock_sync
+from megatron.adaptive.trace.clock import start_clock_sync
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder

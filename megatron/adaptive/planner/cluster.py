@@ -2,18 +2,21 @@
 
 A cluster is nodes by type, how many of each, and the links between them. What a cluster file leaves
 out of a GPU comes from the shipped table of GPUs (``data/gpus.json``). The form of the file is
-``cluster`` in ``data/forms.yaml``; ``docs/planner.md`` describes it.
+``cluster`` in ``data/forms.yaml``; ``docs/planner.md`` describes it. :func:`describe_cluster` makes
+such a file from what Slurm, ``nvidia-smi`` and ``doctor`` print.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -495,3 +498,242 @@ def _speed(one: Any, place: str, *, shared: bool = True) -> Any:
     except ConfigError as error:
         text = str(error)
         raise ConfigError(text if text.startswith(place) else f"{place}: {text}") from error
+
+
+_NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}
+"""Of one NVLink in one direction; 25 where not said. Source: NVIDIA's architecture whitepapers."""
+_LANE_GB_PER_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""Of one lane by generation of PCI Express, in one direction."""
+_PCIE_SHARE = 0.8
+"""Of the lanes' bandwidth that copies between two GPUs reach."""
+_ASSUMED_LINK = {"bandwidth": "25 GB/s", "latency": "8 us"}
+_ASSUMED_NETWORK = {"bandwidth": "100 Gbit/s", "latency": "10 us"}
+_DOWN = ("DOWN", "DRAIN", "FAIL", "UNKNOWN", "FUTURE", "NOT_RESPONDING")
+
+
+def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
+    """Describes a cluster by what tools print about it.
+
+    Args:
+        texts: where each is from, and what it says: ``scontrol show node`` or ``show topology``,
+            ``sinfo -N -o "%N %G %T"``, ``nvidia-smi -q`` and ``topo -m`` of a node, or
+            ``doctor --json``.
+
+    Returns:
+        The contents of a cluster file, and what it assumes because no text says it.
+
+    Raises:
+        ConfigError: a text is none of these, or no GPU is known.
+    """
+    reports: list[dict[str, Any]] = []
+    slurm: list[dict[str, Any]] = []
+    switches: list[tuple[int, set[str]]] = []
+    logs, matrices, assumed = list[str](), list[str](), list[str]()
+    for where, raw in texts:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", raw)
+        if text.lstrip().startswith("{"):
+            reports.append(_doctor_entry(text, where))
+        elif "NodeName=" in text:
+            fields = [_FIELD.findall(block) for block in re.split(r"(?=\bNodeName=)", text)]
+            slurm += [_slurm_entry(dict(one), where) for one in fields if one]
+        elif "SwitchName=" in text or "BlockName=" in text:
+            for line in text.splitlines():
+                one = dict(_FIELD.findall(line))
+                switches.append((int(one.get("Level", 0)), set(expand_hosts(one.get("Nodes", "")))))
+        elif "NODELIST" in text:
+            slurm += _sinfo_entries(text, where)
+        elif "NVSMI LOG" in text:
+            logs.append(text)
+        elif _MATRIX.search(text):
+            matrices.append(text)
+        else:
+            raise ConfigError(
+                f"{where}: it is none of scontrol show node, scontrol show topology, sinfo -N,"
+                " nvidia-smi -q, nvidia-smi topo -m and doctor --json"
+            )
+    for at in range(max(len(logs), len(matrices))):
+        log, matrix = (found[at] if at < len(found) else "" for found in (logs, matrices))
+        reports.append(describe_node(log, matrix))
+    up = {one["hosts"][0]: one for one in slurm if not _is_down(one.pop("state"))}
+    entries = [_with_report(one, reports, assumed) for one in up.values()] if slurm else reports
+    entries = [one for one in entries if one["gpus_per_node"]]
+    if not entries:
+        raise ConfigError("no node with GPUs is up: give the outputs of nodes that have some")
+    document: dict[str, Any] = {"format": 1, "nodes": _grouped(entries, switches)}
+    without = [one["gpu"] for one in document["nodes"] if "network" not in one]
+    if without and sum(one["count"] for one in document["nodes"]) > 1:
+        document["network"] = _ASSUMED_NETWORK
+        assumed.append(f"the network of {', '.join(without)} is {_ASSUMED_NETWORK['bandwidth']}")
+    if any("nodes" in island for one in document["nodes"] for island in one.get("islands", ())):
+        assumed.append("the network is as fast within switches as above them")
+    return document, list(dict.fromkeys(assumed))
+
+
+_FIELD = re.compile(r"(\w+)=(\S*)")
+_MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
+
+
+def _is_down(state: str) -> bool:
+    return any(word in state.upper() for word in _DOWN)
+
+
+def _doctor_entry(text: str, where: str) -> dict[str, Any]:
+    try:
+        report = json.loads(text)
+        return {**report["node"], "hosts": [report["host"]]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: no report of a node ({type(error).__name__}): run python -m"
+            " megatron.adaptive doctor --json there"
+        ) from error
+
+
+def _slurm_entry(fields: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Makes an entry of a node as Slurm knows it: its GPU may be but a family, or missing."""
+    host, gres = fields["NodeName"], fields.get("Gres", "")
+    gpu, count = "", 0
+    for word in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *middle = word.split(":")
+        if kind == "gpu" and (number := middle[-1] if middle else "1").isdigit():
+            gpu, count = ":".join(middle[:-1]), count + int(number)
+    if count and known_gpu(gpu) is None:
+        features = [one for one in fields.get("ActiveFeatures", "").split(",") if known_gpu(one)]
+        gpu = features[0] if features else gpu
+    entry = {"gpu": gpu, "gpus_per_node": count, "hosts": [host]}
+    return {**entry, "state": fields.get("State", ""), "where": where}
+
+
+def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
+    head, *lines = (line.split() for line in text.splitlines() if line.strip())
+    if "GRES" not in head:
+        raise ConfigError(f'{where}: no column GRES: ask for sinfo -N -o "%N %G %T"')
+    rows = [dict(zip(head, line, strict=False)) for line in lines]
+    return [
+        _slurm_entry({"NodeName": host, "Gres": row["GRES"], "State": row.get("STATE", "")}, where)
+        for row in rows
+        for host in expand_hosts(row["NODELIST"])
+    ]
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Returns the names of Slurm's list of hosts, such as ``a[01-03,7],b``."""
+    found = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        head, _, rest = part.partition("[")
+        inside, _, tail = rest.partition("]")
+        for one in inside.split(",") if rest else [""]:
+            low, _, high = one.partition("-")
+            numbers = range(int(low), int(high or low) + 1) if low else [None]
+            names = [head + ("" if n is None else str(n).zfill(len(low))) for n in numbers]
+            found += [name + more for name in names for more in expand_hosts(tail) or [""]]
+    return found
+
+
+def describe_node(log: str, matrix: str) -> dict[str, Any]:
+    """Describes a node by ``nvidia-smi -q`` and ``topo -m``, either of which may be empty."""
+    names = re.findall(r"Product Name\s*: (.+)", log)
+    entry: dict[str, Any] = {"gpu": names[0].strip() if names else "", "gpus_per_node": len(names)}
+    memory = re.search(r"FB Memory Usage\s+Total\s*: (\d+) MiB", log)
+    if memory is not None:
+        entry["memory"] = f"{memory[1]} MiB"
+    known = known_gpu(entry["gpu"])
+    entry["gpu"] = entry["gpu"] if known is None else known.name
+    generation = re.search(r"PCIe Generation\s+Max\s*: (\d)", log)
+    lanes = re.search(r"Link Width\s+Max\s*: (\d+)x", log)
+    if generation is not None and lanes is not None:
+        each = _LANE_GB_PER_S.get(int(generation[1]), _LANE_GB_PER_S[4])
+        entry["link"] = {
+            "bandwidth": f"{each * int(lanes[1]) * _PCIE_SHARE:.3g} GB/s",
+            "latency": "8 us",
+        }
+    rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s", line)]
+    # The heading begins with GPU0 too, and has no X for a GPU itself.
+    ways = [row[1:] for row in rows if "X" in row]
+    count = len(ways)
+    entry["gpus_per_node"] = entry["gpus_per_node"] or count
+    speed = _NVLINK_GB_PER_S.get(entry["gpu"], 25.0)
+    for size in (size for size in range(count, 1, -1) if count % size == 0):
+        pairs = itertools.permutations(range(count), 2)
+        inside = [ways[a][b] for a, b in pairs if a // size == b // size]
+        if all(re.fullmatch(r"NV\d+", way) for way in inside):
+            link = {"bandwidth": f"{speed * min(int(way[2:]) for way in inside):g} GB/s"}
+            link["latency"] = "3 us"
+            if size == count:
+                entry["link"] = link
+            else:
+                entry["islands"] = [{"gpus": size, **link}]
+            break
+    return entry
+
+
+def _with_report(
+    node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
+) -> dict[str, Any]:
+    """Returns Slurm's node with what a report of it, or of a node alike, adds."""
+    where, gpus = node.pop("where"), node["gpus_per_node"]
+    if not gpus:
+        return node
+    family = _plain(node["gpu"])
+    alike = [
+        one
+        for one in reports
+        if one["gpus_per_node"] == gpus
+        and (not one["gpu"] or _plain(one["gpu"]).startswith(family))
+    ]
+    own = [one for one in alike if node["hosts"][0] in one.get("hosts", ())]
+    for one in own or alike[:1]:
+        gpu = one["gpu"] or node["gpu"]
+        node = {**one, "gpu": gpu, "hosts": node["hosts"]}
+    known = known_gpu(node["gpu"])
+    if not node["gpu"] or (known is None and "memory" not in node):
+        raise ConfigError(
+            f"{where}: Slurm does not say which GPU {node['hosts'][0]} has, only"
+            f" {node['gpu'] or 'how many'!r}: give nvidia-smi -q or doctor --json of such a node"
+        )
+    if known is not None:
+        if not alike and _plain(node["gpu"]) != _plain(known.name):
+            assumed.append(f"{node['gpu']} is {known.name}")
+        node["gpu"] = known.name
+    if "link" not in node:
+        assumed.append(f"GPUs of a node of {node['gpu']} are {_ASSUMED_LINK['bandwidth']} apart")
+    return {"link": _ASSUMED_LINK, **node}
+
+
+def _grouped(
+    entries: Sequence[Mapping[str, Any]], switches: Sequence[tuple[int, set[str]]]
+) -> list[dict[str, Any]]:
+    """Returns equal nodes as groups, those of a switch one after the other."""
+    groups: list[tuple[dict[str, Any], list[str], int]] = []
+    for entry in entries:
+        plain = {"link": _ASSUMED_LINK, **entry}
+        hosts = plain.pop("hosts", [])
+        for at, (one, names, count) in enumerate(groups):
+            if one == plain:
+                groups[at] = (one, [*names, *hosts], count + 1)
+                break
+        else:
+            groups.append((plain, list(hosts), 1))
+    found = []
+    for at, (one, hosts, count) in enumerate(groups):
+        levels = sorted({level for level, _ in switches})
+        marks = {
+            host: [
+                next(
+                    (i for i, (at, held) in enumerate(switches) if at == level and host in held), -1
+                )
+                for level in reversed(levels)
+            ]
+            for host in hosts
+        }
+        hosts = sorted(hosts, key=lambda host: marks[host])
+        speed = one.get("network", _ASSUMED_NETWORK)
+        islands = list(one.get("islands", ()))
+        for depth in range(len(levels), 0, -1):
+            sizes = set(Counter(tuple(marks[host][:depth]) for host in hosts).values())
+            if len(sizes) == 1 and 1 < (size := sizes.pop()) < count:
+                islands.append({"nodes": size, **speed})
+        alike = [other["gpu"] for other, _, _ in groups].count(one["gpu"]) > 1
+        entry = {"type": f"{one['gpu']}-{at + 1}" if alike else one["gpu"], **one, "count": count}
+        entry |= {"islands": islands} if islands else {}
+        found.append(entry | ({"hosts": hosts} if len(hosts) == count else {}))
+    return found

@@ -5,13 +5,12 @@ Writing side (used while training, imports neither torch nor a drawing package):
 - ``event``     what a trace is made of: header, iterations, spans, clock samples; their text form
 - ``recorder``  collects spans in a step and writes them from a thread
 - ``live_state``  what a rank does at this moment, in a file of its own; how far a run is
-- ``clock_sync``  compares the clocks of a running job
 
 Reading side:
 
 - ``index``     where a file has what, found without reading the spans; lines of spans as numbers
 - ``table``     spans of a rank as columns, and each send with its receive
-- ``clock``     how far clocks are apart, and all ranks of a run on one
+- ``clock``     compares the clocks of a running job, and puts all ranks of a run on one
 - ``read``      a folder of per-rank files as one :class:`~megatron.adaptive.trace.read.RunTrace`
 - ``figures``   figures of a whole run, read by several processes
 - ``live``      a run in progress, read as it grows and drawn by ``cli.top``

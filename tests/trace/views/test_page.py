@@ -19,7 +19,7 @@ from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.views import page
 from megatron.adaptive.trace.views.page import encode, write_page
-from megatron.adaptive.trace.views.page_spans import categories
+from megatron.adaptive.trace.views.palette import categories
 
 Make = Callable[..., RunTrace]
 

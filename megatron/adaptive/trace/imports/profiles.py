@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.imports.published import run_of_columns
+from megatron.adaptive.trace.imports.published import COLUMNS, OPTIONAL, run_of_columns
 from megatron.adaptive.trace.read import RunTrace
 
 ENDINGS = tuple(f".{name}{gz}" for name in ("json", "jsonl", "log", "txt") for gz in ("", ".gz"))
@@ -174,7 +174,10 @@ def read_profiles(place: Path, pipeline: int | None = None) -> RunTrace | None:
     cut = dict.fromkeys(one.path.name for one in files if one.is_cut)
     notes = [f"{name} ends in the middle; what it has is used" for name in cut]
     rows = [row for one in files for row in _columns(one, *_place(one, pipeline))]
-    if not any(row["optype"].endswith("-compute") for row in rows):
+    table: dict[str, Any] = dict(
+        zip((*COLUMNS, *OPTIONAL), map(list, zip(*rows, strict=True)), strict=False)
+    )
+    if not any(kind.endswith("-compute") for kind in table.get("optype", ())):
         advice = (
             "put torch.profiler.record_function('forward_step') and ('backward_step') around them"
             if kineto
@@ -182,10 +185,9 @@ def read_profiles(place: Path, pipeline: int | None = None) -> RunTrace | None:
             "MEGATRON_OTEL_RANK_STRATEGY=all_ranks"
         )
         raise TraceError(f"{place}: no range is named as a forward or backward; {advice}")
-    first = min(row["start_ns"] for row in rows)
-    table: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
-    table["start_ts"] = np.array([start - first for start in table.pop("start_ns")]) / 1e9
-    table["duration"] = np.array(table.pop("duration_ns"), dtype=np.int64) / 1e9
+    starts, first = table["start_ts"], min(table["start_ts"])
+    table["start_ts"] = np.array([start - first for start in starts]) / 1e9
+    table["duration"] = np.array(table["duration"], dtype=np.int64) / 1e9
     world = max(one.world_size for one in files)
     run = run_of_columns(table, place, world_size=world)
     unknown = sum((one.unknown for one in files), Counter[str]())
@@ -445,8 +447,8 @@ def _place(one: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
     return 0, 1, one.rank
 
 
-def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[dict[str, Any]]:
-    """Returns rows of a published table."""
+def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[tuple[Any, ...]]:
+    """Returns rows of a published table, times in ns."""
     events = sorted(one.events, key=lambda event: (event.start, -event.length))
     computes = [event for event in events if event.kind.endswith("-compute")]
     host, device = "user_annotation", "gpu_user_annotation"
@@ -488,23 +490,14 @@ def _columns(one: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list
             event.seq = counts[event.step, event.kind]
             counts[event.step, event.kind] += 1
     chunk = {id(event): max(event.stage, 0) // num_ranks for event in computes}
-    return [
-        {
-            "dp_rank": dp_rank,
-            "stage": pp_rank,
-            "rank": one.rank,
-            "step": event.step,
-            "optype": event.kind,
-            "start_ns": event.start,
-            "duration_ns": event.length,
-            "seq_id": event.seq,
-            "mc": chunk.get(id(event), -1),
-            "gmc": chunk[id(event)] * num_ranks + pp_rank if id(event) in chunk else -1,
-            "mb_id": event.microbatch if id(event) in chunk else -1,
-            "group": event.root,
-        }
-        for event in found
-    ]
+    rows: list[tuple[Any, ...]] = []
+    for event in found:
+        chunks = (-1, -1, -1)
+        if (own := chunk.get(id(event))) is not None:
+            chunks = (own, own * num_ranks + pp_rank, event.microbatch)
+        where = (dp_rank, pp_rank, one.rank, event.step, event.kind)
+        rows.append((*where, event.start, event.length, event.seq, *chunks, event.root))
+    return rows
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:

@@ -8,6 +8,9 @@ A wait has the tint of its cause, lighter than any action; idle time that no wai
 from __future__ import annotations
 
 import colorsys
+from dataclasses import dataclass
+
+from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "W": "weight"}
 IDLE = "E4E4E7"
@@ -28,6 +31,19 @@ WAIT_COLORS = {
     "": "CACACF",
 }
 """By the cause of a wait, the fill as ``RRGGBB``."""
+
+OTHER_COLORS = {
+    "data": "#B4477E",
+    "reduce": "#5B5F97",
+    "collective": "#3E7C8A",
+    "optimizer": "#8A6D5B",
+    "evaluate": "#9AA5B1",
+    "checkpoint": "#6B7280",
+    "other": "#D4D4D8",
+}
+OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
+LEGEND_CHUNKS = 4
+"""Up to so many chunks the legend names each; beyond, some of them, evenly spaced."""
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
 _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
@@ -52,3 +68,46 @@ def text_color(fill: str) -> str:
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "FFFFFF" if luminance < 0.22 else "1A1A1A"
+
+
+@dataclass(frozen=True)
+class Category:
+    """Describes a category of spans with a colour of its own.
+
+    Attributes:
+        name: in the legend.
+        color: CSS.
+        kind: one of ``event.KINDS``, or ``other``.
+        chunk: of an action, -1 for what is none.
+        cause: of a wait.
+        in_legend: whether the legend names it.
+    """
+
+    name: str
+    color: str
+    kind: str
+    chunk: int = -1
+    cause: str = ""
+    in_legend: bool = True
+
+
+def categories(num_chunks: int) -> list[Category]:
+    """Everything that can have a colour, in the order of a legend."""
+    shown = {round(i * (num_chunks - 1) / (LEGEND_CHUNKS - 1)) for i in range(LEGEND_CHUNKS)}
+    found = [
+        Category(
+            f"{ACTION_NAMES[kind]} {chunk}" if num_chunks > 1 else ACTION_NAMES[kind],
+            f"#{chunk_color(kind, chunk, num_chunks)}",
+            kind,
+            chunk,
+            in_legend=chunk in shown or num_chunks <= LEGEND_CHUNKS,
+        )
+        for kind in DRAWN_ACTIONS
+        for chunk in range(num_chunks)
+    ]
+    for cause in (*CAUSES, ""):
+        color = f"#{WAIT_COLORS[cause]}"
+        found.append(Category(WAIT_NAMES[cause], color, "wait", cause=cause))
+    for kind, color in OTHER_COLORS.items():
+        found.append(Category(OTHER_NAMES.get(kind, kind), color, kind))
+    return found

@@ -23,11 +23,11 @@ from megatron.adaptive.trace.figures import NS_PER_MS, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace
 from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.views.page_spans import categories
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,
     WAIT_COLORS,
+    categories,
     chunk_color,
     text_color,
 )
@@ -205,48 +205,30 @@ def _write_texts(axes: Axes, step: PipelineStep, frame: _Frame) -> None:
     too small along the bar.
     """
     largest = min(9.0 if frame.row == ROW_IN_FEW else 7.5, frame.label_pt)
-    for action in step.actions:
-        bars = [
-            (pp_rank, span)
-            for pp_rank, row in enumerate(step.rows)
-            for span in row
-            if span.action == action
-        ]
-        upright = False
-        common = min(largest, _tenth([_fitting_pt(span, frame) for _, span in bars]))
-        if common < UPRIGHT_BELOW_PT:
-            upright = True
-            common = min(largest, _tenth([_fitting_pt(span, frame, True) for _, span in bars]))
-        common = max(common, SMALLEST_PT)
-        for pp_rank, span in bars:
-            size = _fitting_pt(span, frame, upright)
-            if size < SMALLEST_PT:
-                continue
-            axes.text(
-                (span.start_ns + span.end_ns) / 2 / NS_PER_MS,
-                pp_rank,
-                f"{span.chunk}-{span.microbatch}",
-                ha="center",
-                va="center" if upright else "center_baseline",
-                rotation=90 if upright else 0,
-                fontsize=min(size, common),
-                color=f"#{text_color(chunk_color(action, span.chunk, step.num_chunks))}",
-            )
-
-
-def _fitting_pt(span: Span, frame: _Frame, upright: bool = False) -> float:
-    """The largest font size at which a span's text fits its bar, in points."""
-    width_pt = span.duration_ns * frame.points_per_ns
-    letters_em = DIGIT_EM * len(f"{span.chunk}-{span.microbatch}")
-    if not upright:
-        return 0.88 * width_pt / letters_em
     height_pt = frame.row * BAR * POINTS_PER_IN
-    return min(0.95 * width_pt / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters_em)
-
-
-def _tenth(values: Sequence[float]) -> float:
-    """A value that nine tenths of the values reach."""
-    return sorted(values)[len(values) // 10]
+    for action in step.actions:
+        bars = [(r, s) for r, row in enumerate(step.rows) for s in row if s.action == action]
+        texts = [f"{span.chunk}-{span.microbatch}" for _, span in bars]
+        widths = np.array([span.duration_ns for _, span in bars]) * frame.points_per_ns
+        letters = DIGIT_EM * np.array(list(map(len, texts)))
+        along = 0.88 * widths / letters
+        upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
+        # What nine tenths of the bars have room for.
+        turned = min(largest, np.sort(along)[len(bars) // 10]) < UPRIGHT_BELOW_PT
+        sizes = upright if turned else along
+        common = max(min(largest, np.sort(sizes)[len(bars) // 10]), SMALLEST_PT)
+        for (pp_rank, span), text, size in zip(bars, texts, sizes.tolist(), strict=True):
+            if size >= SMALLEST_PT:
+                axes.text(
+                    (span.start_ns + span.end_ns) / 2 / NS_PER_MS,
+                    pp_rank,
+                    text,
+                    ha="center",
+                    va="center" if turned else "center_baseline",
+                    rotation=90 if turned else 0,
+                    fontsize=min(size, common),
+                    color=f"#{text_color(chunk_color(action, span.chunk, step.num_chunks))}",
+                )
 
 
 def _write_title(figure: Figure, step: PipelineStep, frame: _Frame) -> None:

@@ -36,7 +36,7 @@ from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.views.page_spans import Rows, stage_shares
+from megatron.adaptive.trace.views.page import Rows, stage_shares
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,

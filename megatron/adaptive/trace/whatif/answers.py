@@ -357,12 +357,15 @@ class _Answers:
             for name in ("worker", "last stage", "length")
         }
         whole = float(simulated.mean())
-        found_repairs = [
-            Repair(what, flag, self._mended_s(whole, takes, after["repair", what]), 0.0)
+        steps_s = {
+            (what, flag): self._mended_s(whole, takes, after["repair", what])
             for what, (flag, takes) in repairs.items()
-        ]
-        found_repairs += self._replays(simulated) + self._recording(whole)
-        ordered = sorted(found_repairs, key=lambda repair: repair.step_s)
+        }
+        steps_s |= self._replays(simulated) | self._recording(whole)
+        ordered = sorted(
+            (Repair(*what, step_s, 1 - step_s / whole) for what, step_s in steps_s.items()),
+            key=lambda repair: repair.step_s,
+        )
         order = ("stage", "replica", "rank", "kind", "link", "length")
         return WhatIf(
             where=where,
@@ -377,11 +380,7 @@ class _Answers:
             length_share=share["length"],
             slowest=tuple(slowest),
             cause=self._cause(whole, base, list(share.values()), slowest[0], ordered),
-            repairs=tuple(
-                Repair(r.what, r.flag, r.step_s, 1 - r.step_s / whole)
-                for r in ordered
-                if 1 - r.step_s / whole >= WORTH
-            ),
+            repairs=tuple(repair for repair in ordered if repair.gain >= WORTH),
             notes=tuple(notes),
         )
 
@@ -557,19 +556,19 @@ class _Answers:
         better = best_partition(costs, int(layers.sum()))
         return f"--partition {format_partition(better)}", costs.stage_ns(better) / usual
 
-    def _replays(self, simulated: Floats) -> list[Repair]:
+    def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
         """Replays some steps: another schedule, microbatches dealt over replicas, and both."""
         header = next(iter(self._run.ranks.values())).header
         times = recorded_times([part.ops for part in self._parts], header.work)
         if times is None or self._where.num_stages == 1:
-            return []
+            return {}
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
         # One from each part of the steps, by their length.
         places = (np.arange(REPLAYED) + 0.5) * len(by_length) / REPLAYED
         some = {by_length[int(place)] for place in places} & set(times.steps)
         if not some:
-            return []
+            return {}
 
         def mean_s(schedule: str, chunks: int, dealt: bool) -> float:
             return float(
@@ -580,26 +579,19 @@ class _Answers:
         now, whole = mean_s(own, 1, False), float(simulated.mean())
         order = "--pipeline-schedule adaptive with two chunks per rank"
         deal = "--balance-replicas both"
-        found = []
-        for what, flag, how in (
-            ("adaptive order", order, ("adaptive", 2, False)),
-            ("microbatches dealt over replicas", deal, (own, 1, True)),
-            (
-                "both: adaptive order and dealt microbatches",
-                f"{order}, {deal}",
-                ("adaptive", 2, True),
-            ),
-        ):
-            if self._where.replica.any() or not how[2]:
-                found.append(Repair(what, flag, whole - now + mean_s(*how), 0.0))
-        return found
+        hows = {("adaptive order", order): ("adaptive", 2, False)}
+        if self._where.replica.any():
+            both = "both: adaptive order and dealt microbatches"
+            hows["microbatches dealt over replicas", deal] = (own, 1, True)
+            hows[both, f"{order}, {deal}"] = ("adaptive", 2, True)
+        return {what: whole - now + mean_s(*how) for what, how in hows.items()}
 
-    def _recording(self, whole_s: float) -> list[Repair]:
+    def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
         """Estimates tracing off, where this project's recorder traced."""
         if next(iter(self._run.ranks.values())).header.schedule == "imported":
-            return []
+            return {}
         spans = max(max(trace.num_spans.values()) for trace in self._run.ranks.values())
-        return [Repair("tracing off", "no --trace-dir", whole_s - spans * RECORDED_SPAN_S, 0.0)]
+        return {("tracing off", "no --trace-dir"): whole_s - spans * RECORDED_SPAN_S}
 
     def _recorded(self) -> Floats:
         steps = []
@@ -627,7 +619,7 @@ class _Answers:
             return CAUSES[place] if shares[place] >= CAUSE_SHARE else "mixed"
         # A rank alone in its stage raises the mean that it is compared with.
         name = self._where.name(slowest)
-        gains = [1 - r.step_s / whole for r in repairs if r.what.startswith(f"{name} as fast")]
+        gains = [repair.gain for repair in repairs if repair.what.startswith(f"{name} as fast")]
         if max(gains, default=0.0) < 1 - 1 / SLOW:
             return "none"
         return CAUSES[int(self._where.pp_rank[slowest] == len(self._where.stages) - 1)]
