@@ -65,12 +65,10 @@ class Trainer:
             recorder,
             Rebalancing(live),
             profiler,
-            SettlingSnapshots(live),
             Reporting(live),
             Diagnosing(live),
             GarbageCollection(live),
             self.validation,
-            TakingSnapshots(live),
             Saving(live, recorder),
         ]
 
@@ -418,28 +416,15 @@ def _tuned(run: Run) -> TunedPipeline:
     )
 
 
-class SettlingSnapshots(RunHook):
-    """Waits until the snapshot of the step before is kept everywhere, before a step is reported."""
-
-    def after_step(self, step: TrainedStep) -> None:
-        self._live.snapshots.settle(step.iteration)
-
-
-class TakingSnapshots(RunHook):
-    """Takes a snapshot of the state that a step and its validation left."""
-
-    def after_step(self, step: TrainedStep) -> None:
-        self._live.snapshots.take(step.iteration)
-
-    def at_end(self) -> None:
-        self._live.snapshots.close()
-
-
 class Reporting(RunHook):
-    """Hands every step to the log, and megatron-core's timers at its intervals."""
+    """Hands every step to the log, and megatron-core's timers at its intervals.
+
+    Waits before until the snapshot of the step before is kept everywhere.
+    """
 
     def after_step(self, step: TrainedStep) -> None:
         live, run, settings = self._live, self._live.run, self._live.config.logging
+        live.snapshots.settle(step.iteration)
         live.log.iteration(
             IterationReport(
                 **vars(step),
@@ -570,7 +555,7 @@ class Validation(RunHook):
 
 
 class Saving(RunHook):
-    """Saves checkpoints at ``--save-interval`` and at the end."""
+    """Takes a snapshot of what each step left; saves at ``--save-interval`` and at the end."""
 
     def __init__(self, live: TrainingRun, recorder: OrderRecorder) -> None:
         super().__init__(live)
@@ -580,6 +565,7 @@ class Saving(RunHook):
         self._waited_s = 0.0  # for the last checkpoint
 
     def after_step(self, step: TrainedStep) -> None:
+        self._live.snapshots.take(step.iteration)
         settings = self._live.config.checkpoint
         if settings.save is None or not settings.save_interval:
             return
@@ -589,6 +575,7 @@ class Saving(RunHook):
 
     def at_end(self) -> None:
         live = self._live
+        live.snapshots.close()
         if live.config.checkpoint.save is not None and self._saved_at != live.progress.iteration:
             self._save(behind=False)
         live.checkpoints.saver.drain()
