@@ -45,7 +45,6 @@ from megatron.adaptive.checkpoint.megatron_lm import (
 )
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, load_first_whole
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
-from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
 from megatron.adaptive.checkpoint.torch_dist import (
     Part,
     Piece,
@@ -521,27 +520,6 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
         patience="--distributed-timeout-minutes",
         keep=settings.keep_checkpoints,
     )
-
-
-def make_snapshots(
-    run: Run,
-    progress: Callable[[], Progress],
-    report: Callable[[str], None],
-    say: Callable[[str], None],
-) -> NoSnapshots:
-    """Return what takes snapshots of the run's state, if the node's agent keeps them.
-
-    Args:
-        run: the built run; another one needs another object.
-        progress: returns how far the run has come.
-        report: takes what is kept, or why nothing is, for the progress file.
-        say: takes the same for the user's log.
-    """
-    settings = run.job.environment.copies
-    if settings is None:
-        return NoSnapshots()
-    state = RunState(run, progress)
-    return Snapshots(state, run.job, SnapshotSettings.read(settings), report, say)
 
 
 class RunState:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.folder import PipelineFolder
-from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
+from megatron.adaptive.checkpoint.snapshots import SnapshotState, make_snapshots
 from megatron.adaptive.config.environment import JobOrder
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import COMPLETE, ProgressFile, saved_line
@@ -101,7 +102,12 @@ class Loop:
         if loaded_s is not None:
             self._progress.report({"loaded_s": loaded_s})
             self._say(f"goes on after step {pipeline.steps} of {total_steps}")
-        self._snapshots = self._make_snapshots()
+        self._snapshots = make_snapshots(
+            mesh,
+            self._taken_apart,
+            lambda text: self._progress.report({"copies": text}),
+            self._say,
+        )
         self._diagnosis: RunningDiagnosis | None = None
         traces, left = pipeline._trace_dir, total_steps - pipeline.steps
         if traces is not None and self._is_first and 0 < diagnose_interval < left:
@@ -193,26 +199,13 @@ class Loop:
             dist.barrier(group=group)  # nobody waits in it any more
             dist.destroy_process_group(group)
 
-    def _make_snapshots(self) -> NoSnapshots:
-        """Return what takes snapshots of the state, if the node's agent keeps them."""
-        settings = self._mesh.environment.copies
-        if settings is None:
-            return NoSnapshots()
+    def _taken_apart(self) -> SnapshotState:
         # It imports much that most runs do without.
         from megatron.adaptive.modules.checkpoint import PipelineState
 
-        state = PipelineState(
-            self._pipeline._checkpointer,
-            lambda: self._pipeline._head(self._extra),
-            self._state,
-        )
-        return Snapshots(
-            state,
-            self._mesh,
-            SnapshotSettings.read(settings),
-            lambda text: self._progress.report({"copies": text}),
-            self._say,
-        )
+        pipeline = self._pipeline
+        head = partial(pipeline._head, self._extra)
+        return PipelineState(pipeline._checkpointer, head, self._state)
 
     def _resume(self, trust: bool) -> float | None:
         """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.local_disk import LocalDisk
-from megatron.adaptive.checkpoint.training import Checkpoints, Progress, make_snapshots
+from megatron.adaptive.checkpoint.snapshots import make_snapshots
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress, RunState
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
@@ -232,8 +233,8 @@ class TrainingRun:
         if self.config.balance != "off" and not self.config.run.skip_train:
             self.dealing = ReplicaDealing(run, self.log.message)
         self.snapshots = make_snapshots(
-            run,
-            lambda: self.progress,
+            run.job,
+            lambda: RunState(run, lambda: self.progress),
             lambda text: self.log.report(copies=text),
             self.log.message,
         )
