@@ -108,16 +108,14 @@ class Loop:
             lambda text: self._progress.report({"copies": text}),
             self._say,
         )
-        self._diagnosis: RunningDiagnosis | None = None
-        traces, left = pipeline._trace_dir, total_steps - pipeline.steps
-        if traces is not None and self._is_first and 0 < diagnose_interval < left:
-            self._diagnosis = RunningDiagnosis(
-                traces,
-                diagnose_interval,
-                pipeline.steps,
-                self._say,
-                lambda **values: self._progress.report(values),
-            )
+        self._diagnosis = RunningDiagnosis(
+            pipeline._trace_dir if self._is_first else None,
+            diagnose_interval,
+            pipeline.steps,
+            self._say,
+            lambda **values: self._progress.report(values),
+            total_steps,
+        )
 
     def __iter__(self) -> Loop:
         return self
@@ -184,8 +182,7 @@ class Loop:
     def close(self) -> None:
         """Give the signals back and end the progress file. Collective; idempotent."""
         self._snapshots.close()
-        if self._diagnosis is not None:
-            self._diagnosis.close()
+        self._diagnosis.close()
         if self._saves_behind:
             self._pipeline._checkpointer.saver.close()
         if not self._is_over:
@@ -254,8 +251,7 @@ class Loop:
             "grad_norm": pipeline.grad_norm,
         }
         self._progress.iteration(done, values, is_logged=False)
-        if self._diagnosis is not None:
-            self._diagnosis.after_iteration(done)
+        self._diagnosis.after_iteration(done)
         self._snapshots.take(done)
         if self._saves_behind:
             self._report_completed()
@@ -268,8 +264,7 @@ class Loop:
         self._is_over = True
         self._stop.finish()
         self._snapshots.close()
-        if self._diagnosis is not None:
-            self._diagnosis.close()
+        self._diagnosis.close()
         if self._saves_behind:
             try:
                 self._pipeline._checkpointer.saver.drain()

@@ -461,22 +461,20 @@ class Diagnosing(Hook):
     def __init__(self, live: TrainingRun) -> None:
         run, done = live.run, live.progress.iteration
         schedule = run.job.config.schedule
-        interval = schedule.diagnose_interval
-        self._running: RunningDiagnosis | None = None
-        if schedule.trace_dir is None or run.tracing.recorder is None or not run.job.is_writer:
-            return
-        if interval and run.samples.iterations - done > interval:
-            self._running = RunningDiagnosis(
-                schedule.trace_dir, interval, done, live.log.message, live.log.report
-            )
+        self._running = RunningDiagnosis(
+            schedule.trace_dir if run.tracing.recorder is not None and run.job.is_writer else None,
+            schedule.diagnose_interval,
+            done,
+            live.log.message,
+            live.log.report,
+            run.samples.iterations,
+        )
 
     def after_step(self, step: TrainedStep) -> None:
-        if self._running is not None:
-            self._running.after_iteration(step.iteration)
+        self._running.after_iteration(step.iteration)
 
     def close(self) -> None:
-        if self._running is not None:
-            self._running.close()
+        self._running.close()
 
 
 class GarbageCollection(Hook):
