@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import (
     backward_step,
     check_first_val_step,
@@ -35,20 +34,8 @@ from megatron.adaptive.schedule.placement import Placement
 
 def default_process_groups() -> ProcessGroupCollection:
     """Return the groups that megatron-core's schedules take from its global state."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
-    )
-    groups.dp = parallel_state.get_data_parallel_group(
-        with_context_parallel=False, partial_data_parallel=False
-    )
-    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return groups
+    names = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp", "dp", "tp_dp_cp"]
+    return ProcessGroupCollection.use_mpu_process_groups(names)
 
 
 class GradientSync:
