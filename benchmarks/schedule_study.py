@@ -11,9 +11,10 @@ and its forwards. And a step takes as long as each microbatch alone.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ import numpy as np
 
 from benchmarks.report import Row
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.planner.repartition import (
+    Loads,
+    choose_together,
+    propose,
+    simulated_step,
+)
 from megatron.adaptive.schedule.auto import STATIC, choose
 from megatron.adaptive.schedule.compare import Candidate, evaluate, make_candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
@@ -172,9 +179,9 @@ def worst_cells() -> list[Row]:
             cap = 1.5 * cell.ranks
             choice = choose(
                 cell.profile,
-                present=Placement(num_ranks=cell.ranks, num_chunks=2, kind="v"),
+                placement=Placement(num_ranks=cell.ranks, num_chunks=2, kind="v"),
                 num_microbatches=cell.microbatches,
-                most={"v": cap},
+                most=cap,
                 splittable=True,
             )
             fixed_s = best_fixed_s(cell, cap, FRESH)
@@ -222,9 +229,9 @@ def optimal_gaps() -> list[Row]:
         profile = StageProfile(times=times, link=Link(latency_s=case["latency"]))
         choice = choose(
             profile,
-            present=Placement(num_ranks=case["ranks"], num_chunks=2, kind="v"),
+            placement=Placement(num_ranks=case["ranks"], num_chunks=2, kind="v"),
             num_microbatches=case["microbatches"],
-            most={"v": float(case["cap"] or case["microbatches"])},
+            most=float(case["cap"] or case["microbatches"]),
             splittable=True,
         )
         best = evaluate(choice.best, case["microbatches"], profile, (0,))
@@ -237,6 +244,69 @@ def optimal_gaps() -> list[Row]:
     ]
 
 
+UNEQUAL: dict[str, tuple[float, float, float]] = {
+    "heavy loss": (0.0, 2.0, 1.0),
+    "heavy ends": (1.0, 3.0, 1.0),
+    "slow rank": (0.0, 0.0, 1.5),
+    "heavy loss and slow rank": (0.0, 2.0, 1.5),
+}
+"""Embedding and loss in layers, how many times longer rank 1 takes."""
+LAYERS_PER_RANK, GAIN = 4, 0.03
+
+
+def joint_choice() -> list[Row]:
+    """Layers chosen together with order and placement, over layers for the order chosen before."""
+    rows, all_ratios = [], []
+    for ranks, chunks, (name, of) in product((4, 8), (1, 2), UNEQUAL.items()):
+        loads, profile = unequal_pipeline(ranks, chunks, *of)
+        most = 1.5 * ranks
+        kinds: tuple[PlacementKind, ...] = ("v", "loop") if chunks == 2 else ("loop",)
+        limits = dict.fromkeys(kinds, lambda partition, most=most: most)
+        given: Any = {"num_microbatches": 4 * ranks, "splittable": True}
+        orders = choose_together(loads, profile, limits, **given)
+        order = orders.move or orders.stay
+        assert order is not None
+        lying = loads.lying(order.placement.kind)
+        moved = propose(lying, simulated_step(lying, order, 4 * ranks), GAIN)
+        together = choose_together(loads, profile, limits, gain=GAIN, **given)
+        best = together.move or together.stay
+        assert best is not None
+        step_s = []
+        for candidate, cut in (
+            (order, loads.partition if moved is None else moved.partition),
+            (best, together.partition or loads.partition),
+        ):
+            times = loads.lying(candidate.placement.kind).stage_times(cut)
+            drawn = replace(profile, times=times)
+            step_s.append(evaluate(candidate, 4 * ranks, drawn, FRESH).mean_s)
+        all_ratios.append(step_s[0] / step_s[1])
+        what = f"layers with the order over layers after it, p {ranks}, {chunks} chunks, {name}"
+        rows.append(Row(what=what, value=all_ratios[-1]))
+    return [*rows, Row(what="the same, mean", value=statistics.fmean(all_ratios))]
+
+
+def unequal_pipeline(
+    ranks: int, chunks: int, embedding: float, loss: float, slowness: float
+) -> tuple[Loads, StageProfile]:
+    """Even layers of 1 ms, and beside them an embedding, a loss and a slow rank 1."""
+    kind: PlacementKind = "v" if chunks == 2 else "loop"
+    placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
+    stages, layer_s = placement.num_stages, 1e-3
+    each = [layer_s * (slowness if rank == 1 else 1.0) for rank in range(ranks)]
+    # The look-up takes little, and has no gradient of inputs.
+    first = (0.1 * embedding * layer_s, 0.0, embedding * layer_s)
+    loads = Loads(
+        placement=placement,
+        partition=(LAYERS_PER_RANK // chunks,) * stages,
+        layer_s=tuple(((one, one, one),) for one in each),
+        beside_s=(first, *((0.0,) * 3,) * (stages - 2), (loss * layer_s,) * 3),
+        most_layers=(math.inf,) * ranks,
+    )
+    latency_s = 0.1 * LAYERS_PER_RANK / chunks * layer_s
+    times = loads.stage_times(loads.partition)
+    return loads, StageProfile(times=times, link=Link(latency_s=latency_s), action_sigma=0.1)
+
+
 def measure() -> list[Row]:
     """Simulate everything."""
-    return [*optimal_gaps(), *worst_draws(), *shares(), *worst_cells()]
+    return [*optimal_gaps(), *joint_choice(), *worst_draws(), *shares(), *worst_cells()]

@@ -12,15 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.adaptive.checkpoint.safetensors import INDEX, SINGLE
+from megatron.adaptive.checkpoint.hugging_face import require_same
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
-from megatron.adaptive.config.hugging_face import load_config
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.hugging_face import INDEX, SINGLE, load_config
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 from ..multiprocess.launch import run_ranks, tail
 from . import tiny_models
 
 WORKER = Path(__file__).parents[1] / "multiprocess" / "hugging_face_worker.py"
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 LOGITS, GRADIENTS = 1e-5, 1e-4
 MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
@@ -41,7 +43,7 @@ def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -
     assert len(logits) >= len(cases)
     assert [line for line in logits if not float(line[1]) < LOGITS] == []
     assert [line for line in gradients if not float(line[1]) < GRADIENTS] == []
-    assert bool(gradients) == (world_size == 1)
+    assert bool(gradients) == (world_size == 1 and cases[0][0] != "predicting")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in tiny_models.FAMILIES:
         tiny_models.make(folder / name, name)
+    tiny_models.make(folder / "predicting", "deepseek_v3", num_nextn_predict_layers=1)
     return folder
 
 
@@ -112,6 +115,25 @@ def test_every_family_computes_the_same_on_four_ranks(models: Path) -> None:
     compare(models, cases, 4)
 
 
+@pytest.mark.multiprocess
+def test_layers_that_predict_are_read_and_written(models: Path, tmp_path: Path) -> None:
+    pipeline = ["--pipeline-model-parallel-size", "2"]
+    predicting = models / "predicting"
+    compare(models, [("predicting", load("predicting"))], 1)
+    compare(models, [("predicting", [*load("predicting"), *pipeline])], 2)
+    import_hf([str(predicting), "--output", str(tmp_path / "checkpoint")])
+    export_hf([str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")])
+    assert (tmp_path / "out" / SINGLE).read_bytes() == (predicting / SINGLE).read_bytes()
+    copied = "model.layers.4.embed_tokens.weight"
+    shutil.copytree(predicting, tmp_path / "other")
+    _edit(lambda t: t[copied].add_(1))(tmp_path / "other")
+    with pytest.raises(AdaptiveError, match=f"{copied} with other values than model.embed_tokens"):
+        import_hf([str(tmp_path / "other"), "--output", str(tmp_path / "refused")])
+    # A folder without them, as transformers writes it, is a model without.
+    _, words = load_config(models / "deepseek_v3")
+    assert "--mtp-num-layers" not in words
+
+
 @pytest.mark.parametrize("name", tiny_models.FAMILIES)
 def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -> None:
     import_hf([str(models / name), "--output", str(tmp_path / "checkpoint")])
@@ -143,6 +165,112 @@ def test_shards_and_index_are_those_of_transformers(
     assert not caplog.records
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+# What the published files say, beside keys without effect.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "moe_layer_freq": 1,
+        "rope_theta": 10000,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 163840,
+        "vocab_size": 102400,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "llama3.2-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "hidden_act": "silu",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_recipes_are_of_the_published_models(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_PUBLISHED[name]))
+    lines = (RECIPES / f"{name}.yaml").read_text().partition("tokenizer_type")[0].splitlines()
+    said = dict(line.split(": ") for line in lines if line and line[0] != "#")
+    recipe = []
+    for key, value in said.items():
+        recipe.append(f"--{key.replace('_', '-')}")
+        recipe += [] if value == "true" else [value.strip('"')]
+    run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --seq-length 4096 --bf16"
+    require_same(
+        parse([*recipe, *run.split()], world_size=1), load_config(tmp_path)[1], name, tmp_path
+    )
 
 
 def _change(folder: Path, **keys: Any) -> None:
@@ -224,12 +352,23 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config .* unknown"),
         ("llama", {"model_type": "lama"}, "'lama' is not known; the nearest is llama"),
-        ("llama", {"model_type": "gemma2"}, "gemma2 asks for gates with GELU .* nearest"),
+        ("gemma", {"use_bidirectional_attention": True}, "True asks for attention to later tokens"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' .* nearest is gelu"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' .* gelu_pytorch_tanh"),
+        ("gemma2", {"sliding_window_size": 9}, "sliding_window_size 9 asks for two sizes"),
+        ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
+            "rope_parameters .* asks for",
+        ),
+        ("gemma3_text", {"model_type": "gemma3"}, "'gemma3' is not known; the nearest is gemma"),
         ("llama", {"model_type": "phi"}, "phi asks for one norm .* read is phi3"),
         ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop 0.1 asks for another dropout"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 asks for one expert"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob False asks for"),
-        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method .* greedy"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method .* nearest is greedy"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True asks for"),
     ],
 )
 def test_what_the_layers_lack_is_refused_by_its_key(

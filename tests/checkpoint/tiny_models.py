@@ -82,9 +82,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("GPTNeoXConfig", {"use_parallel_residual": True}),
     "phi3": ("Phi3Config", {}),
+    "gemma": ("GemmaConfig", {"head_dim": 12, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            },
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
-        {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1},
+        {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 2}
+        | {"topk_method": "group_limited_greedy", "rope_parameters": _YARN},
     ),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -120,6 +145,10 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
     model.save_pretrained(folder)
     tokens = torch.randint(0, config.vocab_size, (2, 12))
     found = {"tokens": tokens, "logits": model(tokens).logits.detach()}
+    if config.to_dict().get("num_nextn_predict_layers") and more:
+        found["predicted"] = _add_prediction(model, tokens, folder)
+        save_file(found, folder / "expected.safetensors")
+        return
     logits = model(tokens[:, :-1]).logits
     labels = tokens[:, 1:].reshape(-1)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels).backward()
@@ -130,6 +159,46 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
     found |= revert_weight_conversion(model, gradients)
     copies = {key: one.detach().contiguous().clone() for key, one in found.items()}
     save_file(copies, folder / "expected.safetensors")
+
+
+def _add_prediction(model: Any, tokens: Any, folder: Path) -> Any:
+    """Adds a layer that predicts one token further to a DeepSeek; returns its logits."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    config, inner, depth = model.config, model.model, model.config.num_hidden_layers
+    layer = theirs.DeepseekV3DecoderLayer(config, depth).eval()
+    for one in (*layer.parameters(), *layer.buffers()):
+        torch.nn.init.normal_(one, std=0.2)
+    enorm, hnorm, last = (0.5 + torch.rand(config.hidden_size) for _ in range(3))
+    both = 0.2 * torch.randn(config.hidden_size, 2 * config.hidden_size)
+
+    def normalize(given: Any, weight: Any) -> Any:
+        return torch.nn.functional.rms_norm(given, weight.shape, weight, config.rms_norm_eps)
+
+    with torch.no_grad():
+        hidden = inner(tokens).last_hidden_state
+        after = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+        given = normalize(inner.embed_tokens(after), enorm), normalize(hidden, hnorm)
+        hidden = torch.cat(given, -1) @ both.t()
+        places = torch.arange(tokens.shape[1])[None]
+        mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        rotation = inner.rotary_emb(hidden, places)
+        hidden = layer(hidden, attention_mask=mask, position_embeddings=rotation)
+        logits = model.lm_head(normalize(hidden, last))
+    prefix = f"model.layers.{depth}."
+    added = {f"{prefix}{key}": one for key, one in layer.state_dict().items()}
+    added = dict(revert_weight_conversion(model, added))
+    added |= {f"{prefix}enorm.weight": enorm, f"{prefix}hnorm.weight": hnorm}
+    added |= {f"{prefix}eh_proj.weight": both, f"{prefix}shared_head.norm.weight": last}
+    added[f"{prefix}embed_tokens.weight"] = inner.embed_tokens.weight.detach()
+    added[f"{prefix}shared_head.head.weight"] = model.lm_head.weight.detach()
+    path = folder / "model.safetensors"
+    whole = load_file(path) | {key: one.contiguous().clone() for key, one in added.items()}
+    save_file(whole, path, metadata={"format": "pt"})
+    return logits
 
 
 def random_sizes(name: str, seed: int) -> dict[str, Any]:

@@ -13,11 +13,8 @@ from megatron.adaptive import accelerator
 accelerator.install()
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
-from megatron.adaptive.gpt.model import (  # noqa: E402
-    HalfPrecisionChunk,
-    KeyedInit,
-    transformer_config,
-)
+from megatron.adaptive.gpt.forward import HalfPrecisionChunk  # noqa: E402
+from megatron.adaptive.gpt.model import KeyedInit, transformer_config  # noqa: E402
 
 from .conftest import SMALL  # noqa: E402
 

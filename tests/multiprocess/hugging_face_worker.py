@@ -65,9 +65,13 @@ class Loaded:
         run: Any = self
         Checkpoints(run, None, self.config).load()
         self.core.finalize_model_grads_func = None
+        self.predicted: torch.Tensor | None = None
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Runs the stages one after the other; returns logits where the last one is."""
+        """Runs the stages one after the other; returns logits where the last one is.
+
+        Those of a layer that predicts further go to ``predicted``.
+        """
         places = torch.arange(tokens.shape[1]).expand(tokens.shape)
         rank, hidden = parallel_state.get_pipeline_model_parallel_rank(), None
         peers = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -84,11 +88,27 @@ class Loaded:
                 model = self.chunks[chunk]
                 if stage:
                     unwrap_model(model).set_input_tensor(hidden)
+                is_last = stage == self.placement.num_stages - 1
                 with torch.no_grad():
-                    hidden = model(tokens, places, None)
+                    if is_last and self.config.model.mtp_num_layers:
+                        hidden = self._both_logits(model, tokens, places)
+                    else:
+                        hidden = model(tokens, places, None)
         if self.placement.locate(self.placement.num_stages - 1)[0] != rank:
             return None
         return gather_from_tensor_model_parallel_region(hidden)
+
+    def _both_logits(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Runs a model that gives losses alone; its logits come one after the other."""
+        found: list[torch.Tensor] = []
+        layer = unwrap_model(model).output_layer
+        hook = layer.register_forward_hook(
+            lambda _, given, output: found.append(output[0].transpose(0, 1).clone())
+        )
+        model(tokens, places, None, labels=tokens)
+        hook.remove()
+        self.predicted = gather_from_tensor_model_parallel_region(found[0])
+        return found[-1]
 
     def _payload(self, tokens: torch.Tensor) -> tuple[int, int, int]:
         length = tokens.shape[1]
@@ -140,6 +160,7 @@ def main() -> None:
         model = folder / case["model"]
         expected = load_file(model / "expected.safetensors")
         tokens, logits = expected.pop("tokens"), expected.pop("logits")
+        predicted = expected.pop("predicted", None)
         flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
         # One more id comes on top, for the end of documents.
         loaded = Loaded(jobs, [*flags, "--vocab-size", str(logits.shape[-1] - 1)])
@@ -148,7 +169,12 @@ def main() -> None:
         name = f"{case['model']} {' '.join(case['flags'])}"
         if found is not None:
             found = found[..., : logits.shape[-1]]
-            print(f"LOGITS {gap(found, logits):.3e} {name}", flush=True)
+            worst = gap(found, logits)
+            if predicted is not None:
+                assert loaded.predicted is not None
+                found = loaded.predicted[..., : logits.shape[-1]]
+                worst = max(worst, gap(found, predicted))
+            print(f"LOGITS {worst:.3e} {name}", flush=True)
         if expected and dist.get_world_size() == 1:
             gradients = loaded.gradients(tokens, model)
             worst = max((gap(gradients[key], one), key) for key, one in expected.items())

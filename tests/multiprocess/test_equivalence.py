@@ -55,6 +55,14 @@ DEEPSEEK_EXPERTS = (
     "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
 )
+# What Gemma does otherwise: norms behind both blocks, bounded scores, other positions in windows.
+GEMMA = (
+    f"{NO_DROPOUT} --position-embedding-type rope --geglu --normalization RMSNorm "
+    "--disable-bias-linear --apply-layernorm-1p --scale-embeddings --norm-block-outputs "
+    "--qk-layernorm --attention-softcap 2 --logit-softcap 3 --softmax-scale 0.3 --window-size 4,0 "
+    "--window-attn-skip-freq ([1]*3+[0])*2 --window-rotary-base 100"
+)
+GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
 # Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
 _FOUR = """
 {"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
@@ -96,6 +104,8 @@ MODEL_NAMES = {
     TIED_MTP: "tied-mtp",
     MTP_LENGTHS: "mtp-lengths",
     DEEPSEEK: "deepseek",
+    GEMMA: "gemma",
+    GEMMA_LENGTHS: "gemma-lengths",
     UNLIKE: "unlike",
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
@@ -351,6 +361,10 @@ TODAY = (
     Case("megatron", tp=2, pp=2, model=DEEPSEEK),
     Case("adaptive", pp=2, chunks=2, extra=f"{V} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
     Case("zb-h1", pp=2, dp=2, extra=f"{SPREAD} {EXCHANGE}", model=DEEPSEEK_EXPERTS),
+    Case("adaptive", pp=2, chunks=2, extra=V, model=GEMMA),
+    Case("zb-h1", tp=2, pp=2, extra=SEQUENCE, model=GEMMA),
+    Case("adaptive", pp=2, extra=f"{RECOMPUTE} --partition 5-3", model=GEMMA),
+    Case("adaptive", pp=2, extra="--pack-to 100", model=GEMMA_LENGTHS),
     Case("adaptive", pp=2, chunks=2, extra=V, model=UNLIKE),
     Case("adaptive", tp=2, model=UNLIKE),
     Case("1f1b", cp=2, model=MODERN),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.live_state import PROGRESS_NAME
 from megatron.adaptive.trace.read import read_run
 
@@ -75,6 +76,27 @@ def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     on, _ = train(tmp_path / "on", *again)
     assert on == {8: quiet[8]}
     assert partition_in(tmp_path / "again") == [first, second]
+
+
+def test_auto_chooses_layers_together_with_the_order_of_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYER_MS", "4")
+    monkeypatch.setenv("SLOW_RANKS", "1")
+    monkeypatch.setenv("SLOW_FACTOR", "6")
+    shape = ["--num-layers", "8", "--model-chunks", "2", "--repartition", "off"]
+    auto = ["--pipeline-schedule", "auto", "--trace-dir", str(tmp_path / "traces")]
+    moved, log = train(tmp_path / "moved", *shape, *auto)
+    assert re.search(r"auto takes .*; in a v of 2-2-2-2 layers at best", log), log
+    now = re.search(r"the stages of ([0-9-]+) layers now lie in a (loop|v): moved in", log)
+    assert now is not None, log
+    layers, kind = tuple(map(int, now[1].split("-"))), now[2]
+    header = read_run(tmp_path / "traces").ranks[1].header
+    assert (header.layers, header.placement) == (layers, kind)
+    placement = Placement(num_ranks=2, num_chunks=2, kind=kind)  # type: ignore[arg-type]
+    assert sum(layers[placement.stage_of(1, chunk)] for chunk in range(2)) < 4
+    monkeypatch.setenv("LAYER_MS", "0")
+    assert moved == train(tmp_path / "still", *shape)[0]
 
 
 def test_expert_layers_are_not_taken_for_dense_ones(

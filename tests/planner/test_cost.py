@@ -9,10 +9,10 @@ import pytest
 from benchmarks.planning.small import Problem, random_problem
 from megatron.adaptive.config.plan import plan_flags, world_size_of
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.planner.chunks import handed_over, scheduled
 from megatron.adaptive.planner.cost import as_run, dealt_widths, held_of, predict
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace, conf_text, plan_document
 from megatron.adaptive.planner.propose import Request, propose
-from megatron.adaptive.planner.search import scheduled
 from megatron.adaptive.schedule.widths import Widths
 
 
@@ -67,6 +67,22 @@ def test_a_prediction_adds_up_and_knows_its_schedules() -> None:
         predict(replace(run, schedule="zb-h1"), given)
     row = scheduled(plan_of(given, (2, 1)), given, ("zb-h1", "1f1b"))
     assert row.plan == run
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "adaptive"])
+def test_layers_are_divided_for_the_order_that_runs(schedule: str) -> None:
+    given = problem()
+    roomy = [
+        replace(one, type=replace(one.type, memory_bytes=1 << 40)) for one in given.cluster.groups
+    ]
+    given = replace(given, cluster=replace(given.cluster, groups=tuple(roomy)))
+    uneven = replace(as_run(plan_of(given, (1, 1))), schedule=schedule)
+    before = predict(uneven, given).seconds
+    plan, seconds = handed_over(uneven, before, given, 30)
+    layers = given.model.num_layers
+    every = [replace(plan, partition=(layers - n, n)) for n in range(1, layers)]
+    assert seconds == min(predict(one, given).seconds for one in every) < before
+    assert seconds == predict(plan, given).seconds
 
 
 def test_the_work_of_a_stage_is_divided_by_its_width() -> None:

@@ -9,15 +9,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.repartition import (
+    Decision,
     Loads,
+    choose_together,
     propose,
     quickest_pace,
     simulated_step,
     travelling,
 )
-from megatron.adaptive.schedule.compare import make_candidate
+from megatron.adaptive.schedule.compare import Candidate, evaluate, make_candidate
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.workload import StageProfile
 
 LOOP4 = Placement(num_ranks=4, num_chunks=1)
 NOTHING = (0.0, 0.0, 0.0)
@@ -178,3 +182,98 @@ def test_dense_layers_before_experts_are_not_taken_for_as_many() -> None:
     assert found is not None
     assert found.partition == (6, 4)
     assert given.stage_times((6, 4)).forward_s == pytest.approx((18e-3, 16e-3))
+
+
+V2 = Placement(num_ranks=2, num_chunks=2, kind="v")
+V4 = Placement(num_ranks=4, num_chunks=2, kind="v")
+
+
+def together(
+    given: Loads,
+    gain: float | None = None,
+    most: tuple[float, float] = (8.0, 8.0),
+    halves: tuple[Loads, ...] = (),
+) -> Decision:
+    """The choice for stages that lie in a V or may lie in a loop, with room for so many."""
+    return choose_together(
+        given,
+        StageProfile(times=given.stage_times(given.partition)),
+        {"v": lambda partition: most[0], "loop": lambda partition: most[1]},
+        num_microbatches=8,
+        splittable=True,
+        gain=gain,
+        halves=halves,
+    )
+
+
+def seconds(given: Loads, candidate: Candidate | None, partition: tuple[int, ...] | None) -> float:
+    """A step of what was found."""
+    assert candidate is not None
+    times = given.lying(candidate.placement.kind).stage_times(partition or given.partition)
+    return evaluate(candidate, 8, StageProfile(times=times), (0,)).mean_s
+
+
+def test_order_placement_and_layers_are_chosen_together() -> None:
+    """A heavy last stage: no worse than layers for the order at hand, and than others drawn."""
+    given = loads(V4, (2,) * 8, (1.0,) * 4, {7: 3.0})
+    found = together(given, gain=0.03)
+    assert found.partition is not None
+    assert sum(found.partition) == 16
+    best = seconds(given, found.move, found.partition)
+    assert best < 0.97 * seconds(given, found.stay, None)
+    assert "in a v of 2-2-2-2-2-2-2-2 layers at best" in found.text
+    in_turn = propose(given, step_of(given, "zb-v"), 0.03)
+    assert in_turn is not None
+    assert best <= in_turn.step_s
+    drawn = random.Random(1)
+    for _ in range(40):
+        cuts = sorted(drawn.choices(range(17), k=7))
+        other = tuple(high - low for low, high in itertools.pairwise((0, *cuts, 16)))
+        assert step_of(given, "zb-v")(other) >= best
+
+
+def test_layers_stay_where_others_gain_too_little_or_only_at_times() -> None:
+    quiet, slow = (loads(V4, (2,) * 8, (1.0, factor, 1.0, 1.0)) for factor in (1.0, 1.5))
+    for found in (
+        together(quiet, gain=0.03),
+        together(slow),
+        together(slow, gain=0.5),
+        together(slow, gain=0.03, halves=(slow, quiet)),
+    ):
+        assert found.stay is not None
+        assert (found.move, found.partition) == (None, None)
+    assert together(slow, gain=0.03, halves=(slow, slow)).partition is not None
+
+
+def test_a_v_with_heavy_ends_becomes_a_loop() -> None:
+    given = loads(V2, (4, 0, 0, 4), (1.0, 1.0))
+    found = together(given)
+    assert found.partition is None
+    assert found.move is not None
+    assert found.stay is not None
+    assert (found.move.placement.kind, found.stay.placement.kind) == ("loop", "v")
+    assert seconds(given, found.move, None) < 0.7 * seconds(given, found.stay, None)
+    assert "(loop, 2 chunks" in found.text
+    assert "in a v at best" in found.text
+
+
+def test_a_v_with_a_slow_rank_stays() -> None:
+    # Stages 0 and 3 take thrice as long; but wherever stages lie, rank 0 has two.
+    assert together(loads(V2, (1,) * 4, (3.0, 1.0))).move is None
+
+
+def test_memory_is_counted_for_each_placement() -> None:
+    heavy, even = loads(V2, (4, 0, 0, 4), (1.0, 1.0)), loads(V2, (1,) * 4, (1.0, 1.0))
+    assert together(heavy, most=(8.0, 0.5)).move is None
+    forced = together(even, most=(0.5, 8.0))
+    assert forced.move is not None
+    assert (forced.move.placement.kind, forced.stay) == ("loop", None)
+    with pytest.raises(ScheduleError, match=r"memory for 0\.5 microbatches"):
+        together(even, most=(0.5, 0.5))
+
+
+def test_what_slows_a_rank_stays_with_it_under_another_placement() -> None:
+    given = loads(V4, (2,) * 8, (2.0, 1.0, 1.0, 1.0), {7: 4.0})  # the last stage is on rank 0
+    lying = given.lying("loop")
+    assert sum(lying.beside_s[7]) == pytest.approx(sum(given.beside_s[7]) / 2)
+    assert lying.lying("v").beside_s == given.beside_s

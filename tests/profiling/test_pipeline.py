@@ -13,7 +13,6 @@ from megatron.adaptive.profiling.pipeline import (
     Sample,
     most_of,
     profile_of,
-    rank_factors,
 )
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
@@ -50,57 +49,7 @@ def test_stages_get_the_times_of_the_ranks_that_hold_them() -> None:
     assert profile.action_sigma == 0.0
 
 
-def measured(
-    placement: Placement, layers: tuple[int, ...], ranks: tuple[float, ...], *, split: bool = True
-) -> dict[ActionKind, tuple[float, ...]]:
-    """Stage times with these factors of ranks, an embedding and a heavy loss."""
-    times = {}
-    for kind, per_layer_s in ((F, 0.01), (B, 0.01 if split else 0.02), (W, 0.01 if split else 0.0)):
-        stages = [per_layer_s * count for count in layers]
-        if kind is not B or not split:
-            stages[0] += 0.001
-        if kind is not W or split:
-            stages[-1] += 0.04
-        factors = [ranks[placement.locate(stage)[0]] for stage in range(len(stages))]
-        times[kind] = tuple(t * f for t, f in zip(stages, factors, strict=True))
-    return times
-
-
 V2, LOOP2 = (Placement(num_ranks=2, num_chunks=2, kind=kind) for kind in ("v", "loop"))
-V4 = Placement(num_ranks=4, num_chunks=2, kind="v")
-
-
-@pytest.mark.parametrize("placement", [V2, LOOP2, V4], ids=lambda p: f"{p.num_ranks}{p.kind}")
-@pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize("split", [True, False])
-def test_a_slow_rank_is_told_from_a_heavy_stage(
-    placement: Placement, slow: int, split: bool
-) -> None:
-    layers = (2, 3, *(4,) * (placement.num_stages - 3), 1)
-    ranks = tuple(2.0 if rank == slow else 1.0 for rank in range(placement.num_ranks))
-    found = rank_factors(measured(placement, layers, ranks, split=split), placement, layers)
-    relative = [factor / found[1 - slow] for factor in found]
-    # The look-up of the embedding counts as slowness where the backward is not split.
-    assert relative == pytest.approx(ranks, rel=1e-6 if split else 0.06)
-    # Without layers to compare, ranks are alike.
-    assert rank_factors(measured(V2, (4, 0, 0, 4), (1.0, 1.0)), V2, (4, 0, 0, 4)) == (1.0, 1.0)
-
-
-def test_a_straggler_stays_with_its_rank_and_the_loss_with_its_stage() -> None:
-    layers = (2, 2, 2, 2)
-    samples = [Sample(pp_rank=rank) for rank in range(2)]
-    for kind, times in measured(V2, layers, (1.0, 2.0)).items():
-        for stage, time_s in enumerate(times):
-            rank, chunk = V2.locate(stage)
-            samples[rank].add([(Action(kind, chunk, 0), round(time_s * 1e9))])
-    profile = profile_of(samples, V2, layers)
-    assert profile.rank_factors is not None
-    expected = measured(LOOP2, layers, (1.0, 2.0))[F]
-    found = [
-        time_s * profile.rank_factors[LOOP2.locate(stage)[0]]
-        for stage, time_s in enumerate(profile.times.forward_s)
-    ]
-    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_links_that_were_not_measured_are_as_slow_as_the_slowest() -> None:
@@ -121,6 +70,21 @@ def test_memory_of_another_placement_follows_its_stages() -> None:
     # A replica with less room counts.
     tight = Sample(pp_rank=1, free_bytes=400, kept_bytes=(0, 0), held_bytes=(0, 0))
     assert most_of([*samples, tight], V2, LOOP2) == pytest.approx((360 - 300) / 100)
+
+
+def test_memory_under_another_partition_follows_the_layers() -> None:
+    # A layer keeps 10 and holds 20, the loss keeps 40 more; a rank has two stages.
+    samples = [
+        Sample(pp_rank=0, free_bytes=1000, kept_bytes=(20, 60), held_bytes=(40, 40)),
+        Sample(pp_rank=1, free_bytes=1000, kept_bytes=(20, 20), held_bytes=(40, 40)),
+    ]
+    now = (2, 2, 2, 2)
+    assert most_of(samples, V2, V2, now, now) == most_of(samples, V2, V2)
+    fewer = most_of(samples, V2, V2, now, (2, 3, 3, 0))
+    assert fewer == pytest.approx(min((900 + 40) / 60, (900 - 40) / 60))
+    assert most_of(samples, V2, LOOP2, now, (0, 4, 4, 0)) == pytest.approx(
+        min((900 + 80 - 80) / 40, (900 + 80 - 80) / 80)
+    )
 
 
 class Waits(torch.nn.Module):

@@ -76,9 +76,9 @@ def test_it_finds_a_proven_optimum() -> None:
     times = StageTimes.equal(8, forward_s=12.0, backward_s=16.0, weight_s=8.0)
     choice = choose(
         StageProfile(times=times, link=Link(latency_s=3.0)),
-        present=placement,
+        placement=placement,
         num_microbatches=5,
-        most={"v": 4.0},
+        most=4.0,
         splittable=True,
     )
     assert choice.best.name == ANNEALED

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.auto import ScheduleChoice, candidates, choose
-from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 
@@ -15,16 +15,14 @@ def pick(
     sigma: float = 0.0,
     most: float = 32.0,
     chunks: int = 2,
-    present: PlacementKind = "v",
-    placements: tuple[PlacementKind, ...] = ("v",),
     splittable: bool = True,
 ) -> ScheduleChoice:
     times = StageTimes.equal(4 * chunks, forward_s=0.01, backward_s=0.01, weight_s=0.01)
     return choose(
         StageProfile(times=times, action_sigma=sigma),
-        present=Placement(num_ranks=4, num_chunks=chunks, kind=present),
+        placement=Placement(num_ranks=4, num_chunks=chunks, kind="v" if chunks == 2 else "loop"),
         num_microbatches=16,
-        most=dict.fromkeys(placements, most),
+        most=most,
         splittable=splittable,
     )
 
@@ -48,9 +46,9 @@ def test_lengths_are_part_of_the_choice() -> None:
     factors = tuple(4.0 if at % 5 == 0 else 0.5 for at in range(16))
     choice = choose(
         StageProfile(times=times, microbatch_factors=(factors,)),
-        present=Placement(num_ranks=4, num_chunks=2, kind="v"),
+        placement=Placement(num_ranks=4, num_chunks=2, kind="v"),
         num_microbatches=16,
-        most={"v": 6.0},
+        most=6.0,
         splittable=True,
     )
     assert choice.best.name in ("adaptive", "hinted")
@@ -70,63 +68,6 @@ def test_little_memory_is_kept() -> None:
 def test_whole_backwards_where_they_cannot_be_split() -> None:
     choice = pick(sigma=0.3, splittable=False)
     assert all(outcome.candidate.weight_pieces == 0 for outcome in choice.outcomes)
-
-
-def test_another_placement_only_for_a_clear_gain() -> None:
-    both: tuple[PlacementKind, ...] = ("loop", "v")
-    for most in (2.0, 3.0, 4.0, 32.0):
-        choice = pick(present="loop", placements=both, most=most)
-        fastest = {
-            kind: min(o.mean_s for o in choice.outcomes if o.candidate.placement.kind == kind)
-            for kind in both
-        }
-        moved = choice.best.placement.kind == "v"
-        assert moved == (fastest["v"] < 0.97 * fastest["loop"]), most
-    assert pick(present="v", placements=both).best.placement.kind == "v"
-
-
-def on_two_ranks(
-    times: tuple[float, ...],
-    factors: tuple[float, ...] | None = None,
-    most: tuple[float, float] = (16.0, 16.0),
-) -> ScheduleChoice:
-    """The choice for a V of two ranks and four stages with these times."""
-    return choose(
-        StageProfile(
-            times=StageTimes(forward_s=times, backward_s=times, weight_s=times),
-            rank_factors=factors,
-        ),
-        present=Placement(num_ranks=2, num_chunks=2, kind="v"),
-        num_microbatches=8,
-        most={"v": most[0], "loop": most[1]},
-        splittable=True,
-    )
-
-
-def test_a_v_with_heavy_ends_becomes_a_loop() -> None:
-    choice = on_two_ranks((0.04, 0.0, 0.0, 0.04))
-    assert choice.best.placement.kind == "loop"
-    assert choice.stay is not None
-    assert choice.stay.best.placement.kind == "v"
-    assert 0.3 < choice.gain < 0.5
-    assert "(loop, 2 chunks" in choice.reason
-    assert "in a v at best" in choice.reason
-    assert "loop" not in choice.stay.reason
-
-
-def test_a_v_with_a_slow_rank_stays() -> None:
-    # As measured, stages 0 and 3 take thrice as long; but wherever stages lie, rank 0 has two.
-    choice = on_two_ranks((0.01,) * 4, (3.0, 1.0))
-    assert choice.best.placement.kind == "v"
-    assert (choice.gain, choice.stay) == (0.0, None)
-
-
-def test_memory_is_counted_for_each_placement() -> None:
-    times = (0.04, 0.0, 0.0, 0.04)
-    assert on_two_ranks(times, most=(16.0, 0.5)).best.placement.kind == "v"
-    forced = on_two_ranks((0.01,) * 4, most=(0.5, 16.0))
-    assert forced.best.placement.kind == "loop"
-    assert forced.stay is None
 
 
 def test_one_chunk_has_its_own_schedules() -> None:

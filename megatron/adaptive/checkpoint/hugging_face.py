@@ -1,7 +1,7 @@
 """Weights of Hugging Face models: read into a model or a checkpoint of ours, and written back.
 
-One table per family (:data:`FAMILIES`) names our modules and theirs; each of our tensors is put
-together from rows of theirs, and the same list of :class:`RowRun` serves both directions::
+One table per family (``config.hugging_face.NAMES``) names our modules and theirs; each of our
+tensors is put together from rows of theirs, and the same list of :class:`RowRun` serves both ways::
 
     ours, [rows, columns]                                   theirs
     linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or all in one
@@ -32,18 +32,20 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.adaptive.checkpoint import state, values
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest, write_files
 from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
-from megatron.adaptive.checkpoint.safetensors import (
-    DTYPES,
-    INDEX,
-    SINGLE,
-    TensorFolder,
-    write_folder,
-)
+from megatron.adaptive.checkpoint.safetensors import DTYPES, TensorFolder, write_folder
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
 from megatron.adaptive.checkpoint.torch_dist import Entry, indices_of, pickled, write_file
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.core import LATENT_SETTINGS, parse_pattern
-from megatron.adaptive.config.hugging_face import CONFIG, load_config
+from megatron.adaptive.config.hugging_face import (
+    CONFIG,
+    INDEX,
+    NAMES,
+    PREDICTION,
+    SINGLE,
+    FamilyNames,
+    load_config,
+)
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.tokenizer import padded_vocab_size
 from megatron.adaptive.errors import CheckpointError, ConfigError
@@ -63,121 +65,10 @@ CORE_MEANINGS = (
     *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
-    *("moe_router_group_topk", "window_size", "window_attn_skip_freq", *LATENT_SETTINGS),
+    *("moe_router_group_topk", "window_size", "window_attn_skip_freq", "softmax_scale"),
+    *(*LATENT_SETTINGS,),
 )
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-class FamilyNames(NamedTuple):
-    """Their names in one family.
-
-    Attributes:
-        inside: their modules of a layer by ours, in the order of the model; one module for all
-            blocks of rows, or one for each.
-        outside: their modules by ours.
-        layer: begins the names of a layer's modules; has its number.
-        turned: whether matrices of linear layers are stored as ``[inputs, outputs]``.
-        grouped: whether rows of queries, keys and values alternate as ours do.
-    """
-
-    inside: Mapping[str, list[str]]
-    outside: Mapping[str, list[str]]
-    layer: str = "model.layers.{}."
-    turned: bool = False
-    grouped: bool = False
-
-
-def _table(text: str) -> dict[str, list[str]]:
-    lines = (line.partition(" = ") for line in text.strip().splitlines())
-    return {ours.strip(): theirs.split() for ours, _, theirs in lines}
-
-
-_ATTENTION = """
-self_attention.linear_qkv = self_attn.q_proj self_attn.k_proj self_attn.v_proj
-self_attention.linear_proj = self_attn.o_proj
-self_attention.q_layernorm = self_attn.q_norm
-self_attention.k_layernorm = self_attn.k_norm
-"""
-_LATENT = """
-self_attention.linear_q_proj = self_attn.q_proj
-self_attention.linear_q_down_proj = self_attn.q_a_proj
-self_attention.q_layernorm = self_attn.q_a_layernorm
-self_attention.linear_q_up_proj = self_attn.q_b_proj
-self_attention.linear_kv_down_proj = self_attn.kv_a_proj_with_mqa
-self_attention.kv_layernorm = self_attn.kv_a_layernorm
-self_attention.linear_kv_up_proj = self_attn.kv_b_proj
-self_attention.linear_proj = self_attn.o_proj
-"""
-_DENSE = """
-mlp.linear_fc1 = mlp.gate_proj mlp.up_proj
-mlp.linear_fc2 = mlp.down_proj
-"""
-_NORMS = """
-input_layernorm = input_layernorm
-pre_mlp_layernorm = post_attention_layernorm
-"""
-_EXPERTS = """
-mlp.router = mlp.gate
-mlp.router.expert_bias = mlp.gate.e_score_correction_bias
-mlp.experts.experts.linear_fc1 = mlp.experts.{}.gate_proj mlp.experts.{}.up_proj
-mlp.experts.experts.linear_fc2 = mlp.experts.{}.down_proj
-mlp.shared_experts.linear_fc1 = mlp.shared_experts.gate_proj mlp.shared_experts.up_proj
-mlp.shared_experts.linear_fc2 = mlp.shared_experts.down_proj
-"""
-_MIXTRAL = """
-mlp.router = block_sparse_moe.gate
-mlp.experts.experts.linear_fc1 = block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3
-mlp.experts.experts.linear_fc2 = block_sparse_moe.experts.{}.w2
-"""
-_PHI = """
-self_attention.linear_proj = self_attn.o_proj
-self_attention.linear_qkv = self_attn.qkv_proj
-mlp.linear_fc1 = mlp.gate_up_proj
-mlp.linear_fc2 = mlp.down_proj
-"""
-_GPT_2 = """
-input_layernorm = ln_1
-self_attention.linear_qkv = attn.c_attn
-self_attention.linear_proj = attn.c_proj
-pre_mlp_layernorm = ln_2
-mlp.linear_fc1 = mlp.c_fc
-mlp.linear_fc2 = mlp.c_proj
-"""
-_NEOX = """
-self_attention.linear_qkv = attention.query_key_value
-self_attention.linear_proj = attention.dense
-mlp.linear_fc1 = mlp.dense_h_to_4h
-mlp.linear_fc2 = mlp.dense_4h_to_h
-"""
-_OUTSIDE = _table("""
-embedding.word_embeddings = model.embed_tokens
-decoder.final_layernorm = model.norm
-output_layer = lm_head
-""")
-_GPT_2_OUTSIDE = _table("""
-embedding.word_embeddings = transformer.wte
-embedding.position_embeddings = transformer.wpe
-decoder.final_layernorm = transformer.ln_f
-output_layer = lm_head
-""")
-_NEOX_OUTSIDE = _table("""
-embedding.word_embeddings = gpt_neox.embed_in
-decoder.final_layernorm = gpt_neox.final_layer_norm
-output_layer = embed_out
-""")
-_LLAMA = FamilyNames(_table(_ATTENTION + _DENSE + _NORMS), _OUTSIDE)
-_DEEPSEEK = FamilyNames(_table(_LATENT + _DENSE + _EXPERTS + _NORMS), _OUTSIDE)
-FAMILIES: Mapping[str, FamilyNames] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
-    "mixtral": FamilyNames(_table(_ATTENTION + _MIXTRAL + _NORMS), _OUTSIDE),
-    "qwen3_moe": FamilyNames(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),
-    "phi3": FamilyNames(_table(_PHI + _NORMS), _OUTSIDE),
-    "gpt2": FamilyNames(_table(_GPT_2), _GPT_2_OUTSIDE, "transformer.h.{}.", turned=True),
-    "gpt_neox": FamilyNames(
-        _table(_NORMS + _NEOX), _NEOX_OUTSIDE, "gpt_neox.layers.{}.", grouped=True
-    ),
-}
 
 
 class ModuleSize(NamedTuple):
@@ -254,6 +145,8 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
             found["output_layer"] = matrix
         return found
     found = {"input_layernorm": norm, "pre_mlp_layernorm": norm}
+    if model.norm_block_outputs:
+        found["post_attention_layernorm"] = found["post_mlp_layernorm"] = norm
     attention: dict[str, ModuleSize] = {}
     if core.multi_latent_attention:
         rotated, down, rank = core.qk_pos_emb_head_dim, core.kv_lora_rank, core.q_lora_rank
@@ -277,7 +170,7 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
     found |= {f"self_attention.{name}": size for name, size in attention.items()}
 
     def feed_forward(name: str, width: int, experts: int = 0) -> None:
-        blocks = (width,) * (2 if model.swiglu or model.quick_geglu else 1)
+        blocks = (width,) * (2 if model.is_gated else 1)
         found[f"{name}.linear_fc1"] = ModuleSize(blocks, hidden, biased, experts=experts)
         found[f"{name}.linear_fc2"] = ModuleSize((hidden,), width, biased, experts=experts)
 
@@ -298,6 +191,7 @@ def _has_experts(config: TrainerConfig, layer: int) -> bool:
     if config.core.num_moe_experts is None:
         return False
     pattern = parse_pattern(config.core.moe_layer_freq)
+    layer = min(layer, config.model.num_layers - 1)  # those that predict are like the last
     return bool(layer % pattern == 0 if isinstance(pattern, int) else pattern[layer])
 
 
@@ -308,7 +202,7 @@ def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
         config: settings; ``vocab_size`` counts the rows of theirs.
         family: ``model_type`` of theirs.
     """
-    names, found = FAMILIES[family], dict[str, OurTensor]()
+    names, found = NAMES[family], dict[str, OurTensor]()
     outside = _sizes(config, None)
 
     def add(*modules: str) -> None:
@@ -317,14 +211,41 @@ def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
                 _add(found, ours, outside[ours], names.outside[ours], names, ours)
 
     add("embedding.word_embeddings", "embedding.position_embeddings")
-    for layer in range(config.model.num_layers):
+    norm, hidden = outside["decoder.final_layernorm"], config.model.hidden_size
+    beside = {**dict.fromkeys(PREDICTION, norm), "eh_proj": ModuleSize((hidden,), 2 * hidden)}
+    for layer in range(config.model.num_layers + _predictions(config, names)):
         sizes, prefix = _sizes(config, layer), names.layer.format(layer)
+        saved = f"decoder.layers.{layer}."
+        if (predicted := layer - config.model.num_layers) >= 0:
+            saved = f"mtp.layers.{predicted}."
+            for ours, theirs in PREDICTION.items():
+                _add(found, ours, beside[ours], [prefix + theirs[0]], names, saved + ours)
+            saved += "transformer_layer."
         for ours, theirs in names.inside.items():
             if ours in sizes:
-                saved = f"decoder.layers.{layer}.{_saved_module(ours, config, layer)}"
                 full = [prefix + one for one in theirs]
-                _add(found, ours, sizes[ours], full, names, saved)
+                place = saved + _saved_module(ours, config, layer)
+                _add(found, ours, sizes[ours], full, names, place)
     add("decoder.final_layernorm", "output_layer")
+    return found
+
+
+def _predictions(config: TrainerConfig, names: FamilyNames) -> int:
+    return (config.model.mtp_num_layers or 0) if names.predicts else 0
+
+
+def copies_of(config: TrainerConfig, family: str) -> dict[str, str]:
+    """Returns their tensors that repeat another: of layers that predict, embedding and head."""
+    names, (embedding,) = NAMES[family], NAMES[family].outside["embedding.word_embeddings"]
+    is_tied = not config.model.untie_embeddings_and_output_weights
+    head = embedding if is_tied else names.outside["output_layer"][0]
+    found = {}
+    for number in range(_predictions(config, names)):
+        layer = names.layer.format(config.model.num_layers + number)
+        found[f"{layer}embed_tokens.weight"] = f"{embedding}.weight"
+        found[f"{layer}shared_head.head.weight"] = f"{head}.weight"
+    if is_tied:
+        found[f"{names.outside['output_layer'][0]}.weight"] = f"{embedding}.weight"
     return found
 
 
@@ -420,9 +341,9 @@ class HuggingFaceReader:
         self._folder = TensorFolder(folder)
         document, words = load_config(folder)
         data = dataclasses.replace(config.data, vocab_size=_rows_of(words))
-        self.tensors = our_tensors(
-            dataclasses.replace(config, data=data), str(document["model_type"])
-        )
+        family = str(document["model_type"])
+        self.tensors = our_tensors(dataclasses.replace(config, data=data), family)
+        self._copies = copies_of(config, family)
         self._names = self._match(their_shapes(self.tensors), folder)
 
     def __enter__(self) -> HuggingFaceReader:
@@ -499,10 +420,10 @@ class HuggingFaceReader:
         return names
 
     def _is_copy(self, name: str, names: Mapping[str, str]) -> bool:
-        """Returns whether a tensor is the head of a model in which it is the embedding."""
-        if name not in ("lm_head.weight", "embed_out.weight") or _HEAD in self.tensors:
+        """Returns whether a tensor repeats another, as its name says."""
+        if name not in self._copies:
             return False
-        embedding = names[self.tensors[_EMBEDDING].rows[0].name]
+        embedding = names[self._copies[name]]
         first, second = self._folder.tensors[name], self._folder.tensors[embedding]
         if (first.shape, first.dtype) != (second.shape, second.dtype):
             return False
@@ -513,9 +434,11 @@ class HuggingFaceReader:
             for one, target in zip((name, embedding), both, strict=True):
                 self._folder.read(one, at, 0, target)
             if not torch.equal(*both):
+                why = "the model has one for both; take it out"
+                if "layers" not in name:
+                    why = f"{CONFIG} says that they are tied (tie_word_embeddings): set it to false"
                 raise CheckpointError(
-                    f"{first.file} has {name} with other values than {embedding}, and {CONFIG}"
-                    " says that they are tied (tie_word_embeddings): set it to false there"
+                    f"{first.file} has {name} with other values than {embedding}, and {why}"
                 )
         return True
 
@@ -674,12 +597,16 @@ def export_folder(
     if any((output / name).exists() for name in (CONFIG, SINGLE, INDEX)):
         raise CheckpointError(f"{output} holds a model already: name another --output")
     data = dataclasses.replace(config.data, vocab_size=_rows_of(words))
-    ours = our_tensors(dataclasses.replace(config, data=data), str(document["model_type"]))
+    family = str(document["model_type"])
+    ours = our_tensors(dataclasses.replace(config, data=data), family)
     holders: dict[str, list[tuple[str, RowRun]]] = {}
     for name, our in ours.items():
         for one in our.rows:
             holders.setdefault(one.name, []).append((name, one))
     shapes = their_shapes(ours)
+    for copied, name in copies_of(config, family).items():
+        if "layers" in copied:  # a head that is the embedding is not written
+            holders[copied], shapes[copied] = holders[name], shapes[name]
     with CheckpointReader(path, manifest.files, manifest.blocks) as reader:
         absent = [name for name in ours if name not in reader.tensors]
         if absent:

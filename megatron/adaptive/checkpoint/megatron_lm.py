@@ -20,7 +20,7 @@ from megatron.adaptive.errors import CheckpointError
 SHAPES = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
     *("query_groups", "position_embedding_type", "max_position_embeddings", "normalization"),
-    *("qk_layernorm", "swiglu", "add_bias_linear", "add_qkv_bias"),
+    *("qk_layernorm", "norm_block_outputs", "swiglu", "geglu", "add_bias_linear", "add_qkv_bias"),
     "untie_embeddings_and_output_weights",
 )
 # Settings that say what is computed with them; a fine-tuning may change these.
@@ -34,7 +34,8 @@ MEANINGS = (
         "rotary_percent",
     ),
     *("rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
-    *("rope_scaling_factor", "apply_residual_connection_post_layernorm"),
+    *("rope_scaling_factor", "apply_residual_connection_post_layernorm", "window_rotary_base"),
+    *("scale_embeddings", "attention_softcap", "logit_softcap", "moe_router_group_best"),
 )
 # Arguments of Megatron-LM that settings of the same group and name are compared with.
 _COMPARED = {

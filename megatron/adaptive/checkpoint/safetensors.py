@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from megatron.adaptive.checkpoint.folder import sync, write_files
+from megatron.adaptive.config.hugging_face import INDEX, SINGLE
 from megatron.adaptive.config.outside import parse_json, read_json
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

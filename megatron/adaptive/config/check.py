@@ -160,7 +160,8 @@ def _parallel(config: TrainerConfig, given: Given) -> Rules:
         )
     if context > 1:
         yield (
-            config.core.window_size is not None and model.transformer_impl == "local",
+            config.core.window_size is not None
+            and (model.transformer_impl == "local" or model.attention_softcap is not None),
             f"{given.window_size} with {given.context_parallel_size}: local layers attend to all "
             "tokens before each; use --transformer-impl transformer_engine, or drop one of them",
         )

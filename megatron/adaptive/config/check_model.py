@@ -75,7 +75,7 @@ def _shape(config: TrainerConfig, given: Given) -> Rules:
         f"{given.num_attention_heads} is not a multiple of {given.num_query_groups}: every group "
         "serves the same number of heads",
     )
-    activations = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu")
+    activations = ("swiglu", "squared_relu", "quick_geglu", "geglu", "openai_gelu")
     chosen = [name for name in activations if getattr(model, name)]
     yield (
         len(chosen) > 1,
@@ -117,6 +117,12 @@ def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         not 1 <= core.moe_router_topk <= experts,
         f"{given.moe_router_topk} of {given.num_moe_experts}: a token goes to 1 expert at least "
         "and to all at most; change one of them",
+    )
+    groups, best = core.moe_router_num_groups, config.model.moe_router_group_best
+    yield (
+        best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
+        f"{given.moe_router_group_best} needs groups of as many experts (--moe-router-num-groups) "
+        "and no --moe-router-fusion: change one of them",
     )
     yield (
         core.moe_expert_capacity_factor == 0,
@@ -271,6 +277,12 @@ def _kernels(config: TrainerConfig, given: Given, installed: Installed) -> Rules
     model = config.model
     uses_engine = model.transformer_impl == "transformer_engine"
     yield (
+        model.attention_softcap is not None
+        and (model.use_flash_attn or model.attention_backend in ("flash", "fused")),
+        f"{given.attention_softcap} with {given.use_flash_attn} or {given.attention_backend}, which"
+        " bound no scores: drop one of them",
+    )
+    yield (
         uses_engine and not installed.transformer_engine,
         "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
         "install it or give --transformer-impl local",
@@ -290,9 +302,9 @@ def _kernels(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         "--attention-backend local belongs to --transformer-impl local, not to "
         "transformer_engine: change one of them",
     )
-    has_fused_norm = uses_engine or (installed.apex and model.normalization == "LayerNorm")
     yield (
-        model.apply_layernorm_1p and not has_fused_norm,
-        f"--apply-layernorm-1p needs a normalization that the local {model.normalization} of "
-        "torch lacks: install Transformer Engine, or apex for LayerNorm, or drop the flag",
+        model.window_rotary_base is not None
+        and (config.core.window_size is None or model.position_embedding_type != "rope"),
+        f"{given.window_rotary_base} has no effect by itself: add --window-size and "
+        "--position-embedding-type rope",
     )

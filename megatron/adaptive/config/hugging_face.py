@@ -1,9 +1,10 @@
 """Reads ``config.json`` of Hugging Face as arguments of the trainer.
 
 A table of families says what a model is by its ``model_type``; a table of keys says which argument
-each number is. Owns what keys mean, for the planner and for the trainer alike: what a model holds
-follows from the arguments as for any other. The planner counts models that the trainer cannot
-build (``differs``); for the trainer :func:`load_config` refuses each key that asks for them.
+each number is, and :data:`NAMES` what modules are called there. Owns what keys mean, for the
+planner and for the trainer alike: what a model holds follows from the arguments as for any other.
+The planner counts models that the trainer cannot build (``differs``); for the trainer
+:func:`load_config` refuses each key that asks for them.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.adaptive.config.flags import FieldSpec
 from megatron.adaptive.config.outside import read_json
 from megatron.adaptive.errors import ConfigError
 
 CONFIG = "config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
 
+_LONGEST_HEADER = 100_000_000  # the limit of the format of weights
 _LONGEST = 4096
 """Tokens of a sample where none are given, if the model takes as many."""
 _GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 _BIASED = "--position-embedding-type rope"
+_GEMMA = f"{_GATED.replace('--swiglu', '--geglu')} --apply-layernorm-1p --scale-embeddings"
 _LATENT = f"{_GATED} --multi-latent-attention --qk-layernorm --moe-router-dtype fp32"
 
 
@@ -39,6 +43,7 @@ class _Family:
         differs: what the trainer's layers lack or have otherwise; empty where it trains the model.
         window_period: of so many layers with a window the last has none; 0 where all have it.
         default: values of keys that a file may leave out, where they are not those of all.
+        optional: keys that these models alone have, by argument.
         nearest: the family to start from instead, where the trainer lacks this one.
     """
 
@@ -47,13 +52,10 @@ class _Family:
     differs: str = ""
     window_period: int = 0
     default: Mapping[str, Any] = field(default_factory=dict)
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     nearest: str = "llama"
 
 
-_GEMMA = (
-    "gates with GELU (hidden_activation), norms behind attention and feed-forward block, and"
-    " embeddings scaled by the root of hidden_size"
-)
 _EPSILON: Mapping[str, Any] = {"rms_norm_eps": 1e-6}
 _GROUPS_32 = {**_EPSILON, "num_key_value_heads": 32}
 _V2 = {**_EPSILON, "q_lora_rank": 1536, "norm_topk_prob": False}
@@ -68,13 +70,40 @@ _V3 = {
     "rope_interleave": True,
 }
 _GPT_2 = {"activation_function": "gelu_new", "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+_GEMMA_1 = {**_EPSILON, "head_dim": 256, "num_key_value_heads": 16, "hidden_act": "gelu"}
+_GEMMA_2: Mapping[str, Any] = {
+    **_EPSILON,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_BASES = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+_OF_GEMMA_2 = {
+    "--softmax-scale": ("query_pre_attn_scalar",),
+    "--logit-softcap": ("final_logit_softcapping",),
+}
 _MISTRAL = {**_EPSILON, "num_key_value_heads": 8}
 _FAMILIES: Mapping[str, _Family] = {
     "deepseek_v2": _Family(_LATENT, default=_V2),
     "deepseek_v3": _Family(_LATENT, default=_V3),
-    "gemma": _Family(_GATED, tied=True, differs=_GEMMA),
-    "gemma2": _Family(_GATED, tied=True, differs=_GEMMA, window_period=2),
-    "gemma3_text": _Family(f"{_GATED} --qk-layernorm", tied=True, differs=_GEMMA, window_period=6),
+    "gemma": _Family(_GEMMA, tied=True, default=_GEMMA_1),
+    "gemma2": _Family(
+        f"{_GEMMA} --norm-block-outputs",
+        tied=True,
+        window_period=2,
+        default={**_GEMMA_2, **_CAPS},
+        optional={**_OF_GEMMA_2, "--attention-softcap": ("attn_logit_softcapping",)},
+    ),
+    "gemma3_text": _Family(
+        f"{_GEMMA} --norm-block-outputs --qk-layernorm",
+        tied=True,
+        window_period=6,
+        default={**_GEMMA_2, **_BASES},
+        optional={**_OF_GEMMA_2, "--window-rotary-base": ("rope_local_base_freq",)},
+    ),
     "gpt2": _Family("", tied=True, default=_GPT_2),
     "gpt_neox": _Family(_BIASED, default={"rotary_pct": 0.25, "use_parallel_residual": True}),
     "llama": _Family(_GATED, default=_EPSILON),
@@ -146,6 +175,7 @@ _ONLY: Mapping[str, tuple[Any, str]] = {
     "scale_attn_by_inverse_layer_idx": (False, "scores that are scaled by layer"),
     "rope_interleave": (True, "rotation of another order"),
     "moe_layer_freq": (1, "experts in every n-th layer"),
+    "use_bidirectional_attention": (False, "attention to later tokens"),
     "router_jitter_noise": (0.0, "noise in the router"),
 }
 # Keys that change nothing in the model: how text is made, training, where the file comes from.
@@ -164,6 +194,7 @@ _WITHOUT_EFFECT = frozenset(
     topk_method norm_topk_prob embd_pdrop num_nextn_predict_layers head_dim q_lora_rank
     use_parallel_residual rope_theta partial_rotary_factor scoring_func unsloth_version
     text_config output_hidden_states output_attentions return_dict use_bfloat16 torchscript
+    _sliding_window_pattern
     """.split()
 )
 
@@ -191,15 +222,14 @@ def config_arguments(
     text = document.get("text_config")
     config: Mapping[str, Any] = text if isinstance(text, dict) else document
     family = _family(config.get("model_type", document["model_type"]), where)
-    rotary = config.get("rope_parameters") or {}
-    config = {**family.default, **rotary, **config}
+    config = _flat(family, config)
     words = family.arguments.split()
     if "--moe-router-dtype" in words and not _value(config, "n_routed_experts"):
         words = [word for word in words if word not in ("--moe-router-dtype", "fp32")]
     experts = any(_value(config, key) for key in _OF_EXPERTS["--num-experts"])
     latent = "--multi-latent-attention" in words
     needed: list[_Table] = [_NEEDED, *[_OF_EXPERTS] * experts, *[_OF_LATENT] * latent]
-    optional: list[_Table] = [_OPTIONAL, *[_OF_ROUTER] * experts]
+    optional: list[_Table] = [_OPTIONAL, family.optional, *[_OF_ROUTER] * experts]
     optional.append({"--q-lora-rank": ("q_lora_rank",)} if latent else _OF_HEADS)
     for table in (*needed, *optional):
         for flag, keys in table.items():
@@ -212,9 +242,13 @@ def config_arguments(
             # A model without groups has one.
             if found is None or ((of_groups or flag.endswith("mtp-num-layers")) and not found):
                 continue
-            if of_groups and config.get("topk_method") == "greedy":
+            if of_groups and (config.get("topk_method") == "greedy" or config.get("n_group") == 1):
                 continue
-            words += [flag, str(int(found) if flag == "--rotary-base" else found)]
+            if flag.endswith("topk-scaling-factor") and found == 1:
+                continue
+            if flag == "--softmax-scale":
+                found = found**-0.5
+            words += [flag, str(int(found) if flag.endswith("rotary-base") else found)]
     heads, groups = _number(config, "num_attention_heads", where), config.get("num_key_value_heads")
     if groups is not None and groups != heads and not latent:
         words += ["--group-query-attention", "--num-query-groups", str(groups)]
@@ -224,10 +258,12 @@ def config_arguments(
         words.append("--untie-embeddings-and-output-weights")
     layers = _number(config, "num_hidden_layers", where)
     words += _experts(config, layers, where) if experts else []
-    words += _windows(config, family, layers, where)
+    words += (windows := _windows(config, family, layers, where))
+    if not windows and "--window-rotary-base" in words:
+        del words[(at := words.index("--window-rotary-base")) : at + 2]
     words += _rotation(config, latent=latent) if "rope" in words else []
     if next((config[key] for key in _ACTIVATION if config.get(key)), None) in _TANH:
-        words += [] if "--swiglu" in words else ["--openai-gelu"]
+        words += [] if {"--swiglu", "--geglu"} & {*words} else ["--openai-gelu"]
     words += ["--parallel-residual"] if config.get("use_parallel_residual") else []
     words += ["--make-vocab-size-divisible-by", "1"]
     longest = int(words[words.index("--max-position-embeddings") + 1])
@@ -266,9 +302,26 @@ def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, An
             f"{path}: model_type {document['model_type']} asks for {differs}, which megatron-core's"
             f" layers lack; the nearest that is read is {family.nearest}"
         )
+    flat = _flat(family, document)
     for key, value in document.items():
-        _refuse(key, value, {**family.default, **document}, words, str(path))
+        _refuse(key, value, flat, words, str(path))
+    # A folder may lack the layers that predict further, as all do that transformers writes.
+    if (flag := "--mtp-num-layers") in words and not _holds(folder, flat["num_hidden_layers"]):
+        del words[(at := words.index(flag)) : at + 2]
     return document, words
+
+
+def _holds(folder: Path, layer: int) -> bool:
+    """Returns whether a folder has weights of a layer, by its index or the header of its file."""
+    try:
+        if (folder / INDEX).is_file():
+            text = (folder / INDEX).read_bytes()
+        else:
+            with (folder / SINGLE).open("rb") as file:
+                text = file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
+    except OSError:
+        return False
+    return f'"model.layers.{layer}.'.encode() in text
 
 
 def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[str]:
@@ -291,8 +344,7 @@ def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[st
     starts = [at for at, word in enumerate(words) if word.startswith("--")]
     added: list[str] = []
     for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        # Layers that predict further are not among the weights that are read.
-        if dest_of[words[start]] not in given and words[start] != "--mtp-num-layers":
+        if dest_of[words[start]] not in given:
             added += words[start:end]
     return [*argv, *added]
 
@@ -301,15 +353,21 @@ def _refuse(
     key: str, value: Any, config: Mapping[str, Any], words: Sequence[str], where: str
 ) -> None:
     """Refuses a key that asks for what the trainer's layers do not do."""
-    gated, latent = "--swiglu" in words, "--multi-latent-attention" in words
+    latent = "--multi-latent-attention" in words
+    family = _FAMILIES[config["model_type"]]
     is_well, why, nearest = True, "", ""
     if key in _ACTIVATION:
-        known = ("silu", "swish") if gated else ("gelu", *_TANH)
-        is_well, why, nearest = value in known, "another activation", " or ".join(known)
+        known: tuple[str, ...] = ("silu", "swish") if "--swiglu" in words else ("gelu", *_TANH)
+        # In files of Gemma, the key of old versions says gelu and means the tangent.
+        known = _TANH if "--geglu" in words and key != "hidden_act" else known
+        is_well = value in known or (value is None and "--geglu" in words)
+        why, nearest = "another activation", " or ".join(known)
     elif key in ("rope_parameters", "rope_scaling"):
         kind = _kind_of_rotation(config)
         scaled = kind == "yarn" if latent else bool(_rotation(config, latent=False))
         is_well, why = not value or kind == "default" or scaled, f"{kind} rotation"
+        near = (value or {}).get("sliding_attention") or {}
+        is_well = is_well and near.get("rope_type", "default") == "default"
         nearest = "default, linear with a whole factor, or llama3 with factors 1 and 4 of 8192"
         nearest = "default or yarn" if latent else nearest
     elif key == "attention_bias" and "--disable-bias-linear" not in words:
@@ -321,22 +379,36 @@ def _refuse(
         nearest = f"resid_pdrop, {config.get('resid_pdrop')}"
         is_well, why = value == config.get("resid_pdrop"), "another dropout of embeddings"
     elif key == "norm_topk_prob" and "--num-experts" in words:
-        raw = "--moe-router-pre-softmax" in words
+        raw = config["model_type"] == "deepseek_v2" or "--moe-router-pre-softmax" in words
         is_well, why, nearest = bool(value) != raw, "weights scaled otherwise", str(raw).lower()
     elif key == "num_experts_per_tok" and "--moe-router-pre-softmax" not in words:
         is_well, why, nearest = value != 1, "one expert whose weight is always 1", "2"
     elif key == "topk_method":
-        is_well, why, nearest = value in ("greedy", "noaux_tc"), "another choice", "greedy"
-    elif key == "topk_group" and "--moe-router-group-topk" in words and value:
-        is_well = config["num_experts_per_tok"] // value == 2 or config.get("n_group") == 1
-        why, nearest = "groups chosen by other experts than two", "half of num_experts_per_tok"
-    elif key not in _READ and key not in _WITHOUT_EFFECT:
+        sigmoid = config.get("scoring_func") == "sigmoid"
+        known = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
+        is_well, why, nearest = value in known, "another choice", known[0]
+    elif key == "sliding_window_size":
+        is_well, why = value == config.get("sliding_window"), "two sizes of windows"
+        nearest = f"sliding_window, {config.get('sliding_window')}"
+    elif key not in _READ | _WITHOUT_EFFECT and (key,) not in [*family.optional.values()]:
         is_well, why, nearest = not value, "something unknown", "null, if it changes nothing"
     if not is_well:
         raise ConfigError(
             f"{where}: {key} {value!r} asks for {why}, which this trainer's layers lack; the"
             f" nearest is {nearest}"
         )
+
+
+def _flat(family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with its defaults, and what it says of rotation beside other keys."""
+    rotation = config.get("rope_parameters") or {}
+    if "full_attention" in rotation:  # and another one where windows are
+        near = rotation.get("sliding_attention") or {}
+        config = {**config, "rope_parameters": rotation["full_attention"]}
+        if base := near.get("rope_theta"):
+            config["rope_local_base_freq"] = base
+        rotation = rotation["full_attention"]
+    return {**family.default, **rotation, **config}
 
 
 def _kind_of_rotation(config: Mapping[str, Any]) -> str:
@@ -418,10 +490,14 @@ def _experts(config: Mapping[str, Any], layers: int, where: str) -> list[str]:
             f"{where}: which layers have experts is not to be read: first_k_dense_replace,"
             " moe_layer_freq, decoder_sparse_step and n_shared_experts are whole numbers"
         ) from None
-    if config.get("norm_topk_prob") is False and "scoring_func" not in config:
+    if config.get("norm_topk_prob") is False and config.get("scoring_func") != "sigmoid":
         words.append("--moe-router-pre-softmax")
-    if config.get("topk_method") == "noaux_tc":
+    best = {"noaux_tc": 2, "group_limited_greedy": 1}.get(str(config.get("topk_method")), 0)
+    if best == 2:
         words.append("--moe-router-enable-expert-bias")
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if best and groups > 1 and best != config["num_experts_per_tok"] // chosen:
+        words += ["--moe-router-group-best", str(best)]
     return words
 
 
@@ -437,17 +513,152 @@ def _windows(config: Mapping[str, Any], family: _Family, layers: int, where: str
                 )
         has = [kind == "sliding_attention" for kind in kinds]
     else:
-        period = config.get("sliding_window_pattern", family.window_period)
+        period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+        period = period or family.window_period
         begin = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
         has = [i >= begin and (not period or (i + 1) % period != 0) for i in range(layers)]
     if not window or not any(has) or config.get("use_sliding_window") is False:
         return []
     # megatron-core counts the tokens before one, Hugging Face also itself.
     words = ["--window-size", f"{window - 1},0"]
-    return words if all(has) else [*words, "--window-attn-skip-freq", _pattern(has)]
+    if all(has):
+        return words
+    every = has.index(False) + 1
+    is_regular = every > 1 and has == [(i + 1) % every != 0 for i in range(layers)]
+    return [*words, "--window-attn-skip-freq", str(every) if is_regular else _pattern(has)]
 
 
 def _pattern(has: Sequence[bool]) -> str:
     """Returns which layers have something as the trainer reads it, such as ``[0]*3+[1]*58``."""
     runs = [(int(value), len(list(group))) for value, group in groupby(has)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)
+
+
+class FamilyNames(NamedTuple):
+    """Their names in one family.
+
+    Attributes:
+        inside: their modules of a layer by ours, in the order of the model; one module for all
+            blocks of rows, or one for each.
+        outside: their modules by ours.
+        layer: begins the names of a layer's modules; has its number.
+        predicts: whether there can be layers that predict further tokens behind the others.
+        turned: whether matrices of linear layers are stored as ``[inputs, outputs]``.
+        grouped: whether rows of queries, keys and values alternate as ours do.
+    """
+
+    inside: Mapping[str, list[str]]
+    outside: Mapping[str, list[str]]
+    layer: str = "model.layers.{}."
+    predicts: bool = False
+    turned: bool = False
+    grouped: bool = False
+
+
+def _table(text: str) -> dict[str, list[str]]:
+    lines = (line.partition(" = ") for line in text.strip().splitlines())
+    return {ours.strip(): theirs.split() for ours, _, theirs in lines}
+
+
+_ATTENTION = """
+self_attention.linear_qkv = self_attn.q_proj self_attn.k_proj self_attn.v_proj
+self_attention.linear_proj = self_attn.o_proj
+self_attention.q_layernorm = self_attn.q_norm
+self_attention.k_layernorm = self_attn.k_norm
+"""
+_LATENT_NAMES = """
+self_attention.linear_q_proj = self_attn.q_proj
+self_attention.linear_q_down_proj = self_attn.q_a_proj
+self_attention.q_layernorm = self_attn.q_a_layernorm
+self_attention.linear_q_up_proj = self_attn.q_b_proj
+self_attention.linear_kv_down_proj = self_attn.kv_a_proj_with_mqa
+self_attention.kv_layernorm = self_attn.kv_a_layernorm
+self_attention.linear_kv_up_proj = self_attn.kv_b_proj
+self_attention.linear_proj = self_attn.o_proj
+"""
+_DENSE = """
+mlp.linear_fc1 = mlp.gate_proj mlp.up_proj
+mlp.linear_fc2 = mlp.down_proj
+"""
+_NORMS = """
+input_layernorm = input_layernorm
+pre_mlp_layernorm = post_attention_layernorm
+"""
+_FOUR_NORMS = """
+input_layernorm = input_layernorm
+post_attention_layernorm = post_attention_layernorm
+pre_mlp_layernorm = pre_feedforward_layernorm
+post_mlp_layernorm = post_feedforward_layernorm
+"""
+_EXPERTS = """
+mlp.router = mlp.gate
+mlp.router.expert_bias = mlp.gate.e_score_correction_bias
+mlp.experts.experts.linear_fc1 = mlp.experts.{}.gate_proj mlp.experts.{}.up_proj
+mlp.experts.experts.linear_fc2 = mlp.experts.{}.down_proj
+mlp.shared_experts.linear_fc1 = mlp.shared_experts.gate_proj mlp.shared_experts.up_proj
+mlp.shared_experts.linear_fc2 = mlp.shared_experts.down_proj
+"""
+_MIXTRAL = """
+mlp.router = block_sparse_moe.gate
+mlp.experts.experts.linear_fc1 = block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3
+mlp.experts.experts.linear_fc2 = block_sparse_moe.experts.{}.w2
+"""
+_PHI = """
+self_attention.linear_proj = self_attn.o_proj
+self_attention.linear_qkv = self_attn.qkv_proj
+mlp.linear_fc1 = mlp.gate_up_proj
+mlp.linear_fc2 = mlp.down_proj
+"""
+PREDICTION = _table("""
+enorm = enorm
+hnorm = hnorm
+eh_proj = eh_proj
+final_layernorm = shared_head.norm
+""")
+_GPT_2_NAMES = """
+input_layernorm = ln_1
+self_attention.linear_qkv = attn.c_attn
+self_attention.linear_proj = attn.c_proj
+pre_mlp_layernorm = ln_2
+mlp.linear_fc1 = mlp.c_fc
+mlp.linear_fc2 = mlp.c_proj
+"""
+_NEOX = """
+self_attention.linear_qkv = attention.query_key_value
+self_attention.linear_proj = attention.dense
+mlp.linear_fc1 = mlp.dense_h_to_4h
+mlp.linear_fc2 = mlp.dense_4h_to_h
+"""
+_OUTSIDE = _table("""
+embedding.word_embeddings = model.embed_tokens
+decoder.final_layernorm = model.norm
+output_layer = lm_head
+""")
+_GPT_2_OUTSIDE = _table("""
+embedding.word_embeddings = transformer.wte
+embedding.position_embeddings = transformer.wpe
+decoder.final_layernorm = transformer.ln_f
+output_layer = lm_head
+""")
+_NEOX_OUTSIDE = _table("""
+embedding.word_embeddings = gpt_neox.embed_in
+decoder.final_layernorm = gpt_neox.final_layer_norm
+output_layer = embed_out
+""")
+_LLAMA = FamilyNames(_table(_ATTENTION + _DENSE + _NORMS), _OUTSIDE)
+_DEEPSEEK = FamilyNames(_table(_LATENT_NAMES + _DENSE + _EXPERTS + _NORMS), _OUTSIDE, predicts=True)
+NAMES: Mapping[str, FamilyNames] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text"),
+        FamilyNames(_table(_ATTENTION + _DENSE + _FOUR_NORMS), _OUTSIDE),
+    ),
+    "mixtral": FamilyNames(_table(_ATTENTION + _MIXTRAL + _NORMS), _OUTSIDE),
+    "qwen3_moe": FamilyNames(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),
+    "phi3": FamilyNames(_table(_PHI + _NORMS), _OUTSIDE),
+    "gpt2": FamilyNames(_table(_GPT_2_NAMES), _GPT_2_OUTSIDE, "transformer.h.{}.", turned=True),
+    "gpt_neox": FamilyNames(
+        _table(_NORMS + _NEOX), _NEOX_OUTSIDE, "gpt_neox.layers.{}.", grouped=True
+    ),
+}

@@ -77,6 +77,10 @@ class ModelConfig:
         "that learns none.",
         off="--no-position-embedding",
     )
+    moe_router_group_best: Count | None = flag(
+        "Experts of a group whose scores add up to the group's, with --moe-router-group-topk.",
+        derived="the share of each chosen group in --moe-router-topk",
+    )
     rotary_base: Count = flag("Base of the rotary frequencies.", 10000)
     rotary_percent: Annotated[float, Limits(above=0, maximum=1)] = flag(
         "Share of each head's width that is rotated.", 1.0
@@ -87,6 +91,9 @@ class ModelConfig:
     )
     use_rope_scaling: bool = switch("Scale rotary frequencies as Llama 3 does.")
     rope_scaling_factor: Positive = flag("Factor of --use-rope-scaling.", 8.0)
+    window_rotary_base: Count | None = flag(
+        "Base of the rotary frequencies in layers with --window-size, where it is another one."
+    )
     make_vocab_size_divisible_by: Count = flag(
         "Pad the vocabulary to a multiple of this times the tensor parallel size.", 128
     )
@@ -102,9 +109,18 @@ class ModelConfig:
         "Attention and feed-forward block side by side: both take the layer's input."
     )
     qk_layernorm: bool = switch("Normalize queries and keys.")
+    norm_block_outputs: bool = switch(
+        "Normalize also what attention and feed-forward block give, before it is added."
+    )
+    scale_embeddings: bool = switch("Multiply embeddings by the root of the hidden size.")
+    attention_softcap: Positive | None = flag(
+        "Bound attention scores by this number, with a hyperbolic tangent."
+    )
+    logit_softcap: Positive | None = flag("Bound logits in the same way.")
     swiglu: bool = switch("Gated feed-forward block with SiLU in place of GELU.")
     squared_relu: bool = switch("Squared ReLU in place of GELU.")
     quick_geglu: bool = switch("Gated feed-forward block with a sigmoid's approximation of GELU.")
+    geglu: bool = switch("Gated feed-forward block with GELU by a hyperbolic tangent.")
     openai_gelu: bool = switch("GELU by a hyperbolic tangent.")
     add_bias_linear: bool = switch(
         "Leave the bias out of linear layers.", off="--disable-bias-linear"
@@ -174,6 +190,11 @@ class ModelConfig:
             assign(self, "bias_gelu_fusion", False)
         if self.position_embedding_type != "rope":
             assign(self, "apply_rope_fusion", False)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward block has a gate, and so three matrices."""
+        return self.swiglu or self.quick_geglu or self.geglu
 
     @property
     def query_groups(self) -> int:

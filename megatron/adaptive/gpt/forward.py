@@ -28,6 +28,11 @@ from megatron.core.tensor_parallel.random import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     get_cuda_rng_tracker,
 )
+from megatron.core.transformer.module import (
+    Float16Module,
+    float16_to_fp32,
+    fp32_to_float16,
+)
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
@@ -325,3 +330,18 @@ def _settle(seed: int) -> int:
     seed = (seed ^ seed >> 31 ^ seed >> 62) * _INVERSE_2 & _WORD
     seed = (seed ^ seed >> 27 ^ seed >> 54) * _INVERSE_1 & _WORD
     return seed ^ seed >> 30 ^ seed >> 60
+
+
+class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
+    """megatron-core's 16-bit wrapper for a chunk that may lie anywhere.
+
+    The original takes the first chunk of the first rank for the first stage and the last chunk of
+    the last rank for the last stage; here the chunk itself says which it is.
+    """
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """Run the chunk in 16 bits; what enters and leaves the pipeline is converted."""
+        if self.module.pre_process:
+            inputs = fp32_to_float16(inputs, self.float16_convertor)
+        output = self.module(*inputs, **kwargs)
+        return float16_to_fp32(output) if self.module.post_process and fp32_output else output

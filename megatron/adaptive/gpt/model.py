@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -16,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
@@ -35,13 +37,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     HeterogeneousTransformerConfig,
 )
-from megatron.core.transformer.module import (
-    Float16Module,
-    float16_to_fp32,
-    fp32_to_float16,
-)
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -64,7 +62,15 @@ from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.local_layers import ParallelLayer, completed
+from megatron.adaptive.gpt.forward import HalfPrecisionChunk
+from megatron.adaptive.gpt.local_layers import (
+    LAYER_SETTINGS,
+    GroupRouter,
+    VariedLayer,
+    bound_output,
+    completed,
+    scale_output,
+)
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     layout_of,
@@ -156,7 +162,7 @@ class KeyedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         init.leave_layer()
 
 
-class KeyedParallelLayer(ParallelLayer, KeyedTransformerLayer):
+class KeyedVariedLayer(VariedLayer, KeyedTransformerLayer):
     """Does both."""
 
 
@@ -167,6 +173,8 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):  # type: ignore[misc]
         """Returns the configuration of a layer, the first being 1."""
         layer = super().get_config_for_layer(layer_number)
         layer.keyed_init = getattr(self, "keyed_init", None)
+        for name in LAYER_SETTINGS:
+            setattr(layer, name, getattr(self, name))
         return layer
 
 
@@ -228,21 +236,6 @@ class KeyedGroupedExperts(GroupedMLP):  # type: ignore[misc]
                     matrix.copy_(part.t())
 
 
-class HalfPrecisionChunk(Float16Module):  # type: ignore[misc]
-    """megatron-core's 16-bit wrapper for a chunk that may lie anywhere.
-
-    The original takes the first chunk of the first rank for the first stage and the last chunk of
-    the last rank for the last stage; here the chunk itself says which it is.
-    """
-
-    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Run the chunk in 16 bits; what enters and leaves the pipeline is converted."""
-        if self.module.pre_process:
-            inputs = fp32_to_float16(inputs, self.float16_convertor)
-        output = self.module(*inputs, **kwargs)
-        return float16_to_fp32(output) if self.module.post_process and fp32_output else output
-
-
 def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> TransformerConfig:
     """Translate the run's settings into megatron-core's configuration."""
     model, parallel, precision = config.model, config.parallel, config.precision
@@ -290,7 +283,9 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
         settings["pipeline_model_parallel_layout"] = layout_of(config)
-    return checked(kind, settings)
+    core = checked(kind, settings)
+    vars(core).update({name: getattr(model, name) for name in LAYER_SETTINGS})
+    return core
 
 
 def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
@@ -353,6 +348,9 @@ def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, An
         }
     if model.quick_geglu:
         return {"gated_linear_unit": True, "activation_func": quick_gelu}
+    if model.geglu:
+        tangent = functools.partial(F.gelu, approximate="tanh")
+        return {"gated_linear_unit": True, "activation_func": tangent}
     if model.squared_relu or model.openai_gelu:
         function = _squared_relu if model.squared_relu else openai_gelu
         return {"activation_func": function, "bias_activation_fusion": False}
@@ -553,6 +551,10 @@ def _build_chunk(
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
         built.output_layer.weight = None  # logits come from the embedding's copy for predictions
+    if model.scale_embeddings and (first or predictions):
+        scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)
+    if model.logit_softcap is not None and last:
+        bound_output(built.output_layer, model.logit_softcap)
     return built
 
 
@@ -595,8 +597,12 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
     keyed = core.use_cpu_initialization
     kinds: dict[type, type] = dict(_KEYED if keyed else _EXPERTS)
-    if model.parallel_residual:
-        kinds[TransformerLayer] = KeyedParallelLayer if keyed else ParallelLayer
+    if model.parallel_residual or model.norm_block_outputs or model.window_rotary_base is not None:
+        kinds[TransformerLayer] = KeyedVariedLayer if keyed else VariedLayer
+    if model.moe_router_group_best is not None:
+        kinds[TopKRouter] = GroupRouter
+    if has_engine and model.attention_softcap is not None:
+        kinds[TEDotProductAttention] = PackedAttention  # the engine's bounds no scores
     return [completed(spec, kinds) for spec in specs]
 
 
@@ -747,7 +753,7 @@ def _layers(cfg: TrainerConfig) -> list[float]:
 def _layer(cfg: TrainerConfig, *, attends: bool = True) -> float:
     """Multiply-adds of one token's forward through a layer."""
     model = cfg.model
-    matrices = 3 if model.swiglu or model.quick_geglu else 2
+    matrices = 3 if model.is_gated else 2
     feed_forward = matrices * model.hidden_size * model.ffn_hidden_size
     core, heads = cfg.core, model.num_attention_heads
     if core.multi_latent_attention:

@@ -76,6 +76,7 @@ class PackedAttention(LocalAttention):
         drops = self.training and self.attention_dropout.p > 0
         is_half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
         plain = self.softmax_offset is None and self.scale_mask_softmax.window_size is None
+        plain = plain and not getattr(self.config, "attention_softcap", None)
         return varlen_attn is not None and is_half and plain and not drops
 
     def _by_kernel(

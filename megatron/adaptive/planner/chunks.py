@@ -1,23 +1,32 @@
-"""Divides layers among the chunks of pipelines that hold several stages on each rank.
+"""Chooses orders of work for pipelines, and divides layers among chunks and for these orders.
 
-There is no proof here: the partition starts in proportion to the speed of the ranks, layers are
-handed over while that helps, and every hand-over is timed in the true order of the schedule, that
-of a rule in the order of a static schedule on the same placement.
+There is no proof here: with several stages on each rank the partition starts in proportion to the
+speed of the ranks, layers are handed over while that helps, and every hand-over is timed in the
+true order of the schedule, that of a rule in the order of a static schedule on the same placement.
+For what is chosen in the end they are handed over once more, each time predicted as it runs.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.planner.cost import as_run, predict
 from megatron.adaptive.planner.layers import in_flight
+from megatron.adaptive.planner.plan import Plan, PlanRow
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.shapes import ShapeChoice, StageClass, Tables
 from megatron.adaptive.planner.timing import Steps, compiled_steps, steps_of
 from megatron.adaptive.schedule import registry
+
+ONE_CHUNK = ("1f1b", "zb-h1", "adaptive", "hinted", "gpipe", "bfc", "dfc")
+"""Schedules that the trainer runs with one chunk for each rank."""
 
 
 @dataclass(frozen=True)
@@ -167,3 +176,63 @@ class ChunkedPipeline:
         )
         after = self._by_rank(arrays["after"][None, classes, low, high])[0]
         return float((end + after).max())
+
+
+def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tuple[Plan, float]:
+    """Hands layers over while that makes a plan's step faster in its own order of work.
+
+    At most ``most`` plans are predicted.
+
+    Returns:
+        The plan and the seconds of its step.
+    """
+    pairs = sorted(
+        itertools.permutations(range(len(plan.partition)), 2),
+        key=lambda pair: abs(pair[0] - pair[1]),
+    )
+    since, turns = 0, itertools.cycle(pairs)
+    while since < len(pairs) and most > 0:
+        source, target = next(turns)
+        since += 1
+        layers = list(plan.partition)
+        layers[source] -= 1
+        layers[target] += 1
+        if not layers[source]:
+            continue
+        most -= 1
+        other = replace(plan, partition=tuple(layers))
+        seen = predict(other, inputs)
+        if seen.fits and seen.seconds < seconds:
+            plan, seconds, since = other, seen.seconds, 0
+    return plan, seconds
+
+
+def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow | None:
+    """Gives a pipeline the order of work that is fastest for it and fits.
+
+    Args:
+        plan: as the search found it; stages of unequal widths get microbatches of one size.
+        inputs: what is trained where, and how long it takes.
+        schedules: orders to choose from; with one chunk for each rank, those that need several do
+            not count.
+
+    Returns:
+        The plan and its prediction; None where no order is possible, and one that does not fit
+        where none does.
+    """
+    run, rows = as_run(plan), []
+    if plan.pp == 1 or (run == plan and not plan.uniform):
+        schedules = schedules[:1] and ("1f1b",)
+    for name in schedules:
+        if run.chunks == 1 and name not in ONE_CHUNK:
+            continue
+        candidate = replace(run, schedule=name)
+        try:
+            seen = predict(candidate, inputs)
+        except ScheduleError:
+            continue  # not with these stages or so few microbatches
+        rows.append(PlanRow(plan=candidate, prediction=seen))
+    # The first of equal ones: what was asked for first.
+    return min(
+        rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
+    )

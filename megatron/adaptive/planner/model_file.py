@@ -222,7 +222,7 @@ def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -
         vocabulary=_padded(
             config.data.vocab_size or _VOCABULARY["gpt"], model.make_vocab_size_divisible_by
         ),
-        gated=model.swiglu,
+        gated=model.is_gated,
         biases=model.add_bias_linear,
         norm_biases=model.normalization == "LayerNorm",
         tied=not model.untie_embeddings_and_output_weights,

@@ -23,11 +23,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any
 
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.auto import ScheduleChoice, choose
 from megatron.adaptive.schedule.compare import Candidate, evaluate
-from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.memory import with_rounding
+from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 Partition = tuple[int, ...]
@@ -36,8 +42,10 @@ Times = tuple[float, float, float]
 
 _ALIKE = 0.005
 """Steps that differ by less are as quick as each other: simulated and measured differ by more."""
+PLACEMENT_GAIN = 0.03
+"""Least gain of another placement over the present one: to move there, weights must be moved."""
 _SIMULATIONS = 24
-_COMPILED_FROM = 20_000
+_ORDERS = 6
 _LEAST_S = 1e-9
 _ROUNDING = 1e-6
 _UNLIMITED = 1e9
@@ -83,6 +91,18 @@ class Loads:
             found.append([_dot(counts, part) + beside for part, beside in pairs])
         forward, backward, weight = zip(*found, strict=True)
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
+
+    def lying(self, kind: PlacementKind) -> Loads:
+        """Returns the loads under another placement; what slows a rank stays with it."""
+        if kind == self.placement.kind:
+            return self
+        wanted, slowness = replace(self.placement, kind=kind), self.slowness
+        beside = []
+        for stage, (forward, backward, weight) in enumerate(self.beside_s):
+            now, then = self._rank_of(stage), wanted.locate(stage)[0]
+            factor = slowness[then] / max(slowness[now], _LEAST_S)
+            beside.append((forward * factor, backward * factor, weight * factor))
+        return replace(self, placement=wanted, beside_s=tuple(beside))
 
     def paces(self, partition: Sequence[int]) -> list[float]:
         """Returns the seconds that each rank takes for a microbatch under a partition."""
@@ -158,6 +178,23 @@ class PartitionMove:
         return 1 - self.step_s / self.present_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Holds what ``auto`` lets all ranks run from here on.
+
+    Attributes:
+        text: what was chosen and why, for the log.
+        stay: what to run with the stages as they are, ``None`` to leave it as it is.
+        move: what to run after moving the stages or their layers, ``None`` to stay.
+        partition: layers of each stage then, ``None`` for those at present.
+    """
+
+    text: str
+    stay: Candidate | None = None
+    move: Candidate | None = None
+    partition: Partition | None = None
+
+
 def quickest_pace(loads: Loads) -> float:
     """Returns the least seconds in which the slowest rank can do a microbatch, exactly.
 
@@ -210,14 +247,12 @@ def simulated_step(
         candidate: what runs.
         num_microbatches: microbatches per step.
     """
-    actions = 3 * num_microbatches * loads.placement.num_stages
     known: dict[Partition, float] = {}
 
     def step_s(partition: Partition) -> float:
         if partition not in known:
             profile = StageProfile(times=loads.stage_times(partition))
-            compiled = actions >= _COMPILED_FROM
-            outcome = evaluate(candidate, num_microbatches, profile, (0,), compiled=compiled)
+            outcome = evaluate(candidate, num_microbatches, profile, (0,))
             known[partition] = outcome.mean_s
         return known[partition]
 
@@ -238,13 +273,128 @@ def propose(
         The proposal, ``None`` to stay.
     """
     present = loads.partition
-    unlike = _balanced_unlike(loads) if len(loads.layer_s[0]) > 1 else None
-    pace = max(loads.paces(unlike)) if unlike is not None else quickest_pace(loads)
-    if not pace < max(loads.paces(present)) * (1 - gain / 2):
+    start = balanced(loads)
+    if not max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2):
         return None  # nothing is simulated on a quiet job
-    tried = {present: step_s(present)}
-    best = unlike if unlike is not None else _balanced(loads, pace)
-    tried[best] = step_s(best)
+    choice, seconds = _quickest(loads, start, step_s)
+    found = PartitionMove(partition=choice, present_s=step_s(present), step_s=seconds)
+    return found if choice != present and found.gain >= gain else None
+
+
+def choose_together(
+    loads: Loads,
+    profile: StageProfile,
+    limits: Mapping[PlacementKind, Callable[[Partition], float]],
+    *,
+    halves: Sequence[Loads] = (),
+    gain: float | None = None,
+    num_microbatches: int,
+    **options: Any,
+) -> Decision:
+    """Finds placement, layers per stage, order of work and cap together.
+
+    What is best for equal stages need not be for those at hand, nor layers that suit one order
+    another. So under each placement partitions are compared by the fastest of several orders, those
+    that lead where ranks are as even as they can be; the choice is then made anew for the best.
+
+    Args:
+        loads: of the stages as they are.
+        profile: spreads, lengths and links.
+        limits: how stages may lie, as they do first, and the most activations that memory allows
+            then under a partition, in whole-rank microbatches.
+        halves: loads of parts of the measured steps, each of which must promise the gain too.
+        gain: least share of a step that moving layers must save, ``None`` where they stay.
+        num_microbatches, options: see :func:`~megatron.adaptive.schedule.auto.choose`.
+
+    Raises:
+        ScheduleError: memory does not allow any candidate.
+
+    Source: AdaPtis, arXiv 2509.23722, for choosing these together; the search is ours.
+    """
+
+    def times_of(lying: Loads, partition: Partition) -> StageProfile:
+        return replace(profile, times=lying.stage_times(partition))
+
+    def fastest(lying: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
+        return choose(
+            times_of(lying, partition),
+            placement=lying.placement,
+            num_microbatches=num_microbatches,
+            most=limits[lying.placement.kind](partition),
+            quick=quick,
+            **options,
+        )
+
+    def near(lying: Loads, orders: list[Candidate]) -> Partition:
+        start, limit = balanced(lying), limits[lying.placement.kind]
+        leading = fastest(lying, start, quick=True).outcomes[:_ORDERS]
+        orders += [one.candidate for one in leading]
+
+        @cache
+        def step_s(partition: Partition) -> float:
+            times, most = times_of(lying, partition), with_rounding(limit(partition))
+            runs = (evaluate(one, num_microbatches, times, (0,)) for one in orders)
+            return min((run.mean_s for run in runs if run.peak_units <= most), default=math.inf)
+
+        return _quickest(lying, start, step_s)[0]
+
+    def step_of(choice: ScheduleChoice, of: Loads, partition: Partition) -> float:
+        times = times_of(of.lying(choice.best.placement.kind), partition)
+        return evaluate(choice.best, num_microbatches, times, (0,)).mean_s
+
+    present, errors = loads.partition, []
+    stay: ScheduleChoice | None = None
+    choice: ScheduleChoice | None = None
+    found: list[tuple[float, Partition, ScheduleChoice]] = []
+    for kind, cuts in product(limits, (False, True) if gain is not None else (False,)):
+        lying = loads.lying(kind)
+        try:
+            known = [one.best for one in (stay, choice) if one is not None]
+            orders = [one for one in known if one.placement == lying.placement]
+            partition = near(lying, orders) if cuts else present
+            if cuts and partition == present:
+                continue
+            choice = fastest(lying, partition)
+        except ScheduleError as error:
+            errors.append(error)
+            continue
+        if lying is loads and not cuts:
+            stay = choice
+            continue
+        least = gain if cuts and gain is not None else PLACEMENT_GAIN
+        if stay is None or all(
+            step_of(choice, of, partition) < step_of(stay, of, present) * (1 - least)
+            for of in (loads, *halves)
+        ):
+            found.append((step_of(choice, loads, partition), partition, choice))
+    if not found:
+        if stay is None:
+            raise errors[0]
+        return Decision(text=stay.reason, stay=stay.best)
+    _, partition, choice = min(found, key=lambda one: one[0])
+    text, cut = choice.reason, None if partition == present else partition
+    if stay is not None:
+        was = "" if cut is None else f" of {'-'.join(map(str, present))} layers"
+        text += f"; in a {loads.placement.kind}{was} at best {stay.step_s * 1e3:.4g} ms"
+    best = None if stay is None else stay.best
+    return Decision(text=text, stay=best, move=choice.best, partition=cut)
+
+
+def balanced(loads: Loads) -> Partition:
+    """Returns a partition under which the slowest rank is about as quick as it can be."""
+    if len(loads.layer_s[0]) > 1:
+        return _balanced_unlike(loads)
+    pace = quickest_pace(loads)
+    return loads.partition if pace == math.inf else _balanced(loads, pace)
+
+
+def _quickest(
+    loads: Loads, start: Partition, step_s: Callable[[Partition], float]
+) -> tuple[Partition, float]:
+    """Returns the quickest partition near two, or one as quick for which fewer layers travel."""
+    present = loads.partition
+    tried = {one: step_s(one) for one in (present, start)}
+    best = min(tried, key=tried.__getitem__)
     while len(tried) < _SIMULATIONS:
         better = None
         for near in _neighbours(loads, best):
@@ -262,8 +412,7 @@ def propose(
         (partition for partition, seconds in tried.items() if seconds <= limit),
         key=lambda partition: (travelling(present, partition, loads.placement), tried[partition]),
     )
-    found = PartitionMove(partition=choice, present_s=tried[present], step_s=tried[choice])
-    return found if choice != present and found.gain >= gain else None
+    return choice, tried[choice]
 
 
 def _balanced(loads: Loads, pace: float) -> Partition:

@@ -23,12 +23,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.planner.chunks import ChunkedPipeline
-from megatron.adaptive.planner.cost import as_run, predict
+from megatron.adaptive.planner.chunks import ONE_CHUNK, ChunkedPipeline, handed_over, scheduled
 from megatron.adaptive.planner.kernel import search_s
 from megatron.adaptive.planner.layers import OURS, in_flight
 from megatron.adaptive.planner.model import RECOMPUTE
-from megatron.adaptive.planner.plan import Plan, PlanRow, StagePlace, place_stage
+from megatron.adaptive.planner.plan import Plan, StagePlace, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.shapes import (
     DpStates,
@@ -45,8 +44,6 @@ from megatron.adaptive.planner.shapes import (
 
 _FEW_LEVELS = 2000
 _SMALL_LEVELS = 200
-ONE_CHUNK = ("1f1b", "zb-h1", "adaptive", "hinted", "gpipe", "bfc", "dfc")
-"""Schedules that the trainer runs with one chunk for each rank."""
 _CHUNKED = {
     "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
     "v-half": ((2,), ("v-half",)),
@@ -367,7 +364,7 @@ class Searcher:
             if best.value(shape.bound_s, self._least_price) >= left_out:
                 break
             left_out = min(left_out, best.value(self._capacity_s(shape), self._least_price))
-        found = tuple(best.sorted())
+        found = tuple(sorted(map(self._handed_over, best.sorted()), key=lambda one: one.value))
         bound = min(left_out, found[0].value) if found else left_out
         return SearchResult(
             found=found,
@@ -376,6 +373,15 @@ class Searcher:
             timed=self.timed,
             configurations=self.configurations,
         )
+
+    def _handed_over(self, one: Found) -> Found:
+        """Divides layers for the order that was chosen; under 1F1B alone they are at their best."""
+        plan = one.plan
+        if self._exact or self.options.partition or not plan.uniform or self.model.splits:
+            return one
+        plan, seconds = handed_over(plan, one.seconds, self.inputs, _HAND_OVERS)
+        value = one.value * seconds / one.seconds
+        return replace(one, plan=plan, seconds=seconds, value=value)
 
     def shapes(self) -> list[SearchShape]:
         """Returns every choice, those that promise most first."""
@@ -767,34 +773,3 @@ class Searcher:
             schedule=schedule,
             **choice.of_plan,
         )
-
-
-def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow | None:
-    """Gives a pipeline the order of work that is fastest for it and fits.
-
-    Args:
-        plan: as the search found it; stages of unequal widths get microbatches of one size.
-        inputs: what is trained where, and how long it takes.
-        schedules: orders to choose from; with one chunk for each rank, those that need several do
-            not count.
-
-    Returns:
-        The plan and its prediction; None where no order is possible, and one that does not fit
-        where none does.
-    """
-    run, rows = as_run(plan), []
-    if plan.pp == 1 or (run == plan and not plan.uniform):
-        schedules = schedules[:1] and ("1f1b",)
-    for name in schedules:
-        if run.chunks == 1 and name not in ONE_CHUNK:
-            continue
-        candidate = replace(run, schedule=name)
-        try:
-            seen = predict(candidate, inputs)
-        except ScheduleError:
-            continue  # not with these stages or so few microbatches
-        rows.append(PlanRow(plan=candidate, prediction=seen))
-    # The first of equal ones: what was asked for first.
-    return min(
-        rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
-    )

@@ -317,9 +317,6 @@ class Engine:
         assert self._job is not None
         assert self._wiring is not None
         assert isinstance(self._forward_backward, ForwardBackward)
-        layers, _ = stage_sizes(
-            self._job, orders.placement, orders.pp_rank, self._chunks, given["seq_length"]
-        )
         return Tuner(
             TunedPipeline(
                 job=self._job,
@@ -330,7 +327,8 @@ class Engine:
                 transport=self._wiring.transport,
                 payload_shape=self._payload or (1,),
                 payload_dtype=config.pipeline_dtype or torch.float32,
-                layers=layers or None,
+                loads=None,
+                gain=None,
                 cap=settings.activation_cap,
                 splits=self._splits,
                 weight_pieces=settings.weight_pieces,

@@ -66,19 +66,13 @@ class Sample:
 
 
 def profile_of(
-    samples: Sequence[Sample],
-    placement: Placement,
-    layers: Sequence[float] | None = None,
-    num_microbatches: int = 0,
+    samples: Sequence[Sample], placement: Placement, num_microbatches: int = 0
 ) -> StageProfile:
     """Puts the ranks' samples together; replicas of a stage count alike.
 
     Args:
         samples: at least one of every rank of the pipeline.
         placement: where stages live.
-        layers: work of each stage's transformer layers, their number where they are alike; with
-            it the profile also holds for other placements, for the slowness of a rank is separated
-            from that of a stage.
         num_microbatches: of each step measured; with it unequal microbatches are found.
 
     Returns:
@@ -104,13 +98,6 @@ def profile_of(
         for neighbour, link in sample.links.items()
     }
     links.update({(to, source): link for (source, to), link in list(links.items())})
-    factors = None
-    if layers is not None:
-        factors = rank_factors(times, placement, layers)
-        ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
-        for kind, values in times.items():
-            pairs = zip(values, ranks, strict=True)
-            times[kind] = tuple(value / factors[rank] for value, rank in pairs)
     unequal, sigma = _microbatch_factors(samples, placement, num_microbatches)
     return StageProfile(
         times=StageTimes(forward_s=times[F], backward_s=times[B], weight_s=times[W]),
@@ -119,7 +106,6 @@ def profile_of(
             occupancy_s=max((link.occupancy_s for link in links.values()), default=0.0),
         ),
         links=links,
-        rank_factors=factors,
         action_sigma=sigma,
         microbatch_factors=tuple(
             tuple(factors[first : first + num_microbatches])
@@ -166,71 +152,48 @@ def _microbatch_factors(
     return (found, sigma) if spread(found) > max(_ALIKE, 3 * noise) else ([], plain)
 
 
-def rank_factors(
-    times: Mapping[ActionKind, Sequence[float]], placement: Placement, layers: Sequence[float]
-) -> tuple[float, ...]:
-    """Estimates how much slower each rank is than the typical one, from transformer layers alone.
-
-    A rank's stages in the middle of the pipeline hold nothing but layers, so that their time per
-    layer shows its speed. In a V the first rank has the first and the last stage: there the
-    backward of the first stage shows it, if split, as the embedding has no gradient of inputs; else
-    its forward, as the look-up takes little.
-
-    Args:
-        times: measured seconds of each stage, by kind.
-        placement: where the stages lay.
-        layers: work of each stage's transformer layers.
-
-    Returns:
-        A factor per rank, 1 where nothing shows it.
-    """
-    middle = [stage for stage in range(1, placement.num_stages - 1) if layers[stage]]
-
-    def paces(kinds: Sequence[ActionKind], stages: Iterable[int]) -> list[float]:
-        found = [sum(times[kind][stage] for kind in kinds) / layers[stage] for stage in stages]
-        return [pace for pace in found if pace > 0]
-
-    first_kinds = (B,) if any(times[W]) else (F,)
-    factors = []
-    for rank in range(placement.num_ranks):
-        stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-        kinds: Sequence[ActionKind] = (F, B, W)
-        own = paces(kinds, [stage for stage in stages if stage in middle])
-        if not own and 0 in stages and layers[0]:
-            kinds = first_kinds
-            own = paces(kinds, [0])
-        typical = paces(kinds, middle)
-        known = own and typical
-        factors.append(statistics.fmean(own) / statistics.median(typical) if known else 1.0)
-    return tuple(factors)
-
-
-def most_of(samples: Sequence[Sample], present: Placement, wanted: Placement) -> float:
+def most_of(
+    samples: Sequence[Sample],
+    present: Placement,
+    wanted: Placement,
+    layers: Sequence[int] = (),
+    others: Sequence[int] = (),
+) -> float:
     """Returns activations that memory allows under a placement, in whole-rank microbatches.
 
     Args:
         samples: at least one of every rank, under ``present``.
         present: where stages live.
         wanted: where they would live.
+        layers: of each stage as they are, where they would change.
+        others: of each stage as they would be. A layer is taken for the smallest mean of a stage
+            where it goes, for the largest of those in the middle where it comes.
 
     Returns:
         That of the rank with the least room; below 1, even negative, where stages do not fit.
     """
     free = [math.inf] * present.num_ranks
-    kept, held = [0] * present.num_stages, [0] * present.num_stages
+    kept, held = [0.0] * present.num_stages, [0.0] * present.num_stages
     for sample in samples:
         free[sample.pp_rank] = min(free[sample.pp_rank], sample.free_bytes)
         for chunk in range(present.num_chunks):
             stage = present.stage_of(sample.pp_rank, chunk)
             kept[stage] = max(kept[stage], sample.kept_bytes[chunk])
             held[stage] = max(held[stage], sample.held_bytes[chunk])
+    held_now = tuple(held)
+    for sizes in (kept, held) if others else ():
+        means = [size / count if count else 0.0 for size, count in zip(sizes, layers, strict=True)]
+        least = min(filter(None, means), default=0.0)
+        most = max([*means[1:-1], least])
+        for stage, (count, other) in enumerate(zip(layers, others, strict=True)):
+            sizes[stage] += (other - count) * (most if other > count else least)
 
-    def total(sizes: Sequence[int], placement: Placement, rank: int) -> int:
+    def total(sizes: Sequence[float], placement: Placement, rank: int) -> float:
         chunks = range(placement.num_chunks)
         return sum(sizes[placement.stage_of(rank, chunk)] for chunk in chunks)
 
     return min(
-        (free[rank] * (1 - KEPT_FREE) + total(held, present, rank) - total(held, wanted, rank))
+        (free[rank] * (1 - KEPT_FREE) + total(held_now, present, rank) - total(held, wanted, rank))
         / max(1, total(kept, wanted, rank))
         for rank in range(present.num_ranks)
     )

@@ -3,13 +3,16 @@
 Steps 2 to 4 are measured (the first one warms up); before step 5 all ranks switch together, all
 data-parallel replicas to the same choice. Losses and gradients do not depend on the order of work,
 so that the switch is not seen in them. With two chunks per rank the choice may lie in another
-placement: then the loop moves the stages first (``move_layers.py``).
+placement, and where layers can move have other layers per stage: then the loop moves them first
+(``move_layers.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +21,11 @@ from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.planner.repartition import Decision, Loads, choose_together
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
 from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
 from megatron.adaptive.schedule.auto import choose
-from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.interface import Transport
@@ -30,21 +33,6 @@ from megatron.adaptive.transport.interface import Transport
 FIRST, LAST = 2, 4
 """Steps that are measured, counted from 1 in this process."""
 _OPTIMIZER_BYTES = 4 + 12  # of each parameter beside itself: gradient, main weight, two moments
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """Holds the schedule that all ranks run from here on.
-
-    Attributes:
-        text: what was chosen and why, for the log.
-        stay: what to run under the present placement, ``None`` to leave it as it is.
-        move: what to run after moving the stages, ``None`` to stay.
-    """
-
-    text: str
-    stay: Candidate | None = None
-    move: Candidate | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +47,9 @@ class TunedPipeline:
         forward_backward: runs the steps.
         transport: channels of this rank, ``None`` where it has none.
         payload_shape, payload_dtype: tensors between stages.
-        layers: work of each stage's transformer layers, ``None`` where that is not known.
+        loads: returns those of all measured steps and of each half of them, given the number of
+            microbatches, collective; ``None`` where stages and layers cannot move.
+        gain: least share of a step that moving layers must save, ``None`` where they stay.
         cap: most activations that the user allows, in microbatches; ``None`` for what fits.
         splits: backwards can be split.
         weight_pieces: most parts of a weight gradient.
@@ -75,7 +65,8 @@ class TunedPipeline:
     transport: Transport | None
     payload_shape: Sequence[int]
     payload_dtype: torch.dtype
-    layers: Sequence[float] | None
+    loads: Callable[[int], Sequence[Loads]] | None
+    gain: float | None
     cap: float | None
     splits: bool
     weight_pieces: int
@@ -115,41 +106,50 @@ class Tuner:
         )
         sample.links = self._links()
         samples = job.gather(sample)
-        decision = job.on_first(lambda: self._choose(samples, num_microbatches))
+        loads = None if pipeline.loads is None else pipeline.loads(num_microbatches)
+        decision = job.on_first(lambda: self._choose(samples, loads, num_microbatches))
         if decision.stay is not None and decision.move is None:
             pipeline.forward_backward.use(decision.stay)
         return decision
 
-    def _choose(self, samples: list[Sample], num_microbatches: int) -> Decision:
-        pipeline, cap, most = self._pipeline, self._pipeline.cap, self._limits(samples)
+    def _choose(
+        self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
+    ) -> Decision:
+        pipeline = self._pipeline
+        present = pipeline.placement
+        profile = profile_of(samples, present, num_microbatches)
+        partition = () if loads is None else loads[0].partition
+
+        def limit(kind: PlacementKind, others: Sequence[int]) -> float:
+            wanted = replace(present, kind=kind)
+            found = most_of(samples, present, wanted, partition, others)
+            if (kind, others) == (present.kind, partition):
+                found = max(1.0, found)  # what runs now fits, whatever the estimate
+            return found if pipeline.cap is None else min(found, pipeline.cap)
+
+        options: Any = {
+            "num_microbatches": num_microbatches,
+            "splittable": pipeline.splits,
+            "pieces": pipeline.weight_pieces,
+        }
+        kinds: list[PlacementKind] = [present.kind]
+        if pipeline.can_turn and present.num_chunks == 2:
+            kinds.append("loop" if present.kind == "v" else "v")
         try:
-            choice = choose(
-                profile_of(samples, pipeline.placement, pipeline.layers, num_microbatches),
-                present=pipeline.placement,
-                num_microbatches=num_microbatches,
-                most=most if cap is None else {kind: min(most[kind], cap) for kind in most},
-                splittable=pipeline.splits,
-                pieces=pipeline.weight_pieces,
+            if loads is None:
+                most = limit(present.kind, ())
+                choice = choose(profile, placement=present, most=most, **options)
+                return Decision(text=choice.reason, stay=choice.best)
+            return choose_together(
+                loads[0],
+                profile,
+                {kind: partial(limit, kind) for kind in kinds},
+                halves=loads[1:],
+                gain=pipeline.gain,
+                **options,
             )
         except ScheduleError as error:
             return Decision(text=f"auto keeps adaptive: {error}")
-        if choice.best.placement.kind == pipeline.placement.kind:
-            return Decision(text=choice.reason, stay=choice.best)
-        stay = None if choice.stay is None else choice.stay.best
-        return Decision(text=choice.reason, stay=stay, move=choice.best)
-
-    def _limits(self, samples: list[Sample]) -> dict[PlacementKind, float]:
-        """Returns the activations that memory allows, by the ways in which stages may lie."""
-        present = self._pipeline.placement
-        # What runs now fits, whatever the estimate.
-        found = {present.kind: max(1.0, most_of(samples, present, present))}
-        if self._pipeline.can_turn and present.num_chunks == 2:
-            kind: PlacementKind = "loop" if present.kind == "v" else "v"
-            other = Placement(num_ranks=present.num_ranks, num_chunks=2, kind=kind)
-            limit = most_of(samples, present, other)
-            if limit >= 1:
-                found[kind] = limit
-        return found
 
     def _links(self) -> dict[int, Link]:
         """Measures the links to the neighbours, one pair of the pipeline after the other."""

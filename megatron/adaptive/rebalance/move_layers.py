@@ -114,7 +114,12 @@ def with_schedule(job: TrainingJob, **changes: Any) -> TrainingJob:
     return dataclasses.replace(job, config=dataclasses.replace(job.config, schedule=schedule))
 
 
-def move_stages(box: list[Run], kind: PlacementKind, release: Callable[[], None]) -> Run:
+def move_stages(
+    box: list[Run],
+    kind: PlacementKind,
+    release: Callable[[], None],
+    partition: Sequence[int] | None = None,
+) -> Run:
     """Goes on under another placement, from the same state. Collective over all ranks.
 
     Args:
@@ -122,6 +127,7 @@ def move_stages(box: list[Run], kind: PlacementKind, release: Callable[[], None]
         kind: how stages lie from here on.
         release: drops every other reference to the run, so that its memory is free before another
             one is built; not called where the state has no room to wait.
+        partition: layers of each stage from here on, ``None`` for those that they have.
 
     Returns:
         The run that takes its place.
@@ -131,7 +137,8 @@ def move_stages(box: list[Run], kind: PlacementKind, release: Callable[[], None]
         TransportError: after ``release``, state did not arrive and is lost.
     """
     state = _set_aside(box[0])
-    job = with_schedule(box[0].job, pipeline_placement=kind)
+    changes = {} if partition is None else {"partition": tuple(partition)}
+    job = with_schedule(box[0].job, pipeline_placement=kind, **changes)
     random = sharded_rng(job.config).data
     scheduler = box[0].scheduler.state_dict()
     release()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.core import parallel_state
@@ -31,7 +31,7 @@ from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.planner.repartition import (
     Loads,
-    PartitionMove,
+    Partition,
     Times,
     propose,
     simulated_step,
@@ -39,10 +39,9 @@ from megatron.adaptive.planner.repartition import (
 )
 from megatron.adaptive.profiling.memory import KEPT_FREE
 from megatron.adaptive.profiling.pipeline import LayerShare, Sample
-from megatron.adaptive.rebalance.auto import LAST, held_bytes, memory_of
+from megatron.adaptive.rebalance.auto import held_bytes, memory_of
 from megatron.adaptive.rebalance.move_layers import with_schedule
 from megatron.adaptive.schedule.action import ActionKind
-from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 
@@ -149,8 +148,7 @@ class Repartitioner:
         self._interval = settings.repartition_interval
         self._gain = settings.repartition_gain
         self._steps: deque[tuple[Lanes, float]] = deque(maxlen=_MOST_STEPS)
-        # The choice of ``auto`` comes first.
-        self._skip = LAST + 1 if settings.pipeline_schedule == "auto" else _WARM_UP
+        self._skip = _WARM_UP
         self._since = 0
         self._promise: Move | None = None
         self._share: LayerShare | None = None
@@ -164,6 +162,15 @@ class Repartitioner:
         self._layer_bytes = _layer_bytes(run)
         self._share = _layer_share(run, self._layer_bytes)
         self._forget()
+
+    def close(self) -> None:
+        """Measures no more."""
+        assert self._share is not None
+        self._share.close()
+
+    def gather_loads(self, num_microbatches: int) -> list[Loads]:
+        """Returns the loads in the steps since the last look, and in both halves. Collective."""
+        return self._loads(self._run.job.gather(self._measurements()), num_microbatches)
 
     def _forget(self) -> None:
         self._steps.clear()
@@ -252,19 +259,17 @@ class Repartitioner:
         if count < _LEAST_STEPS:
             return None, span_s
 
-        def loads(steps: slice) -> Loads:
-            return loads_of(
-                measured,
-                run.placement,
-                run.job.config.layers_per_stage,
-                units=candidate.cap or default_cap(run.placement, num_microbatches),
-                steps=steps,
-            )
+        whole, *halves = self._loads(measured, num_microbatches)
 
-        whole = loads(slice(0, count))
-        halves = [loads(slice(0, count // 2)), loads(slice(count // 2, count))]
+        def promises(loads: Loads, partition: Partition) -> bool:
+            step_s = simulated_step(loads, candidate, num_microbatches)
+            return step_s(partition) <= step_s(loads.partition) * (1 - self._gain)
+
         try:
-            found = _propose(whole, halves, candidate, num_microbatches, self._gain)
+            step_s = simulated_step(whole, candidate, num_microbatches)
+            found = propose(whole, step_s, self._gain)
+            if found is not None and not all(promises(half, found.partition) for half in halves):
+                found = None  # it would pay in some of the steps
         except ScheduleError:
             found = None  # the order cannot be simulated for this many microbatches
         if found is None:
@@ -278,23 +283,21 @@ class Repartitioner:
         )
         return move, span_s
 
-
-def _propose(
-    whole: Loads,
-    halves: Iterable[Loads],
-    candidate: Candidate,
-    num_microbatches: int,
-    gain: float,
-) -> PartitionMove | None:
-    """Returns the partition that pays in all steps, if it pays in each half of them."""
-    found = propose(whole, simulated_step(whole, candidate, num_microbatches), gain)
-    if found is None:
-        return None
-    for half in halves:
-        step_s = simulated_step(half, candidate, num_microbatches)
-        if step_s(found.partition) > step_s(half.partition) * (1 - gain):
-            return None
-    return found
+    def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
+        run = self._run
+        assert isinstance(run.forward_backward, ForwardBackward)
+        candidate = run.forward_backward.candidate(num_microbatches)
+        half = min(len(one.steps) for one in measured) // 2
+        return [
+            loads_of(
+                measured,
+                run.placement,
+                run.job.config.layers_per_stage,
+                units=candidate.cap or default_cap(run.placement, num_microbatches),
+                steps=steps,
+            )
+            for steps in (slice(None), slice(half), slice(half, None))
+        ]
 
 
 def _layer_bytes(run: Run) -> tuple[tuple[int, ...], ...]:

@@ -4,15 +4,15 @@ Owns the candidates and the choice, from times that were measured in the first s
 telling all ranks is the business of the pipeline's ``calibrate``.
 
 A rule is only taken where it is faster than the best fixed order that memory allows by more than
-the error of a simulation; else that order is. Another placement is taken where its best is clearly
-faster than the best under the present one.
+the error of a simulation; else that order is. Placement and layers are chosen together with it by
+``planner.repartition``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.adaptive.errors import ScheduleError
@@ -25,7 +25,7 @@ from megatron.adaptive.schedule.compare import (
     make_candidate,
 )
 from megatron.adaptive.schedule.memory import default_cap, with_rounding
-from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import ANNEALED, EQUAL, Pace, make_schedule
 from megatron.adaptive.schedule.workload import StageProfile
 
@@ -35,8 +35,6 @@ RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
 DRAWS = 6
 GAIN = 0.005
 """Least gain of a rule over the best fixed order; simulated and measured steps differ by more."""
-PLACEMENT_GAIN = 0.03
-"""Least gain of another placement over the present one: to move there, weights must be moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +45,16 @@ class ScheduleChoice:
         best: the candidate to run.
         outcomes: everything that was simulated, fastest first.
         reason: one line for the log.
-        gain: share of a step that moving to another placement saves, 0 where ``best`` needs none.
-        stay: the choice for a pipeline that cannot move, where ``best`` lies elsewhere; ``None``
-            also where memory does not allow to stay.
     """
 
     best: Candidate
     outcomes: tuple[CandidateOutcome, ...]
     reason: str
-    gain: float = 0.0
-    stay: ScheduleChoice | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step under ``best``, simulated."""
+        return next(o.mean_s for o in self.outcomes if o.candidate is self.best)
 
 
 def candidates(
@@ -111,22 +109,23 @@ def candidates(
 def choose(
     profile: StageProfile,
     *,
-    present: Placement,
+    placement: Placement,
     num_microbatches: int,
-    most: Mapping[PlacementKind, float],
+    most: float,
     splittable: bool,
     pieces: int = DEFAULT_PIECES,
+    quick: bool = False,
 ) -> ScheduleChoice:
     """Simulate the candidates and take the fastest.
 
     Args:
         profile: measured times and their spread, per stage.
-        present: how the stages lie now.
+        placement: how the stages lie.
         num_microbatches: microbatches per step.
-        most: how they may lie, and the most activations that memory allows then, in whole-rank
-            microbatches.
+        most: most activations that memory allows, in whole-rank microbatches.
         splittable: whether backwards can be split.
         pieces: most parts of a weight gradient.
+        quick: simulate one draw of each, and anneal nothing.
 
     Raises:
         ScheduleError: memory does not allow any candidate.
@@ -137,55 +136,37 @@ def choose(
         or profile.latency_sigma
         or profile.microbatch_factors
     )
-    seeds = range(DRAWS if spread else 1)
-    outcomes: list[CandidateOutcome] = []
-    for kind, limit in most.items():
-        offered = candidates(
-            replace(present, kind=kind),
+    seeds = range(DRAWS if spread and not quick else 1)
+
+    def fitting(offered: Iterable[Candidate]) -> list[CandidateOutcome]:
+        found = (evaluate(one, num_microbatches, profile, seeds) for one in offered)
+        return [one for one in found if one.peak_units <= with_rounding(most)]
+
+    outcomes = fitting(
+        candidates(
+            placement,
             num_microbatches,
-            most=limit,
+            most=most,
             splittable=splittable,
             pieces=pieces,
             pace=_pace(profile),
         )
-
-        def fitting(offered: Iterable[Candidate], limit: float = limit) -> list[CandidateOutcome]:
-            found = (evaluate(one, num_microbatches, profile, seeds) for one in offered)
-            return [one for one in found if one.peak_units <= with_rounding(limit)]
-
-        found = fitting(offered)
-        outcomes += found + fitting(_annealed(found, num_microbatches, profile, limit, pieces))
+    )
+    if not quick:
+        outcomes += fitting(_annealed(outcomes, num_microbatches, profile, most, pieces))
     if not outcomes:
         raise ScheduleError(
-            f"memory for {max(most.values()):g} microbatches: no schedule of {present.num_ranks}"
-            f" ranks with {present.num_chunks} chunks fits; lower --micro-batch-size or recompute"
+            f"memory for {most:g} microbatches: no schedule of {placement.num_ranks}"
+            f" ranks with {placement.num_chunks} chunks fits; lower --micro-batch-size or recompute"
             " activations"
         )
     outcomes.sort(key=lambda outcome: (outcome.mean_s, outcome.peak_units))
-    here, elsewhere = (
-        _fastest([o for o in outcomes if (o.candidate.placement.kind == present.kind) == is_here])
-        for is_here in (True, False)
-    )
-
-    def choice(best: CandidateOutcome, fixed: CandidateOutcome | None) -> ScheduleChoice:
-        limit = most[best.candidate.placement.kind]
-        reason = _reason(best, fixed, profile, limit)
-        return ScheduleChoice(best=best.candidate, outcomes=tuple(outcomes), reason=reason)
-
-    if elsewhere is None or (
-        here is not None and elsewhere[0].mean_s >= here[0].mean_s * (1 - PLACEMENT_GAIN)
-    ):
-        assert here is not None
-        return choice(*here)
-    moved = choice(*elsewhere)
-    if here is None:
-        return moved
-    return replace(
-        moved,
-        reason=f"{moved.reason}; in a {present.kind} at best {here[0].mean_s * 1e3:.4g} ms",
-        gain=1 - elsewhere[0].mean_s / here[0].mean_s,
-        stay=choice(*here),
-    )
+    best = outcomes[0]
+    fixed = next((o for o in outcomes if o.candidate.name in STATIC), None)
+    if fixed is not None and best.mean_s > fixed.mean_s * (1 - GAIN):
+        best = fixed
+    reason = _reason(best, fixed, profile, most)
+    return ScheduleChoice(best=best.candidate, outcomes=tuple(outcomes), reason=reason)
 
 
 def _pace(profile: StageProfile) -> Pace:
@@ -227,19 +208,6 @@ def _annealed(
     )
     cuts = {1, pieces} if splits else {0}
     return [made, *(replace(made, name="hinted", weight_pieces=cut) for cut in sorted(cuts))]
-
-
-def _fastest(
-    outcomes: Sequence[CandidateOutcome],
-) -> tuple[CandidateOutcome, CandidateOutcome | None] | None:
-    """Returns the one to take, and the best fixed order: both where a rule gains too little."""
-    if not outcomes:
-        return None
-    fastest = outcomes[0]
-    fixed = next((o for o in outcomes if o.candidate.name in STATIC), None)
-    if fixed is not None and fastest.mean_s > fixed.mean_s * (1 - GAIN):
-        return fixed, fixed
-    return fastest, fixed
 
 
 def _reason(

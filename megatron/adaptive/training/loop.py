@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megatron.adaptive.checkpoint.local_disk import LocalDisk
 from megatron.adaptive.checkpoint.snapshots import make_snapshots
 from megatron.adaptive.checkpoint.training import Checkpoints, Progress, RunState
 from megatron.adaptive.config.run import RunConfig
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
@@ -30,10 +31,10 @@ from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
-from megatron.adaptive.gpt.model import layer_work
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
 from megatron.adaptive.gpt.step import Step, gather_parameters, params_norm
-from megatron.adaptive.rebalance.auto import Decision, TunedPipeline, Tuner
+from megatron.adaptive.planner.repartition import Decision
+from megatron.adaptive.rebalance.auto import TunedPipeline, Tuner
 from megatron.adaptive.rebalance.dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
@@ -308,31 +309,36 @@ class OrderRecorder(RunHook):
 class Rebalancing(RunHook):
     """Measures the steps; changes schedule, placement or partition before the next one.
 
-    ``--pipeline-schedule auto`` decides once, after its first steps, ``--repartition auto`` every
-    interval from then on. All ranks decide and change alike.
+    ``--pipeline-schedule auto`` decides once, after its first steps, also on the layers of each
+    stage unless ``--partition`` gives them; ``--repartition auto`` every interval from then on. All
+    ranks decide and change alike.
     """
 
     def __init__(self, live: TrainingRun) -> None:
         super().__init__(live)
         self._log = live.log
-        settings = live.config.schedule
-        is_tuned = settings.pipeline_schedule == "auto"
-        self._tuner = Tuner(_tuned(live.run)) if is_tuned else None
+        self._settings = settings = live.config.schedule
         self._repartitioner: Repartitioner | None = None
-        if settings.repartition != "off":
+        is_tuned = settings.pipeline_schedule == "auto"
+        if settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1):
             self._repartitioner = Repartitioner(live.run, live.log.message)
+        self._tuner = Tuner(_tuned(live.run, self._repartitioner)) if is_tuned else None
         self._due: Decision | Move | None = None
 
     def after_step(self, step: TrainedStep) -> None:
         times = self._live.step.times
+        if self._repartitioner is not None:
+            assert times is not None
+            self._due = self._repartitioner.after_step(times, step.num_microbatches)
         if self._tuner is not None and times is not None:
             decision = self._tuner.after_step(times, step.num_microbatches)
             if decision is not None:
+                self._tuner = None
                 self._log.message(f"  {decision.text}")
                 self._due = decision if decision.move is not None else None
-        if self._repartitioner is not None and self._due is None:
-            assert times is not None
-            self._due = self._repartitioner.after_step(times, step.num_microbatches)
+                if self._repartitioner is not None and self._settings.repartition == "off":
+                    self._repartitioner.close()
+                    self._repartitioner = None
 
     def before_step(self, iteration: int) -> None:
         due, self._due = self._due, None
@@ -340,47 +346,54 @@ class Rebalancing(RunHook):
             return
         begin_s = time.perf_counter()
         self._live.checkpoints.saver.finish()
+        what = "layers" if isinstance(due, Move) else "the stages"
+        self._live.report_position(f"the move of {what} after iteration {iteration}")
         if isinstance(due, Move):
-            self._live.report_position(f"the move of layers after iteration {iteration}")
-            self._move_layers(due, begin_s)
+            seconds = self._cut_anew(due.partition, begin_s)
+            assert self._repartitioner is not None
+            self._repartitioner.moved(due, self._live.run, seconds)
         else:
-            self._live.report_position(f"the move of the stages after iteration {iteration}")
             self._move_stages(due, begin_s)
 
-    def _move_layers(self, move: Move, begin_s: float) -> None:
+    def _cut_anew(self, partition: Sequence[int], begin_s: float) -> float:
+        """Moves layers and returns the seconds since ``begin_s``."""
         live = self._live
         live.snapshots.close()
         del live.snapshots
-        live.adopt(move_layers(live.run, move.partition))
+        live.adopt(move_layers(live.run, partition))
         if live.config.schedule.trace_dir is not None:
             self._go_on_in_new_files()
-        assert self._repartitioner is not None
         seconds = time.perf_counter() - begin_s
         self._log.report(repartitioned=live.progress.iteration, seconds=seconds)
-        self._repartitioner.moved(move, live.run, seconds)
+        return seconds
 
     def _move_stages(self, decision: Decision, begin_s: float) -> None:
-        """Goes on under another placement, or stays where memory does not suffice."""
-        live, self._tuner = self._live, None
-        assert decision.move is not None
-        kind = decision.move.placement.kind
-        try:
-            moved = move_stages([live.run], kind, live.release)
-        except DeviceMemoryError as error:
-            if not hasattr(live, "run"):
-                raise
-            if decision.stay is not None:
-                _engine_of(live.run).use(decision.stay)
-            self._log.message(f"  the stages stay as they are, without {decision.move}: {error}")
-            return
-        live.adopt(moved)
-        live.connect(live.run)
-        _engine_of(live.run).use(decision.move)
+        """Goes on with other stages, or stays where memory does not suffice."""
+        live, move, partition = self._live, decision.move, decision.partition
+        assert move is not None
+        kind = move.placement.kind
+        if kind == live.run.placement.kind:
+            assert partition is not None
+            self._cut_anew(partition, begin_s)
+        else:
+            try:
+                moved = move_stages([live.run], kind, live.release, partition)
+            except DeviceMemoryError as error:
+                if not hasattr(live, "run"):
+                    raise
+                if decision.stay is not None:
+                    _engine_of(live.run).use(decision.stay)
+                self._log.message(f"  the stages stay as they are, without {move}: {error}")
+                return
+            live.adopt(moved)
+            live.connect(live.run)
+            self._go_on_in_new_files()
+        _engine_of(live.run).use(move)
         if self._repartitioner is not None:
             self._repartitioner.adopt(live.run)
-        self._go_on_in_new_files()
+        cut = "" if partition is None else f" of {format_partition(partition)} layers"
         self._log.message(
-            f"  the stages now lie in a {kind}: moved in {time.perf_counter() - begin_s:.2f} s"
+            f"  the stages{cut} now lie in a {kind}: moved in {time.perf_counter() - begin_s:.2f} s"
         )
 
     def _go_on_in_new_files(self) -> None:
@@ -396,8 +409,10 @@ def _engine_of(run: Run) -> ForwardBackward:
     return run.forward_backward
 
 
-def _tuned(run: Run) -> TunedPipeline:
+def _tuned(run: Run, layers: Repartitioner | None) -> TunedPipeline:
     config = run.job.config
+    settings = config.schedule
+    may_cut = settings.partition is None or settings.repartition != "off"
     group = parallel_state.get_pipeline_model_parallel_group()
     return TunedPipeline(
         job=run.job,
@@ -408,12 +423,13 @@ def _tuned(run: Run) -> TunedPipeline:
         transport=None if run.wiring is None else run.wiring.transport,
         payload_shape=payload_shape(config),
         payload_dtype=run.core.pipeline_dtype,
-        layers=layer_work(config),
-        cap=config.schedule.activation_cap,
+        loads=None if layers is None else layers.gather_loads,
+        gain=settings.repartition_gain if may_cut else None,
+        cap=settings.activation_cap,
         splits=config.splits_backward,
-        weight_pieces=config.schedule.weight_pieces,
-        can_turn=config.schedule.pipeline_placement is None,
-        timeout_s=config.schedule.pipeline_timeout_s,
+        weight_pieces=settings.weight_pieces,
+        can_turn=settings.pipeline_placement is None,
+        timeout_s=settings.pipeline_timeout_s,
     )
 
 
