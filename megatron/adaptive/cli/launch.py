@@ -73,11 +73,8 @@ def _read_options(argv: Sequence[str]) -> Any:
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser = get_args_parser()
-    parser.add_argument(
-        "--world-size",
-        type=count,
-        help="processes of all nodes, where nodes have different numbers",
-    )
+    text = "processes of all nodes, where nodes have different numbers"
+    parser.add_argument("--world-size", type=count, help=text)
 
     def complain(message: str) -> NoReturn:
         raise ConfigError(f"{message}; see python -m megatron.adaptive launch --help")

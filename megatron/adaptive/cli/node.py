@@ -103,17 +103,11 @@ def _parser(role: str, description: str) -> CommandParser:
     add("--master-addr", help="address of the first node (found; MASTER_ADDR)")
     add("--master-port", type=number(int, 1, 65535, "port"), help="its port (29500; MASTER_PORT)")
     add("--ifname", help="network interface (the one towards the other nodes; IFNAME)")
-    add(
-        "--node-rank",
-        type=number(int, 0, 1_000_000),
-        help="number of this node (by arrival; NODE_RANK)",
-    )
+    text = "number of this node (by arrival; NODE_RANK)"
+    add("--node-rank", type=number(int, 0, 1_000_000), help=text)
     add("--nproc-per-node", type=count, help="processes here, where NPROC_PER_NODE does not say it")
-    add(
-        "--timeout",
-        type=number(float, 0, 1e9),
-        help="seconds to wait for other nodes (MEETING_TIMEOUT_S)",
-    )
+    text = "seconds to wait for other nodes (MEETING_TIMEOUT_S)"
+    add("--timeout", type=number(float, 0, 1e9), help=text)
     return parser
 
 
@@ -191,12 +185,8 @@ def _answer(conf: LaunchConf, places: list[tuple[int, int]], port: int) -> dict[
 
 def _worker(argv: Sequence[str]) -> int:
     parser = _parser("worker", "Join a run that run_master.sh starts on another node.")
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        default=WORK_FOLDER / "logs",
-        help="of the master, if it is shared (logs)",
-    )
+    text = "of the master, if it is shared (logs)"
+    parser.add_argument("--log-dir", type=Path, default=WORK_FOLDER / "logs", help=text)
     text = f"for this node, as the master cannot say it: {', '.join(_OWN)}"
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="changes", help=text
