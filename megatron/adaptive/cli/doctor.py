@@ -49,12 +49,8 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--master-addr", help="address of one of the nodes that is checked")
     add("--master-port", type=number(int, 1, 65535, "port"), default=29500, help="its port (29500)")
-    add(
-        "--timeout",
-        type=number(float, 0, 1e9),
-        default=60.0,
-        help="seconds to wait for the other node (60)",
-    )
+    wait_s = number(float, 0, 1e9)
+    add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
     add("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(argv)
     checks = check_node(options.master_port)

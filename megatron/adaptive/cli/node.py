@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser(role: str, description: str) -> CommandParser:
-    parser = CommandParser(prog=f"run_{role}.sh", allow_abbrev=False, description=description)
+    parser = CommandParser(prog=f"run_{role}.sh", description=description)
     add = parser.add_argument
     add("--master-addr", help="address of the first node (found; MASTER_ADDR)")
     add("--master-port", type=number(int, 1, 65535, "port"), help="its port (29500; MASTER_PORT)")
@@ -260,7 +260,7 @@ def _settings(given: dict[str, str], own: Mapping[str, str]) -> dict[str, str]:
 
 
 def _slurm(argv: Sequence[str]) -> int:
-    parser = CommandParser(prog="node slurm", allow_abbrev=False)
+    parser = CommandParser(prog="node slurm")
     parser.add_argument("conf", type=Path, help="settings that submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.read(argv)

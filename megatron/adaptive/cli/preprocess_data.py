@@ -124,7 +124,6 @@ def _run(argv: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="preprocess_data.py",
-        allow_abbrev=False,
         description="Turn JSON lines into the .bin and .idx files that --data-path takes.",
     )
     add = parser.add_argument
@@ -201,7 +200,6 @@ def _corpus_parser() -> CommandParser:
     defaults = CorpusSpec(output_dir=Path())
     parser = CommandParser(
         prog="make_corpus.py",
-        allow_abbrev=False,
         description="Make a training corpus from the Python standard library's source files.",
     )
     add = parser.add_argument

@@ -96,7 +96,6 @@ def evaluate(argv: Sequence[str]) -> int:
 def _evaluate(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog="evaluate",
-        allow_abbrev=False,
         usage="%(prog)s (--load CKPT | --load-hf DIR) [--data FILE] [--prompt TEXT] [FLAGS]",
         description="Perplexity of a model over a text, and a sample of it. FLAGS are those of"
         " the trainer; those of the model come from CKPT/model_flags.txt or config.json.",

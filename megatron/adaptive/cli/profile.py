@@ -88,12 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=("fp32", "fp16", "bf16"), help="bf16 on a GPU, fp32 on a CPU")
     add("--tp", metavar="1,2,4", help="tensor-parallel widths; every power of two that fits")
     add("--micro-batch-sizes", default="1,2,4", metavar="1,2,4", help="samples (%(default)s)")
-    add(
-        "--repeats",
-        type=number(int, 1, 100_000),
-        default=7,
-        help="microbatches that count (%(default)s)",
-    )
+    repeats = number(int, 1, 100_000)
+    add("--repeats", type=repeats, default=7, help="microbatches that count (%(default)s)")
     add("--node-type", default="", metavar="NAME", help="of this node; its GPU's by default")
     add("--no-links", action="store_true", help="leave links and all-reduces out")
     add("--distributed-backend", choices=("nccl", "gloo"), help="as in training")

@@ -38,7 +38,6 @@ def main(argv: Sequence[str]) -> int:
     """Writes the page and says where it is."""
     parser = CommandParser(
         prog="python -m megatron.adaptive report",
-        allow_abbrev=False,
         description="Write one page about a job: configuration, curves, use of each node, "
         "pipeline, errors. It needs nothing but a browser.",
     )

@@ -52,7 +52,6 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m megatron.adaptive run",
-        allow_abbrev=False,
         description="Train, and go on in another shape when machines come and go.",
     )
     add = parser.add_argument

@@ -74,7 +74,6 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="run_single.sh",
-        allow_abbrev=False,
         description="Train a small GPT through a pipeline of processes on this machine.",
         epilog="Options of the trainer follow after --, for instance -- --train-iters 50.",
     )

@@ -101,17 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--stages", type=count, required=True, help="ranks of the pipeline")
     add("--chunks", type=count, default=2, help="chunks per rank, where a schedule has several")
     add("--microbatches", type=count, required=True, help="microbatches per step")
-    add(
-        _SIZES,
-        metavar="2-1",
-        help="ranks of each stage, of which each has one of so many microbatches",
-    )
-    add(
-        "--schedules",
-        default=_SCHEDULES,
-        metavar="A,B",
-        help=f"what to compare: {', '.join(policy_names())}",
-    )
+    sizes = "ranks of each stage, of which each has one of so many microbatches"
+    add(_SIZES, metavar="2-1", help=sizes)
+    known = f"what to compare: {', '.join(policy_names())}"
+    add("--schedules", default=_SCHEDULES, metavar="A,B", help=known)
     work = parser.add_argument_group("work")
     add = work.add_argument
     add("--profile", type=Path, metavar="FILE", help="measured times; see docs/schedules.md")
@@ -127,34 +120,20 @@ def _parser() -> argparse.ArgumentParser:
     ):
         add(f"--{name}", type=float, default=default, metavar=unit, help=text)
     add("--exchanges", type=count, default=4, help="all-to-alls in a chunk's forward")
-    add(
-        "--slow-rank",
-        action="append",
-        default=[],
-        metavar="R:FACTOR",
-        help="a rank that takes so many times longer; may be repeated",
-    )
+    slow = "a rank that takes so many times longer; may be repeated"
+    add("--slow-rank", action="append", default=[], metavar="R:FACTOR", help=slow)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
     add("--cap", type=float, metavar="MICROBATCHES", help="activations a rank may hold")
-    add(
-        "--weight-pieces",
-        type=number(int, 0, 1000),
-        metavar="N",
-        help="parts of a weight gradient, 0: whole B",
-    )
+    pieces = number(int, 0, 1000)
+    add("--weight-pieces", type=pieces, metavar="N", help="parts of a weight gradient, 0: whole B")
     add("--placement", choices=("loop", "v"), help="where chunks live; default v for 2 chunks")
     out = parser.add_argument_group("output")
     add = out.add_argument
     add("--draws", type=count, default=20, help="simulated steps per schedule, with jitter")
     add("--seed", type=number(int, 0, 2**53), default=0, help="of the first draw")
-    add(
-        "--timeline",
-        type=number(int, 0, 10_000),
-        default=0,
-        metavar="COLUMNS",
-        help="also draw the steps as text",
-    )
+    columns, text = number(int, 0, 10_000), "also draw the steps as text"
+    add("--timeline", type=columns, default=0, metavar="COLUMNS", help=text)
     add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as a picture")
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
     return parser

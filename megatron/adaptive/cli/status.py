@@ -39,9 +39,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         1 if it is stalled, a node was lost or a node reported an error.
     """
-    parser = CommandParser(
-        prog="get_result.sh", description="Report the state of a job.", allow_abbrev=False
-    )
+    parser = CommandParser(prog="get_result.sh", description="Report the state of a job.")
     add = parser.add_argument
     add("job", help="its id, which is the name of its folder of logs")
     add("--log-dir", type=Path, default=WORK_FOLDER / "logs", help="LOG_DIR of conf.sh (logs)")

@@ -33,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
     """Checks the configuration, write the script and submit it."""
     parser = CommandParser(
         prog="python -m megatron.adaptive submit",
-        allow_abbrev=False,
         description="Write the script of a job of Slurm and submit it.",
     )
     add = parser.add_argument

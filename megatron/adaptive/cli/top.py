@@ -115,30 +115,17 @@ def _keys() -> Iterator[Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="top",
-        allow_abbrev=False,
         description="Show what a run does now, or did last. q ends it.",
     )
-    parser.add_argument(
-        "run",
-        nargs="?",
-        type=Path,
-        metavar="DIR",
-        help="folder of the run, or of its traces (default: runs/latest)",
-    )
-    parser.add_argument("--once", action="store_true", help="print one frame and end")
-    parser.add_argument(
-        "--interval",
-        type=number(float, 0.05, 3600, "time in seconds"),
-        default=PERIOD_S,
-        metavar="SECONDS",
-        help=f"time between two frames ({PERIOD_S})",
-    )
-    parser.add_argument(
-        "--width",
-        type=number(int, 40, 1000, "number of columns"),
-        metavar="COLUMNS",
-        help="width of a frame (the terminal's)",
-    )
+    seconds = number(float, 0.05, 3600, "time in seconds")
+    columns = number(int, 40, 1000, "number of columns")
+    run = "folder of the run, or of its traces (default: runs/latest)"
+    period = f"time between two frames ({PERIOD_S})"
+    add = parser.add_argument
+    add("run", nargs="?", type=Path, metavar="DIR", help=run)
+    add("--once", action="store_true", help="print one frame and end")
+    add("--interval", type=seconds, default=PERIOD_S, metavar="SECONDS", help=period)
+    add("--width", type=columns, metavar="COLUMNS", help="width of a frame (the terminal's)")
     return parser
 
 

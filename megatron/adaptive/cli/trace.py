@@ -96,9 +96,8 @@ def _diagnose(argv: Sequence[str]) -> int:
         f"{PROGRAM} {DIAGNOSE}",
         "Name the rank, the link or the data that slows a run, and a remedy.",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the findings as JSON instead of text"
-    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the findings as JSON instead of text")
     arguments = parser.parse_args(argv)
     run = load_run(arguments.run_dir)
     found = diagnose(run, _chosen_iterations(run, arguments))
@@ -121,12 +120,9 @@ def _what_if(argv: Sequence[str]) -> int:
         "Simulate the recorded steps with other times: what the run loses, to whom, and what each "
         "repair would gain.",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print everything as JSON instead of text"
-    )
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw where time is lost here, as PNG"
-    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print everything as JSON instead of text")
+    add("--picture", type=Path, metavar="FILE", help="draw where time is lost here, as PNG")
     arguments = parser.parse_args(argv)
     from megatron.adaptive.trace.whatif.answers import what_if
 
@@ -144,24 +140,16 @@ def _import(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog=f"{PROGRAM} import",
         description="Read the trace of another program and write it as one of ours.",
-        allow_abbrev=False,
     )
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="SOURCE",
-        help="table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a "
-        "file per rank), or spans of Megatron-LM; see docs/traces.md",
+    source = (
+        "table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a file "
+        "per rank), or spans of Megatron-LM; see docs/traces.md"
     )
-    parser.add_argument(
-        "--pipeline",
-        type=count,
-        metavar="P",
-        help="pipeline ranks, where profiles do not say it; ranks of a stage follow each other",
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="new folder for the traces"
-    )
+    ranks = "pipeline ranks, where profiles do not say it; ranks of a stage follow each other"
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help=source)
+    add("--pipeline", type=count, metavar="P", help=ranks)
+    add("--output", type=Path, required=True, metavar="DIR", help="new folder for the traces")
     arguments = parser.parse_args(argv)
     from megatron.adaptive.trace.imports.profiles import read_profiles
     from megatron.adaptive.trace.imports.published import write_run
@@ -237,81 +225,49 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
         by_shape: the run is chosen by ``--run-dir`` and by the shape that it must have, not by an
             argument without a name.
     """
-    parser = CommandParser(prog=prog, description=description, allow_abbrev=False)
+    parser = CommandParser(prog=prog, description=description)
     parser.set_defaults(pipeline_parallel=None, model_chunks=None)
     if by_shape:
         for name, metavar, what in (
             ("pipeline_parallel", "P", "pipeline ranks of the run"),
             ("model_chunks", "C", "model chunks per rank"),
         ):
-            parser.add_argument(
-                f"--{name}",
-                f"--{name.replace('_', '-')}",
-                type=count,
-                metavar=metavar,
-                help=f"{what} (default: whatever the trace has)",
-            )
-        parser.add_argument(
-            "--run-dir",
-            type=Path,
-            metavar="DIR",
-            help="folder of the run, its traces folder, or a trace_pipeline_*.txt file "
-            "(default: runs/latest, then a trace_pipeline_*.txt in the current directory)",
+            names = (f"--{name}", f"--{name.replace('_', '-')}")
+            what += " (default: whatever the trace has)"
+            parser.add_argument(*names, type=count, metavar=metavar, help=what)
+        place = (
+            "folder of the run, its traces folder, or a trace_pipeline_*.txt file "
+            "(default: runs/latest, then a trace_pipeline_*.txt in the current directory)"
         )
+        parser.add_argument("--run-dir", type=Path, metavar="DIR", help=place)
     else:
-        parser.add_argument(
-            "run_dir",
-            nargs="?",
-            type=Path,
-            metavar="DIR",
-            help="folder of the run or its traces folder (default: runs/latest)",
-        )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--iteration",
-        type=number(int, 0, 1 << 62),
-        metavar="I",
-        help="iteration to look at (default: the last complete one)",
+        place = "folder of the run or its traces folder (default: runs/latest)"
+        parser.add_argument("run_dir", nargs="?", type=Path, metavar="DIR", help=place)
+    one = "iteration to look at (default: the last complete one)"
+    several = (
+        "iterations that figures and curves cover; the last complete one of them is drawn "
+        "(default: all complete ones)"
     )
-    which.add_argument(
-        "--iterations",
-        type=_range,
-        metavar="A-B",
-        help="iterations that figures and curves cover; the last complete one of them is drawn "
-        "(default: all complete ones)",
-    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--iteration", type=number(int, 0, 1 << 62), metavar="I", help=one)
+    add("--iterations", type=_range, metavar="A-B", help=several)
     return parser
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report: bool) -> None:
     """Add the flags that choose a replica, the views and the place of the results."""
-    parser.add_argument(
-        "--dp-rank",
-        type=number(int, 0, 1_000_000),
-        metavar="D",
-        help="data-parallel replica to look at (default: 0; in the page and for Perfetto all)",
-    )
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument(
-        "--output", type=Path, metavar="FILE", help="result file; its ending is replaced"
-    )
-    place.add_argument(
-        "--output-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)",
-    )
+    add = parser.add_argument
+    replica = "data-parallel replica to look at (default: 0; in the page and for Perfetto all)"
+    add("--dp-rank", type=number(int, 0, 1_000_000), metavar="D", help=replica)
+    place = parser.add_mutually_exclusive_group().add_argument
+    place("--output", type=Path, metavar="FILE", help="result file; its ending is replaced")
+    folder = "folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)"
+    place("--output-dir", type=Path, metavar="DIR", help=folder)
     default = f" (default: {formats})" if formats else ""
-    parser.add_argument(
-        "--format",
-        default=formats or None,
-        metavar="LIST",
-        help=f"what to write: of {', '.join(FORMATS)}, joined by commas, or all{default}",
-    )
+    what = f"what to write: of {', '.join(FORMATS)}, joined by commas, or all{default}"
+    add("--format", default=formats or None, metavar="LIST", help=what)
     if report:
-        parser.add_argument(
-            "--json", action="store_true", help="print the figures as JSON instead of a table"
-        )
+        add("--json", action="store_true", help="print the figures as JSON instead of a table")
 
 
 def _chosen_iterations(run: RunTrace, arguments: argparse.Namespace) -> tuple[int, ...] | None:

@@ -85,23 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--check", action="store_true", help="try every transport between two ranks")
-    add(
-        "--seconds",
-        type=number(float, 0.001, 3600),
-        default=_SECONDS,
-        help="for each transport and pair",
-    )
+    seconds, rank = number(float, 0.001, 3600), number(int, 0, 1_000_000)
+    add("--seconds", type=seconds, default=_SECONDS, help="for each transport and pair")
     add("--json", action="store_true", help="print the outcomes as JSON")
     group = parser.add_argument_group("where the ranks meet, unless torchrun says it")
     add = group.add_argument
-    add("--rank", type=number(int, 0, 1_000_000), help="of this process, from 0")
+    add("--rank", type=rank, help="of this process, from 0")
     add("--world-size", type=count, help="number of processes")
-    add(
-        "--local-rank",
-        type=number(int, 0, 1_000_000),
-        default=0,
-        help="of this process on its node, for its GPU",
-    )
+    add("--local-rank", type=rank, default=0, help="of this process on its node, for its GPU")
     add("--master-addr", help="where rank 0 listens")
     add("--master-port", type=number(int, 1, 65535, "port"), help="its port")
     group = parser.add_argument_group("as in training")

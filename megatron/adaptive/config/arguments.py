@@ -287,7 +287,6 @@ def make_parser() -> argparse.ArgumentParser:
         complain=_complaint,
         usage="%(prog)s FLAG ...",
         description=_DESCRIPTION,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(PLAN_FLAG, metavar="FILE", help=PLAN_HELP)

@@ -12,7 +12,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises :class:`ConfigError` for a wrong command line.
+    """Raises :class:`ConfigError` for a wrong command line; options have their whole names.
 
     Args:
         complain: makes the whole message; by default the command's name and what is wrong.
@@ -20,7 +20,7 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, complain: Callable[[str], str] | None = None, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(**options, allow_abbrev=False)
         self._complain = complain
 
     def error(self, message: str) -> NoReturn:

@@ -435,7 +435,6 @@ def start_clock_sync(
     address: str,
     gather: Gather,
     deliver: Callable[[ClockSamples], None],
-    now: Clock = time.monotonic_ns,
 ) -> ExitStack:
     """Start comparing clocks: rank 0 answers, the first rank of each other machine asks.
 
@@ -447,7 +446,6 @@ def start_clock_sync(
         address: where other machines reach rank 0.
         gather: gives every rank what each rank gave, by rank.
         deliver: takes samples; called from another thread.
-        now: this rank's clock.
 
     Returns:
         This rank's part; its ``close()`` takes a last burst and stops. That blocks for two seconds
@@ -458,13 +456,13 @@ def start_clock_sync(
     parts, place = ExitStack(), None
     if foreign and rank == 0:
         with contextlib.suppress(OSError):
-            server = ClockServer(now, address)
+            server = ClockServer(host=address)
             parts.callback(server.close)
             place = (address, server.port, server.secret)
     if foreign:
         place = gather(place)[0]
     if place is not None and foreign.get(clock_id) == rank:
-        parts.callback(ClockSampler(*place, deliver=deliver, now=now).close)
+        parts.callback(ClockSampler(*place, deliver=deliver).close)
     return parts
 
 

@@ -515,7 +515,9 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
         if not chosen or len({layouts[column] for column in group}) < 2:
             continue  # each has all experts
         markers = [[m.experts[column][i] for column in group] for i in chosen]
-        tokens = np.array([[sum(map(_tokens_of, one.tokens)) for one in row] for row in markers])
+        tokens = np.array(
+            [[sum(sum(row[2:]) for row in one.tokens) for one in own] for own in markers]
+        )
         stood_ns = np.array([[one.exchange_ns for one in row] for row in markers], dtype=np.float64)
         shares = tokens.sum(axis=0) / max(1.0, float(tokens.sum(axis=0).mean()))
         place = int(np.argmax(shares))
@@ -548,11 +550,6 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
 def _layout(marker: IterationStart) -> tuple[tuple[int, ...], ...]:
     """Returns the layers of experts of a rank, of each the first expert there and their number."""
     return tuple((layer, first, len(counts)) for layer, first, *counts in marker.tokens)
-
-
-def _tokens_of(row: Sequence[int]) -> int:
-    """Returns the tokens of a layer's experts on a rank, of a row of ``IterationStart.tokens``."""
-    return sum(row[2:])
 
 
 def _heaviest(m: Measured, column: int, chosen: Sequence[int]) -> str:

@@ -313,7 +313,14 @@ def _block(
     }
     if group.is_mean:
         bins = min(480, max(60, MAX_SHARES // (run.num_ranks * num_categories)))
-        columns = _mean_columns(rows, tables, run.num_ranks, num_categories, start_ns, end_ns, bins)
+        # Shares of each bin of time that each stage spent on each category, mean over replicas.
+        of_stage = Rows({**rows.columns, "row": rows.columns["row"] % run.num_ranks}, rows.within)
+        shares = stage_shares(of_stage, run.num_ranks, num_categories, start_ns, end_ns, bins)
+        known = [len(table) > 0 for table in tables]
+        ranks = np.bincount(np.arange(len(tables)) % run.num_ranks, known, run.num_ranks)
+        shares = np.clip(np.rint(shares * 255 / np.maximum(ranks, 1)[:, None, None]), 0, 255)
+        used: Ints = np.flatnonzero(shares.any(axis=(0, 2)))
+        columns = {"share": shares[:, used].reshape(-1).astype(np.int64), "used": used}
         return encode(columns, kind="mean", bins=bins, simulated_ms=0, messages=0, **head)
     present = {trace.header.rank: row for row, trace in enumerate(group.traces) if trace}
     messages = match_messages({rank: tables[row] for rank, row in present.items()})
@@ -343,25 +350,6 @@ def _block(
         messages_left_out=len(messages) if len(messages) > limit else 0,
         **head,
     )
-
-
-def _mean_columns(
-    rows: Rows,
-    tables: list[TraceTable],
-    num_ranks: int,
-    num_categories: int,
-    start_ns: int,
-    end_ns: int,
-    bins: int,
-) -> dict[str, Ints]:
-    """Shares of each bin of time that each stage spent on each category, mean over replicas."""
-    of_stage = Rows({**rows.columns, "row": rows.columns["row"] % num_ranks}, rows.within)
-    shares = stage_shares(of_stage, num_ranks, num_categories, start_ns, end_ns, bins)
-    known = [len(table) > 0 for table in tables]
-    ranks = np.bincount(np.arange(len(tables)) % num_ranks, known, num_ranks)
-    shares = np.clip(np.rint(shares * 255 / np.maximum(ranks, 1)[:, None, None]), 0, 255)
-    used: Ints = np.flatnonzero(shares.any(axis=(0, 2)))
-    return {"share": shares[:, used].reshape(-1).astype(np.int64), "used": used}
 
 
 def _extent(tables: list[TraceTable], rows: Rows) -> tuple[int, int, int]:
