@@ -2,10 +2,13 @@
 
     python benchmarks/hugging_face.py --part random --count 50 [--ranks 1]
     python benchmarks/hugging_face.py --part size [--gigabytes 2]
+    python benchmarks/hugging_face.py --part tokens [--megabytes 10]
 
 ``random`` builds models of each family with random sizes, and prints per family how far logits and
 gradients are from those of ``transformers`` at most. ``size`` makes up a model on disk and prints
 the peak of memory over that before, and the speed over reading and writing the same bytes.
+``tokens`` counts the documents of mixed text that a tokenizer here cuts otherwise than the library
+it stands on, and prints the speed of ``preprocess-data`` over that library, on a core and on all.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import argparse
 import json
 import math
 import os
+import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import defaultdict
@@ -55,6 +60,17 @@ def peak():
 before, begin = peak(), time.perf_counter()
 getattr(checkpoint, sys.argv[1])(sys.argv[2:])
 print("MEASURED", time.perf_counter() - begin, peak() - before)
+"""
+# Reads JSON lines and encodes them, nothing else; says the seconds of the encoding.
+_TOKENIZERS = """
+import json, sys, time
+from tokenizers import Tokenizer
+encoder = Tokenizer.from_file(sys.argv[1])
+texts = [json.loads(line)["text"] for line in open(sys.argv[2])]
+begin = time.perf_counter()
+for first in range(0, len(texts), 64):
+    encoder.encode_batch(texts[first : first + 64], add_special_tokens=False)
+print(time.perf_counter() - begin)
 """
 
 
@@ -184,16 +200,163 @@ def _make_up(folder: Path, gigabytes: float) -> int:
     return sum(2 * math.prod(shape) for shape in shapes.values())
 
 
+_SCRIPTS = (
+    "aáeéiïoößuü",
+    "абвгдеёжз",
+    "αβγδεζ",
+    "中文字漢語日本",
+    "かなカナ",
+    "אבגד",
+    "مرحبا",
+    "हिन्दी",
+    "🙂🚀✓—",
+)
+
+
+def _mixed_text(megabytes: float) -> list[str]:
+    """Returns documents: sources of the standard library, between them words of many scripts."""
+    from megatron.adaptive.data.corpus import source_files
+
+    draw = random.Random(1)
+    documents, left = [], megabytes * 1e6
+    for path in source_files(Path(sysconfig.get_path("stdlib"))):
+        source = path.read_bytes().decode("utf-8", "ignore")
+        letters = draw.choice(_SCRIPTS)
+        words = [
+            "".join(draw.choices(letters, k=draw.randint(1, 9)))
+            + draw.choice((" ", "  ", "\n", "\r\n\t", ", ", "\u00a0", "'s ", f" {draw.random()} "))
+            for _ in range(len(source) // 12)
+        ]
+        documents += [source, "".join(words)]
+        left -= sum(len(text.encode()) for text in documents[-2:])
+        if left < 0:
+            return documents
+    raise SystemExit(f"the standard library has less text than {megabytes} MB")
+
+
+def compare_tokens(megabytes: float) -> None:
+    """Prints what differs from the libraries' own tokens, and the speed beside them."""
+    import base64
+
+    import sentencepiece
+    from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from megatron.adaptive.config.data import TokenizerConfig
+    from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
+    from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
+    from megatron.adaptive.data.tokenizer import build_tokenizer
+
+    texts = _mixed_text(megabytes)
+    size = sum(len(text.encode()) for text in texts)
+    print(f"{size / 1e6:.1f} MB in {len(texts)} documents")
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        corpus = make_corpus(CorpusSpec(output_dir=folder / "corpus", max_bytes=4_000_000))
+        bpe = Tokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+        (folder / "hf").mkdir()
+        bpe.save(str(folder / "hf" / "tokenizer.json"))
+        (folder / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in text.splitlines()[:50]),
+            model_prefix=str(folder / "pieces"),
+            vocab_size=4000,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+        letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in letters]
+        byte_of = {chr(byte): byte for byte in letters}
+        byte_of |= {chr(256 + number): byte for number, byte in enumerate(others)}
+        merged = [
+            bytes(byte_of[letter] for letter in token)
+            for token, _ in sorted(bpe.get_vocab().items(), key=lambda one: one[1])
+            if not token.startswith("<|") and len(token) > 1
+        ]
+        ranks = [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
+            for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), *merged])
+        ]
+        (folder / "ranks.json").write_text(json.dumps(ranks))
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "pieces.model"))
+        folder_s = PreTrainedTokenizerFast.from_pretrained(folder / "hf")
+        words = {"vocab_size": len(ranks) + 19, "tiktoken_num_special_tokens": 19}
+        tiktoken = TikTokenTokenizer(
+            str(folder / "ranks.json"), None, 19, pattern="v2", vocab_size=words["vocab_size"]
+        )
+        files = {"vocab_file": str(corpus.vocab_file), "merge_file": str(corpus.merge_file)}
+        plain = Tokenizer(models.BPE.from_file(*files.values()))
+        plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        kinds = {
+            "GPT2BPETokenizer": (files, lambda text: plain.encode(text).ids),
+            "HuggingFaceTokenizer": (
+                {"tokenizer_model": str(folder / "hf")},
+                lambda text: folder_s(text, add_special_tokens=False).input_ids,
+            ),
+            "SentencePieceTokenizer": (
+                {"tokenizer_model": str(folder / "pieces.model")},
+                pieces.encode,
+            ),
+            "Llama2Tokenizer": (
+                {"tokenizer_model": str(folder / "pieces.model")},
+                lambda text: [pieces.bos_id(), *pieces.encode(text)],
+            ),
+            "TikTokenizer": (
+                {"tokenizer_model": str(folder / "ranks.json"), "tiktoken_pattern": "v2", **words},
+                tiktoken.text_to_ids,
+            ),
+        }
+        for kind, (given, encode) in kinds.items():
+            ours = build_tokenizer(TokenizerConfig(tokenizer_type=kind, **given))
+            found = ours.tokenize_batch(texts)
+            wrong = sum(a != encode(text) for a, text in zip(found, texts, strict=True))
+            print(f"{kind}: {sum(map(len, found))} tokens, {wrong} documents differ (goal 0)")
+        lines = folder / "text.jsonl"
+        lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 3))
+
+        def preprocessed_s(inputs: Path, workers: int) -> float:
+            given = {
+                "tokenizer_type": "HuggingFaceTokenizer",
+                "tokenizer_model": str(folder / "hf"),
+            }
+            prefix, begin_s = str(folder / f"out{workers}"), time.perf_counter()
+            preprocess(
+                PreprocessSpec(inputs=(inputs,), output_prefix=prefix, workers=workers, **given)
+            )
+            return time.perf_counter() - begin_s
+
+        (folder / "line.jsonl").write_text('{"text": "one"}\n')
+        preprocessed_s(folder / "line.jsonl", 1)  # imports what writes tokens
+        for workers in sorted({1, os.cpu_count() or 1}):
+            os.environ["RAYON_NUM_THREADS"] = str(workers)
+            os.environ["TOKENIZERS_PARALLELISM"] = "true" if workers > 1 else "false"
+            ran = [sys.executable, "-c", _TOKENIZERS, str(folder / "hf" / "tokenizer.json")]
+            alone = subprocess.run([*ran, str(lines)], capture_output=True, text=True, check=True)
+            seconds = preprocessed_s(lines, workers)
+            print(
+                f"preprocess-data, {workers} workers: {float(alone.stdout) / seconds:.2f} of the"
+                f" speed of tokenizers alone ({3 * size / 1e6 / seconds:.2f} MB/s; goal 0.8)"
+            )
+
+
 def main() -> None:
     """Runs a part."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", choices=("random", "size"), required=True)
+    parser.add_argument("--part", choices=("random", "size", "tokens"), required=True)
     parser.add_argument("--count", type=int, default=50, help="models of each family")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
     parser.add_argument("--ranks", type=int, choices=tuple(_SHAPES), default=1)
     parser.add_argument("--family", action="append", help="one alone; may be repeated")
     parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--megabytes", type=float, default=10.0)
     options = parser.parse_args()
+    if options.part == "tokens":
+        compare_tokens(options.megabytes)
+        return
     if options.part == "size":
         measure_size(options.gigabytes)
         return

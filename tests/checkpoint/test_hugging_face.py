@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.adaptive.checkpoint.hugging_face import require_same
+from megatron.adaptive.checkpoint.export import require_same
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.hugging_face import INDEX, SINGLE, load_config

@@ -1,6 +1,7 @@
 """What-if: simulated steps against a plain reference, shares, causes, repairs, refusals."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,21 @@ def test_a_slow_rank_of_a_made_up_run_mended_or_under_a_rule(schedule: str, tmp_
     assert repairs["adaptive order"] == pytest.approx(
         step_s("rule", faults=faults, **rule)[0], rel=0.03
     )
+
+
+def test_a_slow_rank_is_told_from_the_loss_beside_its_layers(tmp_path: Path) -> None:
+    fault = Fault(kind="slow-rank", rank=1, factor=2.0)
+    made = SyntheticRun(
+        num_ranks=2, layers=4, head=1.28, schedule="1f1b", faults=(fault,), action_sigma=0.02
+    )
+    write_synthetic(tmp_path, made)
+    repairs = {one.what: one for one in what_if(read_run(tmp_path)).repairs}
+    (slow,) = (name for name in repairs if name.startswith("rank 1"))
+    factor = re.search(r"not (\S+) times", slow)
+    assert factor is not None
+    assert float(factor[1]) == pytest.approx(2.0, rel=0.05)
+    # 9.28 layers at the speeds 1 and 1/2: of 6-2 the slower rank takes as long as 6.56 layers.
+    assert "--partition 6-2" in repairs["stages of equal work"].flag
 
 
 def test_a_late_link_is_named() -> None:

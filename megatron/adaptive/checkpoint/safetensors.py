@@ -59,6 +59,7 @@ class TensorFolder:
 
     Args:
         folder: of the model.
+        only: name of the one file to read, by default those of a model.
 
     Attributes:
         tensors: by name.
@@ -68,11 +69,12 @@ class TensorFolder:
         DamagedCheckpointError: a file is missing or cut, or says what cannot be.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, only: str | None = None) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._open: dict[Path, int] = {}
-        for path, names in self._files().items():
+        files: dict[Path, list[str]] = {} if only is None else {folder / only: []}
+        for path, names in (files or self._files()).items():
             found = _read_header(path)
             if missing := sorted(set(names) - found.keys()):
                 raise DamagedCheckpointError(
@@ -197,6 +199,7 @@ def write_folder(
     read: Callable[[str], torch.Tensor],
     *,
     shard_bytes: int,
+    single: str = SINGLE,
 ) -> None:
     """Writes a model's files and their index as ``transformers`` does, durably.
 
@@ -205,6 +208,7 @@ def write_folder(
         tensors: types and shapes by name, in the order of the model.
         read: returns a tensor by its name, contiguous in the host's memory; called once for each.
         shard_bytes: size of the largest file, unless one tensor is larger.
+        single: name of the file where it is one.
 
     Raises:
         OSError: one could not be written.
@@ -226,7 +230,7 @@ def write_folder(
     count = len(shards)
     table: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
-        file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        file = single if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         table.update(dict.fromkeys(names, file))
         _write_file(folder / file, {name: tensors[name] for name in names}, read)
     if count > 1:

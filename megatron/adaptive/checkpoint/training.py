@@ -34,8 +34,9 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.adaptive.checkpoint import state as state
 from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
+from megatron.adaptive.checkpoint.export import load_adapters
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
-from megatron.adaptive.checkpoint.hugging_face import load_weights
+from megatron.adaptive.checkpoint.hugging_face import EMBEDDING, load_weights
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
 from megatron.adaptive.checkpoint.megatron_lm import (
     MEANINGS,
@@ -57,6 +58,7 @@ from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.gpt.lora import MARK
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.gpt.step import gather_parameters
 
@@ -74,6 +76,7 @@ _PARTS = (
     *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
 )
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
 _FLAGS = {"query_groups": "--num-query-groups"}
 
 
@@ -202,11 +205,19 @@ class Checkpoints:
         steps: list[int] = []
         if self._settings.load is not None:
             steps = self._all.on_first(self._steps, name_rank=False)
-        if not steps and self._settings.load_hf is not None:
-            folder = Path(self._settings.load_hf)
-            self._all.together(lambda: load_weights(self._chunks, folder, self._config))
+        lora, folder = self._config.lora, self._settings.load_hf
+        if folder is not None and (lora.is_on or not steps):
+            path = Path(folder)
+            self._all.together(lambda: load_weights(self._chunks, path, self._config))
             self._optimizer.reload_model_params()
+        if not steps and lora.load_lora is not None:
+            self._load_adapters(lora.load_lora)
         return load_first_whole(steps, self._load, self._all) if steps else None
+
+    def _load_adapters(self, folder: str) -> None:
+        path = Path(folder)
+        self._all.together(lambda: load_adapters(self._chunks, path, self._config))
+        self._optimizer.reload_model_params()
 
     def _load(self, iteration: int) -> Progress:
         """Load one checkpoint."""
@@ -264,6 +275,8 @@ class Checkpoints:
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
+        if self._config.lora.is_on and self._settings.load_hf is not None:
+            weights = _only(weights, adapters=True, base=False)  # which is there already
         whole: dict[str, Any] = {
             _CONTENT: content,
             **self._counters(progress),
@@ -338,6 +351,16 @@ class Checkpoints:
         path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common.get(_CONTENT) or {}  # versions of Megatron-LM before 0.14 have none
         weights = state.sharded_model(self._chunks, content)
+        has_all = has_adapters = True
+        if (lora := self._config.lora).is_on:
+            has_adapters = any(MARK in name for name in reader.tensors)
+            has_base = EMBEDDING in reader.tensors
+            if not has_base and self._settings.load_hf is None:
+                raise CheckpointError(
+                    f"--load {path} holds adapters alone: give their model as --load-hf"
+                )
+            has_all = has_adapters and has_base
+            weights = _only(weights, adapters=has_adapters, base=has_base)
         whole: dict[str, Any] = dict(weights)
         if self._loads_optimizer:
             own, saved = self._optimizer, common["optimizer"]
@@ -352,7 +375,9 @@ class Checkpoints:
             lambda: self._read_shards(whole, reader, near), name_ranks=False
         )
         self._all.together(lambda: reader.check_rest(self._all.rank, self._all.size))
-        state.load_model(self._chunks, loaded)
+        state.load_model(self._chunks, loaded, strict=has_all)
+        if lora.load_lora is not None and not has_adapters:
+            self._load_adapters(lora.load_lora)
         if self._loads_optimizer:
             state.load_optimizer(self._optimizer, loaded["optimizer"])
             state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
@@ -390,6 +415,15 @@ class Checkpoints:
         if self._config.parallel.unequal_sizes is not None:
             return 1
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+
+def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
+    """Returns those weights of each chunk that are or are not of adapters, or both."""
+    kept = {True: adapters, False: base}
+    return {
+        chunk: {name: one for name, one in part.items() if kept[MARK in name]}
+        for chunk, part in weights.items()
+    }
 
 
 def _common(reader: CheckpointReader) -> dict[str, Any]:
@@ -629,6 +663,15 @@ def require_same_model(
     names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
     different = _differences(saved.model, config.model, names)
     different += _differences(saved.core, config.core, _PARTS)
+    if saved.lora.is_on and config.lora.is_on:
+        different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
+    elif saved.lora.is_on:
+        different.append(
+            "it has adapters, and the run has none (--lora-rank); export-hf --merge-lora makes one "
+            "model of both"
+        )
+    elif config.lora.is_on and not config.checkpoint.finetune:
+        different.append("it has no adapters to go on with; start some with --finetune")
     if not _same_vocabulary(saved, manifest.padded_vocab_size, config, padded_vocab_size):
         different.append(
             f"padded vocabulary is {manifest.padded_vocab_size} in the checkpoint and "

@@ -93,8 +93,12 @@ def stage_classes(
     limits = [count if fits else 0 for count, fits in zip(counts, usable, strict=True)]
     whole = True
     mixed: list[StageClass] = []
+    for index, each in enumerate(gpus):
+        if size % each == 0 and 1 < size // each <= limits[index]:
+            nodes = tuple(size // each * (i == index) for i in range(len(gpus)))
+            mixed.append(StageClass(nodes, tp, dp, micro_batch, 1))
     for nodes in _mixtures(size, gpus, limits):
-        if sum(nodes) < 2:
+        if sum(nodes) < 2 or sum(map(bool, nodes)) < 2:
             continue
         if len(mixed) >= 4 * _MOST_MIXED:
             whole = False
@@ -121,7 +125,7 @@ def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields numbers of nodes of each type that have so many GPUs together, single types first."""
+    """Yields numbers of nodes of each type that have so many GPUs together."""
     if not gpus:
         if size == 0:
             yield ()
@@ -709,11 +713,13 @@ def capacity_bound(
     waits = waits if len(widths) == 1 and math.isfinite(waits) else 0.0
 
     def held(seconds: float) -> float:
-        total = 0.0
-        for found in least.values():
-            # Of several widths on the same nodes, the one that holds most.
-            total += max(_held(seconds, stages, row, waits) for stages, row in found)
-        return total
+        if len(widths) == 1:
+            return _held_whole(seconds, [found[0] for found in least.values()], waits)
+        # Of several widths on the same nodes, the one that holds most.
+        return sum(
+            max(_held(seconds, stages, row, waits) for stages, row in found)
+            for found in least.values()
+        )
 
     finite = [float(row[np.isfinite(row)].max(initial=0.0)) for f in least.values() for _, row in f]
     low, high = 0.0, max(finite, default=0.0) + waits * n
@@ -734,6 +740,27 @@ def _held(seconds: float, stages: float, row: Any, waits: float) -> float:
     if count > stages:
         layers[-1] *= stages - math.floor(stages)
     return float(layers.sum())
+
+
+def _held_whole(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> float:
+    """Returns the layers that whole stages get through, a mixed one at its slowest type's pace.
+
+    The nodes of the fastest types limit how many stages have none but these. Within such limits
+    those that get through most are taken first: that is the most, for their sets are a matroid.
+    """
+    order = sorted(types, key=lambda one: float(one[1].min(initial=np.inf)))
+    rooms = [int(each + 1e-9) for each in itertools.accumulate(stages for stages, _ in order)]
+    gains = []
+    for index, (_, row) in enumerate(order):
+        left = seconds - waits * np.maximum(np.arange(min(rooms[index], len(row) + 2)) - 1, 0)
+        layers = np.searchsorted(row, left, side="right")
+        gains += [(int(each), index) for each in layers[layers > 0]]
+    total = 0
+    for each, index in sorted(gains, reverse=True):
+        if min(rooms[index:]) > 0:
+            total += each
+            rooms[index:] = [room - 1 for room in rooms[index:]]
+    return float(total)
 
 
 def _least_s(

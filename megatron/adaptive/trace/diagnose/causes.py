@@ -591,16 +591,28 @@ def stage_costs(m: Measured) -> StageCosts | None:
     """Derives what layers take from a run; ``None`` where it does not say how many there are."""
     if not m.layers or not sum(m.layers):
         return None
-    stages = len(m.layers)
-    takes = np.zeros(stages)
-    rank_of = [0] * stages
+    takes, rank_of = np.zeros(len(m.layers)), [0] * len(m.layers)
     for column, place in enumerate(m.places):
         for chunk, stage in enumerate(m.stages[column]):
             mine = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
             takes[stage] = max(takes[stage], mine)  # all replicas wait for the slowest
             rank_of[stage] = place.pp_rank
-    layers = np.array(m.layers, dtype=np.float64)
-    beside = np.array(m.work or m.layers) - layers
+    return split_costs(takes, m.layers, m.work, rank_of)
+
+
+def split_costs(
+    takes: Floats, layers_of: Sequence[int], work: Sequence[float], rank_of: Sequence[int]
+) -> StageCosts:
+    """Splits what stages take into layers and what they hold beside them.
+
+    Args:
+        takes: ``[stages]``, nanoseconds of a microbatch.
+        layers_of: layers of each stage, some of them with one.
+        work: layers of each stage and, in layers, what it holds beside; empty where not known.
+        rank_of: ``[stages]``, pipeline rank that holds it.
+    """
+    layers = np.array(layers_of, dtype=np.float64)
+    beside = np.array(work or layers_of) - layers
     pure = (layers > 0) & (beside <= 0)
     pure = pure if pure.any() else layers > 0
     usual = float(np.median(takes[pure] / layers[pure]))

@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.diagnose.causes import StageCosts, best_partition
+from megatron.adaptive.trace.diagnose.causes import best_partition, split_costs
 from megatron.adaptive.trace.figures import medians
 from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
@@ -502,6 +502,9 @@ class _Answers:
         where, found = self._where, dict[str, tuple[str, Durations]]()
         takes = self._own_cells.sum(axis=(1, 2))
         usual = self._stage_takes()
+        work = np.array(next(iter(self._run.ranks.values())).header.work)
+        if len(work) == where.num_stages:
+            takes = takes / work[where.stages].sum(axis=1)[where.pp_rank]
         is_alone = not where.replica.any()
         for worker in slowest[:3]:
             peers = np.arange(len(takes)) != worker
@@ -549,10 +552,7 @@ class _Answers:
                 f"{worst}",
                 usual.mean() / usual,
             )
-        layer = float(np.median(usual / layers))
-        costs = StageCosts(
-            np.full(len(usual), layer), np.maximum(usual - layers * layer, 0), range(len(usual))
-        )
+        costs = split_costs(usual, header.layers, header.work, range(len(usual)))
         better = best_partition(costs, int(layers.sum()))
         return f"--partition {format_partition(better)}", costs.stage_ns(better) / usual
 

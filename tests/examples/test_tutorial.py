@@ -1,0 +1,48 @@
+"""The tutorial's notebook runs from its first cell to its last, and the page shows its cells.
+
+``CONTRIBUTING.md`` says how the page is made.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "examples" / "slow_cluster.ipynb"
+PAGE = ROOT / "docs" / "tutorial.md"
+
+
+def test_the_page_is_the_notebook() -> None:
+    page = PAGE.read_text()
+    for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
+        assert cell.source.replace("../docs/", "").strip() in page
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_notebook_finds_and_repairs_the_slow_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUTORIAL_STEPS", "25")
+    monkeypatch.setenv("TUTORIAL_DIR", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    place = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    NotebookClient(book, timeout=240, resources=place).execute()
+    printed = "".join(
+        output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])
+    )
+    assert "slow rank 1 (stage 1" in printed
+    losses = re.findall(r"loss after 25 steps (\S+)", printed)
+    assert len(losses) == 3
+    assert [float(loss) for loss in losses] == pytest.approx([float(losses[0])] * 3, rel=1e-5)
+    moved = re.search(r"repartition: 4-4 -> (\d)-(\d)", printed)
+    assert moved is not None
+    assert int(moved[1]) > int(moved[2])
