@@ -201,7 +201,7 @@ class ScheduleConfig:
     pipeline_schedule: str = flag(
         "Order of work: megatron-core's own code (megatron), a fixed order on our engine, or a "
         "choice made at run time from what has arrived (adaptive, hinted, dfc, bfc; auto takes "
-        "the best after a few steps).",
+        "the best after a few steps, with the layers of each stage that suit it).",
         "adaptive",
         choices=("megatron", *sorted(_FIXED), *RULES),
     )
@@ -227,7 +227,7 @@ class ScheduleConfig:
         "Layers of each stage in pipeline order, joined by '-'; 0 is allowed.",
         convert=parse_partition,
         unit="0-11-8-8",
-        derived="the same number for each stage",
+        derived="the same number for each stage, until auto has chosen",
     )
     pipeline_model_parallel_layout: str | None = flag(
         "Layers of each stage in Megatron-LM's letters: E embedding, t transformer, m multi-token "
@@ -265,7 +265,7 @@ class ScheduleConfig:
         unit="ITERATIONS",
     )
     repartition_gain: Annotated[float, Limits(above=0, below=1)] = flag(
-        "With --repartition auto: least share of a step that a move must save.", 0.05, unit="SHARE"
+        "Least share of a step that a move of layers must save.", 0.05, unit="SHARE"
     )
     balance_replicas: str | None = flag(
         "Deal the microbatches of each step to data-parallel replicas so that all take as long: by "
