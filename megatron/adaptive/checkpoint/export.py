@@ -110,7 +110,7 @@ def _exported(
         checkpoint=dataclasses.replace(config.checkpoint, load_hf=str(like)),
     )
     tensors = our_tensors(config, str(document["model_type"]))
-    with CheckpointReader(path, path, manifest.files, manifest.blocks) as reader:
+    with CheckpointReader(path, manifest.files, manifest.blocks) as reader:
         try:
             output.mkdir(parents=True, exist_ok=True)
             yield Exported(path, reader, config, like, document, tensors)

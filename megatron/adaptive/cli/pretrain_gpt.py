@@ -14,14 +14,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from itertools import groupby
 from pathlib import Path
 
 import yaml
 
 from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
-from megatron.adaptive.config.arguments import FlagRow, flag_table, parse, read_recipe
+from megatron.adaptive.config.arguments import flag_table, parse, read_recipe
 from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
@@ -229,19 +228,16 @@ def flags(argv: Sequence[str]) -> int:
 def flags_markdown() -> str:
     """Every flag by group and every refused family, as one Markdown text."""
     parts = [_FLAGS_HEAD]
-    for title, rows in groupby(flag_table(), key=lambda row: row.group):
+    for title, rows in flag_table().items():
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")
-        parts += [_row(row) for row in rows]
+        for flag, default, text in rows:
+            parts.append(f"| `{_cell(flag)}` | {_cell(default)} | {_cell(text)} |\n")
     parts.append("\n## Refused\n\n| Flags | Why, and what to do |\n| --- | --- |\n")
     for family in FAMILIES:
         names = [f"`--{name}`" for name in family.flags]
         names += [f"`--{prefix}*`" for prefix in family.prefixes]
         parts.append(f"| {', '.join(names)} | {_cell(family.reason)} |\n")
     return "".join(parts)
-
-
-def _row(row: FlagRow) -> str:
-    return f"| `{_cell(row.flag)}` | {_cell(row.default)} | {_cell(row.help)} |\n"
 
 
 def _cell(text: str) -> str:

@@ -173,17 +173,6 @@ def format_partition(layers_per_stage: Sequence[int]) -> str:
     return "-".join(str(layers) for layers in layers_per_stage)
 
 
-def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The same number of layers for each stage.
-
-    Raises:
-        ValueError: the layers do not divide evenly.
-    """
-    if num_stages < 1 or num_layers % num_stages != 0:
-        raise ValueError(f"{num_layers} layers do not divide evenly into {num_stages} stages")
-    return (num_layers // num_stages,) * num_stages
-
-
 def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers per stage that differ by one at most, the inner stages taking the remainder.
 

@@ -20,7 +20,7 @@ from megatron.adaptive.config.schedule import (
     PlacementKind,
     ScheduleConfig,
     default_placement,
-    even_split,
+    nearly_even_split,
     parse_layout,
 )
 from megatron.adaptive.errors import ConfigError
@@ -60,7 +60,7 @@ class TrainerConfig:
         """Transformer layers of each stage in pipeline order."""
         if self.schedule.partition is not None:
             return self.schedule.partition
-        return even_split(self.model.num_layers, self.num_stages)
+        return nearly_even_split(self.model.num_layers, self.num_stages)
 
     @property
     def mtp_stage(self) -> int | None:
