@@ -27,7 +27,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.adaptive.checkpoint import state
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, write_files
 from megatron.adaptive.checkpoint.hugging_face import (
+    BESIDE,
     CORE_MEANINGS,
+    DESCRIPTION,
     EMBEDDING,
     HuggingFaceReader,
     OurTensor,
@@ -48,11 +50,6 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.gpt.lora import MARK
 
-_BESIDE = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
-    *("chat_template.jinja", "chat_template.json", "tekken.json"),
-)
 _ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 ADAPTERS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -94,6 +91,8 @@ def _exported(
     path, manifest = found.open(step)
     config = TrainerConfig.from_dict(manifest.config)
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
+    if (like is None or not like.exists()) and (checkpoints / DESCRIPTION).is_dir():
+        like = checkpoints / DESCRIPTION
     if like is None or not (like / CONFIG).is_file():
         raise CheckpointError(
             f"{path} does not say which {CONFIG} its model has"
@@ -178,8 +177,8 @@ def export_folder(
     Args:
         checkpoints: folder of them.
         step: iteration, by default the latest.
-        like: folder of theirs with configuration and tokenizer; by default the one that the
-            checkpoint or its run came from.
+        like: folder of theirs with configuration and tokenizer; by default the one that the run
+            came from, or what came with its weights.
         output: folder that is made, and must not hold a model.
         shard_bytes: size of the largest file.
 
@@ -217,7 +216,7 @@ def _write_model(
     write_folder(output, about, read, shard_bytes=shard_bytes)
     dtype = str(next(iter(about.values()))[0]).removeprefix("torch.")
     write_files(output, {CONFIG: _config_of(found.like / CONFIG, found.document, dtype)})
-    for name in _BESIDE:
+    for name in BESIDE:
         if (found.like / name).is_file():
             shutil.copyfile(found.like / name, output / name)
 
@@ -227,10 +226,11 @@ def _is_weight(name: str) -> bool:
 
 
 def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
-    """Returns the file as it is, but for the type of the tensors where that is another."""
+    """Returns the file as it is, but for the type of the tensors where they have another."""
     key = "dtype" if "dtype" in document else "torch_dtype"
-    if document.get(key) in (None, dtype):
+    if document.get(key) in (None, dtype) and "quantization_config" not in document:
         return path.read_bytes()
+    document = {name: one for name, one in document.items() if name != "quantization_config"}
     return (json.dumps({**document, key: dtype}, indent=2) + "\n").encode()
 
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +32,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 
 from megatron.adaptive.checkpoint import state, values
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest, write_files
-from megatron.adaptive.checkpoint.safetensors import DTYPES, TensorFolder
+from megatron.adaptive.checkpoint.safetensors import DTYPES, FP8, TensorFolder
 from megatron.adaptive.checkpoint.torch_dist import Entry, indices_of, pickled, write_file
 from megatron.adaptive.config.core import LATENT_SETTINGS, parse_pattern
 from megatron.adaptive.config.hugging_face import (
@@ -47,6 +49,13 @@ from megatron.adaptive.gpt.lora import MARK
 
 # Buffers that older versions of transformers saved, and later ones compute.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
+BESIDE = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("chat_template.jinja", "chat_template.json", "tekken.json"),
+)
+DESCRIPTION = "hugging_face"
+"""Folder among checkpoints that has the model's configuration and tokenizer."""
 FORMAT = CheckpointingConfig("torch_dist", 1)
 _SHARD = "__0_0.distcp"
 # Settings of megatron-core that say what is computed with the weights.
@@ -356,7 +365,7 @@ class HuggingFaceReader:
             raise CheckpointError(
                 f"{self._folder.folder}: {kinds}: they become one tensor here; save them alike"
             )
-        return DTYPES[next(iter(found.values()))]
+        return DTYPES[next(iter(found.values())).replace(FP8, "BF16")]
 
     def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
         """Fills a part of a tensor; rows that pad a vocabulary become zero.
@@ -560,8 +569,34 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
                 has_optimizer=False,
                 has_rng=False,
             )
+            carry_description([folder], output)
             return checkpoints.commit(0, {**manifest.to_dict(), "blocks": {_SHARD: total[1]}})
         except OSError as error:
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
         finally:
             checkpoints.abandon(0)
+
+
+def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
+    """Copies what describes a model, beside its weights, into a folder of checkpoints.
+
+    A folder that has it already is left as it is.
+
+    Args:
+        sources: folders that may have it; the first that does counts.
+        checkpoints: the folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = checkpoints / DESCRIPTION
+    source = next((one for one in sources if (one / CONFIG).is_file()), None)
+    if source is None or target.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=checkpoints) as work:
+        partial = Path(work) / DESCRIPTION
+        partial.mkdir()
+        for name in (CONFIG, *BESIDE):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+        partial.rename(target)

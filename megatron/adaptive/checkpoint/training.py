@@ -36,7 +36,12 @@ from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.export import load_adapters
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
-from megatron.adaptive.checkpoint.hugging_face import EMBEDDING, load_weights
+from megatron.adaptive.checkpoint.hugging_face import (
+    DESCRIPTION,
+    EMBEDDING,
+    carry_description,
+    load_weights,
+)
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, prepare
 from megatron.adaptive.checkpoint.megatron_lm import (
     MEANINGS,
@@ -209,6 +214,7 @@ class Checkpoints:
             path = Path(folder)
             self._all.together(lambda: load_weights(self._chunks, path, self._config))
             self._optimizer.reload_model_params()
+        self._all.on_first(self._carry_description, name_rank=False)
         if not steps and lora.load_lora is not None:
             self._load_adapters(lora.load_lora)
         return load_first_whole(steps, self._load, self._all) if steps else None
@@ -217,6 +223,18 @@ class Checkpoints:
         path = Path(folder)
         self._all.together(lambda: load_adapters(self._chunks, path, self._config))
         self._optimizer.reload_model_params()
+
+    def _carry_description(self) -> None:
+        """Keeps what a model's folder says beside its weights, for ``export-hf``."""
+        given = self._settings
+        sources = [Path(given.load) / DESCRIPTION] if given.load is not None else []
+        sources += [Path(given.load_hf)] if given.load_hf is not None else []
+        if given.save is not None and sources:
+            try:
+                Path(given.save).mkdir(parents=True, exist_ok=True)
+                carry_description(sources, Path(given.save))
+            except OSError as error:
+                raise CheckpointError(f"{given.save}: {error.strerror}. {_REMEDY}") from None
 
     def _load(self, iteration: int) -> Progress:
         """Load one checkpoint."""

@@ -361,6 +361,11 @@ def _refuse(
         sigmoid = config.get("scoring_func") == "sigmoid"
         known = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
         is_well, why, nearest = value in known, "another choice", known[0]
+    elif key == "quantization_config":
+        value = value or {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        read = value.get("quant_method") == "fp8" and value.get("weight_block_size") == [128, 128]
+        is_well, why = read and value.get("fmt", "e4m3") == "e4m3", "quantized weights"
+        nearest = "fp8 in blocks of 128 x 128, or none: dequantize the model and save it in 16 bits"
     elif key == "sliding_window_size":
         is_well, why = value == config.get("sliding_window"), "two sizes of windows"
         nearest = f"sliding_window, {config.get('sliding_window')}"
