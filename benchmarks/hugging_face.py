@@ -1,14 +1,15 @@
 """Measures reading and writing of Hugging Face folders, and compares many random models.
 
-    python benchmarks/hugging_face.py --part random --count 50 [--ranks 1]
+    python benchmarks/hugging_face.py --part random --count 50 [--family llama]
     python benchmarks/hugging_face.py --part size [--gigabytes 2]
     python benchmarks/hugging_face.py --part tokens [--megabytes 10]
 
-``random`` builds models of each family with random sizes, and prints per family how far logits and
-gradients are from those of ``transformers`` at most. ``size`` makes up a model on disk and prints
-the peak of memory over that before, and the speed over reading and writing the same bytes.
-``tokens`` counts the documents of mixed text that a tokenizer here cuts otherwise than the library
-it stands on, and prints the speed of ``preprocess-data`` over that library, on a core and on all.
+``random`` draws models of each family and shapes of ranks, checks import and export, and prints per
+family how far logits and gradients are from those of ``transformers`` at most. ``size`` makes up a
+model on disk and prints the peak of memory over that before, and the speed over reading and writing
+the same bytes. ``tokens`` counts the documents of mixed text that a tokenizer here cuts otherwise
+than the library it stands on, and prints the speed of ``preprocess-data`` over that library, on a
+core and on all.
 """
 
 from __future__ import annotations
@@ -23,30 +24,13 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-_WORKER = ROOT / "tests" / "multiprocess" / "hugging_face_worker.py"
 _BLOCK = 1 << 23
-_LIMIT_S = 520.0
-_MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-_SHAPES = {
-    1: [""],
-    2: [
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-        "--pipeline-model-parallel-size 2",
-    ],
-    4: [
-        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
-        "--pipeline-model-parallel-size 4",
-    ],
-}
-_SPREAD = {2: "--expert-model-parallel-size 2", 4: "--expert-model-parallel-size 2"}
 # A command in a process of its own, which then says the time it took and its peak of memory.
 _CHILD = """
 import re, sys, time
@@ -74,42 +58,16 @@ print(time.perf_counter() - begin)
 """
 
 
-def compare_random(count: int, ranks: int, first: int, families: Sequence[str]) -> None:
-    """Prints the largest differences of each family."""
-    from tests.checkpoint import tiny_models
-    from tests.multiprocess.launch import run_ranks
-
-    worst: dict[tuple[str, str], float] = defaultdict(float)
-    numbers: dict[str, int] = defaultdict(int)
-    for family in families:
-        with tempfile.TemporaryDirectory() as work:
-            folder = Path(work) / "models"
-            cases = []
-            for seed in range(first, first + count):
-                sizes = tiny_models.random_sizes(family, seed)
-                tiny_models.make(folder / f"{seed}", family, seed, **sizes)
-                shapes = list(_SHAPES[ranks])
-                if family in _MIXED and ranks in _SPREAD:
-                    shapes.append(_SPREAD[ranks])
-                flags = shapes[seed % len(shapes)].split()
-                cases.append({"model": f"{seed}", "flags": ["--load-hf", f"FOLDER/{seed}", *flags]})
-            (folder / "cases.json").write_text(json.dumps(cases))
-            log = Path(work) / "log.txt"
-            status = run_ranks(
-                [str(_WORKER), str(folder)], world_size=ranks, log=log, limit_s=_LIMIT_S
-            )
-            for line in log.read_text().splitlines():
-                words = line.split()
-                if words[:1] in (["LOGITS"], ["GRADIENTS"]):
-                    key = family, words[0].lower()
-                    worst[key] = max(worst[key], float(words[1]))
-                    numbers[family] += words[0] == "LOGITS"
-                    if not math.isfinite(float(words[1])) or float(words[1]) > 1e-5:
-                        print(line)
-            if status != 0:
-                print(f"{family}: status {status}\n{log.read_text()[-3000:]}")
-        found = {kind: f"{gap:.1e}" for (name, kind), gap in worst.items() if name == family}
-        print(f"{family}: {numbers[family]} comparisons on {ranks} ranks, at most {found}")
+def compare_random(count: int, families: Sequence[str]) -> int:
+    """Draws so many models of each family and prints the largest differences of each."""
+    name = (
+        "tests/checkpoint/test_hugging_face_random.py::test_random_models_are_those_of_transformers"
+    )
+    tests = [f"{name}[{family}]" for family in families] or [name]
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "--reruns", "0", *tests]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "HF_EXAMPLES": str(count)}
+    ).returncode
 
 
 def measure_size(gigabytes: float) -> None:
@@ -348,8 +306,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--part", choices=("random", "size", "tokens"), required=True)
     parser.add_argument("--count", type=int, default=50, help="models of each family")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first one")
-    parser.add_argument("--ranks", type=int, choices=tuple(_SHAPES), default=1)
     parser.add_argument("--family", action="append", help="one alone; may be repeated")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--megabytes", type=float, default=10.0)
@@ -360,10 +316,7 @@ def main() -> None:
     if options.part == "size":
         measure_size(options.gigabytes)
         return
-    from tests.checkpoint import tiny_models
-
-    families = options.family or list(tiny_models.FAMILIES)
-    compare_random(options.count, options.ranks, options.first, families)
+    raise SystemExit(compare_random(options.count, options.family or []))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 
 from megatron.adaptive import extension
 from megatron.adaptive.errors import PeerLostError, TransportError
-from megatron.adaptive.transport.header import CODE_OF
+from megatron.adaptive.transport.interface import CODE_OF
 from megatron.adaptive.transport.native import make_tensors_with
 
 TOKEN = b"0123456789abcdef"

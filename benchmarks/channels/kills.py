@@ -34,7 +34,7 @@ import torch
 from megatron.adaptive import extension
 from megatron.adaptive.errors import PeerLostError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.header import Label
+from megatron.adaptive.transport.interface import Label
 from megatron.adaptive.transport.native import NativeTransport
 
 RANKS = 3

@@ -17,8 +17,7 @@ from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
 from megatron.adaptive.transport.gloo import GlooTransport
-from megatron.adaptive.transport.header import Label
-from megatron.adaptive.transport.interface import Completions, Transport
+from megatron.adaptive.transport.interface import Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
 
 from .connectors import half_of

@@ -24,8 +24,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.header import Label
-from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival
+from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, Label
 
 from .ours import LIMIT_S, TransportConnector
 from .worker import Member

@@ -87,7 +87,7 @@ struct ElementCode {
   std::uint8_t variant;
 };
 
-// Variants as in megatron/adaptive/transport/header.py. Complex types are missing on purpose.
+// Variants as in megatron/adaptive/transport/interface.py. Complex types are missing on purpose.
 constexpr ElementCode kElements[] = {
     {kDlFloat, 32, ElementType::kFloat32, 0},      {kDlBfloat, 16, ElementType::kBFloat16, 0},
     {kDlFloat, 16, ElementType::kFloat16, 0},      {kDlFloat, 64, ElementType::kFloat64, 0},

@@ -14,7 +14,7 @@ _SUBCOMMANDS = {
     "doctor": ("doctor", "check whether this node, and the way to another, is fit for a run"),
     "evaluate": ("pretrain_gpt.evaluate", "perplexity of a model over a text, and a sample of it"),
     "export-hf": ("checkpoint.export_hf", "write a checkpoint as a Hugging Face folder"),
-    "flags": ("flags", "print every flag of the trainer as Markdown"),
+    "flags": ("pretrain_gpt.flags", "print every flag of the trainer as Markdown"),
     "import-hf": ("checkpoint.import_hf", "make a checkpoint of a Hugging Face folder"),
     "launch": ("launch", "torchrun with checks before it starts and short messages at its end"),
     "make-corpus": (

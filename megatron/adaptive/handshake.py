@@ -35,6 +35,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.network import is_loopback
+
 _MAGIC = b"MAdaptv1"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
@@ -336,15 +338,11 @@ def _own(host: str) -> tuple[socket.AddressFamily, str] | None:
         found = {(entry[0], str(entry[4][0])) for entry in entries}
         if len(found) == 1:
             ((kind, address),) = found
-            if not _is_loopback(address) or host in (address, "localhost"):  # as on Debian
+            if not is_loopback(address) or host in (address, "localhost"):  # as on Debian
                 with socket.socket(kind) as probe:
                     probe.bind((address, 0))
                 return kind, address
     return None
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 _MOST_WAITING = 4096

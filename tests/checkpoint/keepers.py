@@ -10,7 +10,7 @@ import pytest
 
 from megatron.adaptive.checkpoint import restore_snapshots as restore
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
-from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest, read_inventories
+from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def keepers() -> Iterator[list[SnapshotKeeper]]:
 def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
     """What can be restored from these nodes."""
     kept = [(str(at), one.inventory(within_s)) for at, one in enumerate(keepers)]
-    return newest(*read_inventories(kept))
+    return newest(kept)
 
 
 def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False) -> None:

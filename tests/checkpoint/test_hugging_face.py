@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.adaptive.checkpoint.hugging_face import require_same
+from megatron.adaptive.checkpoint.export import require_same
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.hugging_face import INDEX, SINGLE, load_config
@@ -22,9 +22,9 @@ from ..multiprocess.launch import run_ranks, tail
 from . import tiny_models
 
 WORKER = Path(__file__).parents[1] / "multiprocess" / "hugging_face_worker.py"
+PRETRAIN = Path(__file__).parents[2] / "pretrain_gpt.py"
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 LOGITS, GRADIENTS = 1e-5, 1e-4
-MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
@@ -54,15 +54,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_models.make(folder / name, name)
     tiny_models.make(folder / "predicting", "deepseek_v3", num_nextn_predict_layers=1)
     return folder
-
-
-@pytest.mark.multiprocess
-@pytest.mark.long
-def test_random_configurations_compute_the_same(tmp_path: Path) -> None:
-    """One of each family; ``benchmarks/hugging_face.py --part random`` takes more."""
-    for name in tiny_models.FAMILIES:
-        tiny_models.make(tmp_path / name, name, 7, **tiny_models.random_sizes(name, 7))
-    compare(tmp_path, [(name, load(name)) for name in tiny_models.FAMILIES], 1)
 
 
 def load(name: str) -> list[str]:
@@ -106,9 +97,9 @@ def test_every_family_computes_the_same_on_four_ranks(models: Path) -> None:
             *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
             *("--num-virtual-stages-per-pipeline-rank", "2"),
         ]
-        more = ["--sequence-parallel"] if name in MIXED else []
+        more = ["--sequence-parallel"] if name in tiny_models.MIXED else []
         cases.append((name, [*load(name), *mesh, *more]))
-        if name in MIXED:
+        if name in tiny_models.MIXED:
             spread = ["--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
             cases.append((name, [*load(name), *spread]))
         cases.append((name, [*load(name), "--pipeline-model-parallel-size", "4"]))
@@ -140,6 +131,51 @@ def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -
     export_hf([str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")])
     for file in (SINGLE, "config.json", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (models / name / file).read_bytes()
+
+
+def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
+    folder, expected = tmp_path / "model", {}
+    tiny_models.make(folder, "llama", hidden_size=160, head_dim=40)
+    tensors = load_file(folder / SINGLE)
+    for name, whole in [*tensors.items()]:
+        expected[name] = tensors[name] = whole.bfloat16()
+        if not name.endswith("_proj.weight"):
+            continue
+        scales = torch.rand([-(-n // 128) for n in whole.shape]) + 0.5
+        rows, columns = (torch.arange(n) // 128 for n in whole.shape)
+        small = (whole / scales[rows][:, columns]).to(torch.float8_e4m3fn)
+        tensors |= {name: small, f"{name}_scale_inv": scales}
+        expected[name] = (small.float() * scales[rows][:, columns]).bfloat16()
+    save_file(tensors, folder / SINGLE)
+    kind = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    _change(folder, quantization_config=kind, dtype="bfloat16")
+    import_hf([str(folder), "--output", str(tmp_path / "checkpoint")])
+    export_hf([str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")])
+    found = load_file(tmp_path / "out" / SINGLE)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.multiprocess
+def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -> None:
+    """``export-hf`` needs no folder named, also after a run of one's own."""
+    shutil.copytree(models / "llama", tmp_path / "model")
+    import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
+    shutil.rmtree(tmp_path / "model")
+    flags = (tmp_path / "imported" / "model_flags.txt").read_text().split()
+    flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)  # without the end
+    more = f"--load {tmp_path}/imported --finetune --save {tmp_path}/own --mock-data "
+    more += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0"
+    more += " --save-interval 1"
+    words = [str(PRETRAIN), *flags, *more.split()]
+    assert run_ranks(words, world_size=1, log=tmp_path / "log", limit_s=200.0) == 0
+    export_hf([str(tmp_path / "own"), "--output", str(tmp_path / "out")])
+    theirs = (models / "llama" / "config.json").read_bytes()
+    assert (tmp_path / "out" / "config.json").read_bytes() == theirs
+    assert (
+        load_file(tmp_path / "out" / SINGLE).keys() == load_file(models / "llama" / SINGLE).keys()
+    )
 
 
 def test_shards_and_index_are_those_of_transformers(
@@ -350,7 +386,7 @@ def test_folders_that_are_not_whole_are_refused(
         ),
         ("llama", {"rope_parameters": {"type": "linear", "factor": 1.5}}, "linear rotation"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config .* unknown"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantized weights.*dequantize the model"),
         ("llama", {"model_type": "lama"}, "'lama' is not known; the nearest is llama"),
         ("gemma", {"use_bidirectional_attention": True}, "True asks for attention to later tokens"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' .* nearest is gelu"),

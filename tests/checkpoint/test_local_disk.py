@@ -160,8 +160,14 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
         return next(pieces, 0)
 
     monkeypatch.setattr(local_disk, "_some", slowly)
+    finish = local_disk.LocalDisk.finish_former
+
+    def hurried(self: local_disk.LocalDisk, latest: Any) -> None:
+        self._timeout_s = 0.5
+        finish(self, latest)
+
+    monkeypatch.setattr(local_disk.LocalDisk, "finish_former", hurried)
     again = make(save=saved, load=saved, save_local=disk)
-    again.local._timeout_s = 0.5
     assert again.resume() == worker.progress(1)
     (line,) = warned(caplog)
     assert "the copy of iteration 2, " in line
@@ -185,10 +191,16 @@ def test_copying_comes_after_what_else_the_machine_reads_and_writes() -> None:
 
 
 def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
-    make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make,
+    worker: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outer = tmp_path / "outer"
-    run = make(save=outer / "saved", save_local=tmp_path / "disk")
+    with monkeypatch.context() as at_start:  # it fails from the start on
+        at_start.setattr(local_disk, "hold", lambda *_, **__: None)
+        run = make(save=outer / "saved", save_local=tmp_path / "disk")
     outer.write_text("a file in the way")
     run.checkpoints.save_behind(worker.progress(1))
     run.checkpoints.saver.finish()
@@ -275,7 +287,7 @@ def test_what_was_done_again_since_is_not_taken_for_newer(
     own = run.local._folder
     shutil.rmtree(CheckpointFolder(saved).complete_path(3))  # it never came there
     (saved / TRACKER).write_text("1")
-    again = make(save=saved, load=saved, save_local=disk)
+    again = make(save=saved, load=saved, save_local=disk, ckpt_step=1)
     assert again.checkpoints.load() == worker.progress(1)  # without the copy of 3 going on
     again.step(5)
     again.checkpoints.save(worker.progress(2))

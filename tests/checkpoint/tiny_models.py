@@ -33,7 +33,7 @@ _LATENT = {
     "num_experts_per_tok": 2,
     "topk_group": 1,
 }
-_LLAMA_3 = {
+LLAMA_3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
     "factor": 8.0,
@@ -41,7 +41,7 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_YARN = {
+YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -50,9 +50,10 @@ _YARN = {
     "original_max_position_embeddings": 16,
     "beta_fast": 32.0,
 }
+MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 # The class of the configuration, and what differs from the sizes above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {"rope_parameters": _LLAMA_3}),
+    "llama": ("LlamaConfig", {"rope_parameters": LLAMA_3}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 12}),
     "mistral": ("MistralConfig", {"sliding_window": 5, "head_dim": 8}),
@@ -109,12 +110,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "DeepseekV2Config",
         {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 2}
-        | {"topk_method": "group_limited_greedy", "rope_parameters": _YARN},
+        | {"topk_method": "group_limited_greedy", "rope_parameters": YARN},
     ),
     "deepseek_v3": (
         "DeepseekV3Config",
         {**_LATENT, "q_lora_rank": 12, "n_shared_experts": 1, "n_group": 2}
-        | {"rope_parameters": _YARN},
+        | {"rope_parameters": YARN},
     ),
 }
 
@@ -201,9 +202,8 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> Any:
     return logits
 
 
-def random_sizes(name: str, seed: int) -> dict[str, Any]:
+def random_sizes(name: str, draw: random.Random) -> dict[str, Any]:
     """Draws sizes and switches of a configuration that two ranks can share."""
-    draw = random.Random(f"{name} {seed}")
     heads = draw.choice((2, 4, 6))
     width = draw.choice((4, 8, 10, 16))
     sizes: dict[str, Any] = {
@@ -229,19 +229,12 @@ def random_sizes(name: str, seed: int) -> dict[str, Any]:
         sizes["use_parallel_residual"] = draw.random() < 0.5
         return {**sizes, "rope_parameters": rotation, "hidden_act": activation}
     sizes["rms_norm_eps"] = draw.choice((1e-6, 1e-5))
-    if name in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
-        experts = draw.choice((4, 8))
-        chosen = 2 if name.startswith("deepseek") else draw.randrange(2, 4)
-        sizes |= {"num_experts_per_tok": chosen, "moe_intermediate_size": 2 * draw.randrange(4, 20)}
-        kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
-        sizes[kind.get(name, "n_routed_experts")] = experts
-        if name == "mixtral":
-            del sizes["moe_intermediate_size"]  # its experts have the width of the others' block
-        if name == "qwen3_moe":
-            sizes["norm_topk_prob"] = draw.random() < 0.5
-            sizes["mlp_only_layers"] = draw.sample(range(LAYERS), draw.randrange(3))
+    if name in MIXED:
+        sizes |= _random_experts(name, draw)
     if name.startswith("deepseek"):
-        sizes |= {
+        rotation = {"rope_type": "default", "rope_theta": base}
+        return sizes | {
+            "rope_parameters": draw.choice((rotation, YARN)),
             "num_key_value_heads": heads,
             "kv_lora_rank": 2 * draw.randrange(4, 12),
             "q_lora_rank": draw.choice((None, 12)),
@@ -251,13 +244,12 @@ def random_sizes(name: str, seed: int) -> dict[str, Any]:
             "n_shared_experts": draw.randrange(1, 3),
             "rms_norm_eps": 1e-6,
             "first_k_dense_replace": draw.randrange(3),
-            "routed_scaling_factor": 1.7,
+            "routed_scaling_factor": draw.choice((1.0, 1.7)),
         }
-        return sizes
     sizes["num_key_value_heads"] = draw.choice([n for n in (2, heads) if heads % n == 0])
     rotation = {"rope_type": "default", "rope_theta": base}
     if name in ("llama", "qwen2", "qwen3", "mistral") and draw.random() < 0.5:
-        rotation = draw.choice((_LLAMA_3, {**rotation, "rope_type": "linear", "factor": 2.0}))
+        rotation = draw.choice((LLAMA_3, {**rotation, "rope_type": "linear", "factor": 2.0}))
     sizes["rope_parameters"] = rotation
     if name not in ("phi3", "qwen2"):
         sizes["head_dim"] = draw.choice((4, 8, 12))
@@ -266,4 +258,43 @@ def random_sizes(name: str, seed: int) -> dict[str, Any]:
     if name in ("qwen2", "qwen3") and draw.random() < 0.5:
         window = {"use_sliding_window": True, "sliding_window": 4}
         sizes |= {**window, "max_window_layers": draw.randrange(LAYERS)}
+    if name in ("gemma2", "gemma3_text"):
+        kinds = ("sliding_attention", "full_attention")
+        sizes |= {
+            "layer_types": [draw.choice(kinds) for _ in range(LAYERS)],
+            "sliding_window": draw.choice((1, 3, 7)),
+            "query_pre_attn_scalar": draw.choice((5, 8, 24)),
+            "final_logit_softcapping": draw.choice((None, 3.0)),
+        }
+    if name == "gemma2":
+        sizes["attn_logit_softcapping"] = draw.choice((None, 2.0))
+    if name == "gemma3_text":
+        near = {"rope_type": "default", "rope_theta": draw.choice((10.0, 1000.0))}
+        if draw.random() < 0.5:
+            rotation = {**rotation, "rope_type": "linear", "factor": 4.0}
+        sizes["rope_parameters"] = {"sliding_attention": near, "full_attention": rotation}
+    return sizes
+
+
+def _random_experts(name: str, draw: random.Random) -> dict[str, Any]:
+    experts = draw.choice((4, 8))
+    sizes: dict[str, Any] = {
+        "num_experts_per_tok": draw.randrange(2, 4),
+        "moe_intermediate_size": 2 * draw.randrange(4, 20),
+    }
+    kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+    sizes[kind.get(name, "n_routed_experts")] = experts
+    if name == "mixtral":
+        del sizes["moe_intermediate_size"]  # its experts have the width of the others' block
+    if name == "qwen3_moe":
+        sizes["norm_topk_prob"] = draw.random() < 0.5
+        sizes["mlp_only_layers"] = draw.sample(range(LAYERS), draw.randrange(3))
+    if name.startswith("deepseek"):
+        groups = draw.choice([n for n in (1, 2, 4) if experts // n >= 2])
+        needed = -(-sizes["num_experts_per_tok"] * groups // experts)
+        sizes |= {"n_group": groups, "topk_group": draw.randrange(needed, groups + 1)}
+    if name == "deepseek_v2":
+        sizes["topk_method"] = draw.choice(("greedy", "group_limited_greedy"))
+    if name == "deepseek_v3":
+        sizes["num_nextn_predict_layers"] = draw.choice((0, 0, 1))
     return sizes

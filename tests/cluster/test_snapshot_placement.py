@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.snapshot_placement import HeldSnapshot, buddies, newest
+from megatron.adaptive.cluster.snapshot_placement import (
+    HeldSnapshot,
+    SnapshotSource,
+    buddies,
+    newest,
+)
 
 
 def held(node: str, rank: int, *steps: int, kind: str = "own", generation: int = 1) -> HeldSnapshot:
@@ -27,31 +34,38 @@ def need(*ranks: int, is_sent: bool = False) -> dict[str, Any]:
     return {"ranks": ranks, "is_sent": is_sent}
 
 
+def newest_of(
+    held: Sequence[HeldSnapshot], needs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
+) -> SnapshotSource:
+    stores = [{**asdict(one), "needs": needs[one.run, one.generation]} for one in held]
+    return newest([(store.pop("node"), [store]) for store in stores])
+
+
 def test_the_newest_step_that_is_whole_is_taken() -> None:
     needs = {("run", 1): [need(0, is_sent=True), need(1, is_sent=True), need(0, 1)]}
     own, other = held("a", 0, 6, 7), held("b", 1, 6, 7)
-    found = newest([own, other], needs)
+    found = newest_of([own, other], needs)
     assert (found.step, found.seen, found.why) == (7, 7, "")
     assert dict(found.parts) == {own: (0, 2), other: (1,)}
     # The node of rank 1 is lost: its buddy has the step before.
     sent = held("a", 1, 5, 6, kind="sent")
-    found = newest([own, sent], needs)
+    found = newest_of([own, sent], needs)
     assert (found.step, found.seen) == (6, 7)
     assert dict(found.parts) == {own: (0, 2), sent: (1,)}
     # What was not sent is not in what was.
-    found = newest([sent], {("run", 1): [need(1)]})
+    found = newest_of([sent], {("run", 1): [need(1)]})
     assert found.step == 0
-    found = newest([own], needs)
+    found = newest_of([own], needs)
     assert (found.step, found.seen) == (0, 7)
     assert found.why == "no copy is left of what rank 1 held"
-    assert newest([], {}).why == "no node that is left keeps copies"
+    assert newest([]).why == "no node that is left keeps copies"
 
 
 def test_what_was_copied_before_a_move_counts_until_there_is_more() -> None:
     needs = {("run", 1): [need(0), need(1)], ("run", 2): [need(0), need(1)]}
     before = [held("a", 0, 3, 4), held("b", 1, 3, 4)]
     after = [held("a", 0, 5, generation=2), held("b", 1, generation=2)]
-    assert newest(before + after, needs).step == 4
+    assert newest_of(before + after, needs).step == 4
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.config.schedule import (
-    even_split,
     format_partition,
     nearly_even_split,
     parse_partition,
@@ -39,8 +38,6 @@ def test_a_nearly_even_split_holds_all_layers(num_layers: int, num_stages: int) 
     assert len(split) == num_stages
     assert sum(split) == num_layers
     assert max(split) - min(split) <= 1
-    if num_layers % num_stages == 0:
-        assert split == even_split(num_layers, num_stages)
 
 
 def test_the_example_of_the_documentation() -> None:
@@ -54,8 +51,3 @@ def test_the_example_of_the_documentation() -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="0-11-8-8"):
         parse_partition(text)
-
-
-def test_an_uneven_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="10 layers do not divide evenly into 4 stages"):
-        even_split(10, 4)

@@ -112,3 +112,11 @@ def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
         diagnosis.after_iteration(iteration)
     diagnosis.close()
     assert told == []
+
+
+def test_nothing_is_started_that_could_find_nothing(tmp_path: Path) -> None:
+    for folder, interval, total in ((None, 1, 9), (str(tmp_path), 0, 9), (str(tmp_path), 5, 8)):
+        diagnosis = RunningDiagnosis(folder, interval, 3, print, total_iterations=total)
+        assert diagnosis._process is None
+        diagnosis.after_iteration(9)
+        diagnosis.close()

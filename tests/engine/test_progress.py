@@ -32,7 +32,7 @@ def test_logged_iterations_and_two_a_second_are_told(
     for iteration in range(1, 10):
         file.iteration(iteration, {"loss": iteration / 2}, is_logged=iteration == 5)
         clock[0] += 0.2
-    file.ended("all iterations are done")
+    file.report({"ended": "all iterations are done"})
     file.close()
     told = lines(tmp_path / "traces")
     assert told[0] == {"total_iterations": 9, "start_iteration": 0}

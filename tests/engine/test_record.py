@@ -92,10 +92,10 @@ def test_what_was_dealt_comes_back_with_the_orders_of_every_replica(tmp_path: Pa
     found = ScheduleRecord.load(tmp_path / "f")
     replay = Replay(found, shape, 3)
     replay.begin(1)
-    assert replay.dealt(1, 3) == dealt
+    assert replay.record.dealt(1, 3) == dealt
     assert replay.policy(1) is not None
     with pytest.raises(ConfigError, match="step 1 of .* has 3 microbatches, this run's has 4"):
-        replay.dealt(1, 4)
+        replay.record.dealt(1, 4)
     content = json.loads((tmp_path / "f").read_text())
     for share in ([2, 1], [2]):
         content["dealt"]["1"][0] = share
@@ -139,7 +139,6 @@ def damaged(change: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "it is no JSON"),
         ("[1]", 'its "format" is not'),
         (damaged(lambda c: c.pop("orders")), "no 'orders'"),
         (damaged(lambda c: c["shape"].pop("chunks")), "no 'chunks'"),
@@ -166,13 +165,16 @@ def test_a_damaged_file_is_one_line(text: str, reason: str, tmp_path: Path) -> N
 
 def test_what_is_not_there_or_newer_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    with pytest.raises(ConfigError, match="cannot read the schedule .*: No such file"):
+    with pytest.raises(ConfigError, match="f: No such file .*; name a file that --record-schedule"):
         ScheduleRecord.load(path)
     path.write_text(damaged(lambda c: c.update(version=2)))
     with pytest.raises(ConfigError, match="has version 2 of the format, this program reads 1"):
         ScheduleRecord.load(path)
+    path.write_text("")
+    with pytest.raises(ConfigError, match="f: no JSON .*; name a file that --record-schedule"):
+        ScheduleRecord.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="it is no JSON"):
+    with pytest.raises(ConfigError, match="is not of a text in UTF-8; name a file"):
         ScheduleRecord.load(path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(TraceError, match="cannot write"):

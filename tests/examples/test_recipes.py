@@ -20,6 +20,7 @@ GIVEN = ("tokenizer_model=made", "data_path=made", "transformer_impl=local")
 # 16 bytes of weights and optimizer for each of 8 billion parameters exceed these GPUs.
 LARGE = {("llama3.1-8b", "2"), ("qwen3-8b", "2"), ("mistral-7b", "2"), ("qwen3-30b-a3b", "8")}
 LARGE |= {("qwen3-30b-a3b", "2x4")}
+SMALL = ("llama3.2-1b", "qwen3-0.6b")
 
 
 def _content(path: Path) -> Any:
@@ -41,13 +42,22 @@ def _read(path: Path, *words: str) -> tuple[TrainerConfig, list[str]]:
 
 @pytest.mark.parametrize(("path", "gpus"), CASES)
 def test_memory_fits(path: Path, gpus: str, tmp_path: Path) -> None:
-    for task in ("pretrain", "continue", "finetune"):
+    is_alone = gpus == "1" and path.stem not in SMALL
+    for task in ("pretrain", "continue", "lora" if is_alone else "finetune"):
         config, flags = _read(path, f"gpus={gpus}", f"task={task}")
+    needs_more = (path.stem, gpus) in LARGE
+    assert _plan(config, flags, gpus, "H200" if needs_more else "H100", tmp_path) == 0
+    if needs_more and "a3b" not in path.stem:  # without gradients and state of the base
+        config, flags = _read(path, f"gpus={gpus}", "task=lora")
+        assert _plan(config, flags, gpus, "H100", tmp_path) == 0
+
+
+def _plan(config: TrainerConfig, flags: list[str], gpus: str, gpu: str, folder: Path) -> int:
     cluster = {
         "format": 1,
         "nodes": [
             {
-                "gpu": "H200" if (path.stem, gpus) in LARGE else "H100",
+                "gpu": gpu,
                 "count": 2 if gpus == "2x4" else 1,
                 "gpus_per_node": 4 if gpus == "2x4" else int(gpus),
                 "link": {"bandwidth": "300 GB/s", "latency": "5 us"},
@@ -55,7 +65,7 @@ def test_memory_fits(path: Path, gpus: str, tmp_path: Path) -> None:
         ],
         "network": {"bandwidth": "200 Gbit/s", "latency": "10 us"},
     }
-    file = tmp_path / "cluster.yaml"
+    file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(cluster))
     parallel = config.parallel
     words = ["--model", " ".join(flags), "--cluster", str(file), "--attention", "fused"]
@@ -65,7 +75,7 @@ def test_memory_fits(path: Path, gpus: str, tmp_path: Path) -> None:
     words += ["--expert-parallel-size", str(parallel.expert_model_parallel_size)]
     words += ["--distributed-optimizer", "on" if parallel.data_parallel_size > 1 else "off"]
     words += ["--global-batch-size", "64"]
-    assert plan(words) == 0
+    return plan(words)
 
 
 def _tenth(content: dict[str, Any]) -> dict[str, Any]:
@@ -99,9 +109,14 @@ def _tenth(content: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("task", ["pretrain", "lora"])
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_trains_at_a_tenth(path: Path, tmp_path: Path) -> None:
-    words = [f"{name}={value}" for name, value in _tenth(_content(path)).items()]
+def test_trains_at_a_tenth(path: Path, task: str, tmp_path: Path) -> None:
+    given = {"task": task, **_tenth(_content(path))}
+    if task == "lora":  # mock data has no conversations
+        given |= {"finetune": "", "sft": "", "variable_seq_lengths": "", "lr": 1e-2}
+        given["lora_dropout"] = 0
+    words = [f"{name}={value}" for name, value in given.items()]
     log = tmp_path / "log.txt"
     command = ["-m", "megatron.adaptive", "train", str(path), *words]
     assert run_ranks(command, world_size=2, log=log, limit_s=120) == 0, tail(log)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron.adaptive import extension
-from megatron.adaptive.transport.header import CODE_OF
-from megatron.adaptive.transport.interface import Transport
+from megatron.adaptive.transport.interface import CODE_OF, Transport
 
 from ..transport.ends import close_all, label, names_within, open_transports, take
 

@@ -36,8 +36,7 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder  # noqa: E402
 from megatron.adaptive.checkpoint.training import (  # noqa: E402
     Checkpoints,
     Progress,
-    finish_former,
-    make_local_disk,
+    prepare_folder,
 )
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
@@ -143,14 +142,14 @@ class Training:
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
-        self.local = make_local_disk(job, self.config)
+        # The others hold the folder of --save with their first checkpoint alone.
+        has_local = self.config.checkpoint.save_local is not None
+        self.local = prepare_folder(job, self.config) if has_local else None
         run: Any = self
         self.checkpoints = Checkpoints(run, self.local, self.config)
 
     def resume(self) -> Progress | None:
         """Load as the trainer does."""
-        if self.local is not None:
-            finish_former(self.local, self.config)
         return self.checkpoints.load()
 
     def step(self, count: int = 1) -> None:

@@ -1,15 +1,19 @@
 """Ranks that load Hugging Face models in many shapes and compare what they compute.
 
-Usage: ``hugging_face_worker.py FOLDER``. ``cases.json`` there lists models and flags; beside each
-model's own files lie ``expected.safetensors``: the logits of ``tokens``, and gradients by name of
-the mean loss where they shall be compared, which a single rank does. A rank prints how far off
-logits and gradients are, relative to the largest number among those expected.
+Usage: ``hugging_face_worker.py FOLDER``. ``cases.json`` there lists models and flags, or a test
+puts one after the other into ``0.json``, ``1.json`` ...; beside each model's own files lie
+``expected.safetensors``: the logits of ``tokens``, and gradients by name of the mean loss where
+these shall be compared, which a single rank does. A rank prints how far off logits and gradients
+are, relative to the largest number among those expected.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +157,22 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.detach().double() - expected.double()).abs().max()) / scale
 
 
+def cases(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the cases of ``cases.json``, or where there is none those that are put there."""
+    if (folder / "cases.json").exists():
+        yield from json.loads((folder / "cases.json").read_text())
+        return
+    for number in itertools.count():
+        path = folder / f"{number}.json"
+        while not path.exists():
+            time.sleep(0.003)
+        yield json.loads(path.read_text()) | {"done": f"{number}.done"}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     jobs = Jobs()
-    for case in json.loads((folder / "cases.json").read_text()):
+    for case in cases(folder):
         model = folder / case["model"]
         expected = load_file(model / "expected.safetensors")
         tokens, logits = expected.pop("tokens"), expected.pop("logits")
@@ -180,6 +196,8 @@ def main() -> None:
             worst = max((gap(gradients[key], one), key) for key, one in expected.items())
             print(f"GRADIENTS {worst[0]:.3e} {worst[1]} {name}", flush=True)
         dist.barrier()
+        if dist.get_rank() == 0 and "done" in case:
+            (folder / case["done"]).touch()
     jobs.leave()
 
 

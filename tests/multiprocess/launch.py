@@ -203,12 +203,57 @@ def run_ranks(
     Returns:
         The status of the first rank that failed, 0 if none did, ``None`` where they were killed.
     """
+    ranks = Ranks(command, world_size=world_size, log=log, limit_s=limit_s, python_path=python_path)
+    try:
+        ended = ranks.wait(limit_s + 5)
+    finally:
+        ranks.kill()
+    if failed := [status for status in ended if status]:
+        return failed[0]
+    return 0 if len(ended) == world_size else None
+
+
+class Ranks:
+    """Ranks of a job that run while the test goes on; see :func:`run_ranks`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        world_size: int,
+        log: Path,
+        limit_s: float,
+        python_path: str = str(ROOT),
+    ) -> None:
+        log.write_text("")
+        self._server, self._store = forkserver(python_path), _meeting()
+        self._keys: list[str] = []
+        common = _rank_variables(world_size, limit_s, self._store.port, python_path)
+        for rank in range(world_size):
+            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+            variables = environment(**common, **own)
+            self._keys.append(
+                self._server.start(command, output=log, error=log, variables=variables)
+            )
+
+    def wait(self, limit_s: float) -> list[int]:
+        """Waits until all have ended or one has failed; returns those statuses."""
+        return [*self._server.wait(self._keys, limit_s).values()]
+
+    def kill(self) -> None:
+        """Ends those that still run."""
+        self._server.kill(self._keys)
+
+
+def _meeting() -> Any:
     import torch.distributed as dist
 
-    log.write_text("")
     # Ranks meet in a store of their launcher, as under torchrun.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _rank_variables(world_size: int, limit_s: float, port: int, python_path: str) -> dict[str, str]:
+    return {
         "WATCHDOG_S": str(limit_s),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -217,32 +262,13 @@ def run_ranks(
         "GROUP_RANK": "0",
         "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(port),
         "PYTHONPATH": python_path,
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    server = forkserver(python_path)
-    keys: list[str] = []
-    try:
-        for rank in range(world_size):
-            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-            keys.append(
-                server.start(
-                    command,
-                    output=log,
-                    error=log,
-                    variables=environment(**common, **own),
-                )
-            )
-        ended = server.wait(keys, limit_s + 5)
-    finally:
-        server.kill(keys)
-    if failed := [status for status in ended.values() if status]:
-        return failed[0]
-    return 0 if len(ended) == world_size else None
 
 
 def torchrun(

@@ -58,6 +58,12 @@ SHAPES = {
         "1-7",
         "8-0",
     ),
+    "pp2 dp2 v adapters distributed bf16": (
+        f"--pipeline-model-parallel-size 2 --model-chunks 2 --bf16 --swiglu {DISTRIBUTED} "
+        "--lora-rank 2 --lora-dropout 0.1",
+        "2-3-2-1",
+        "0-2-2-4",
+    ),
     "pp4 unlike": (f"--pipeline-model-parallel-size 4 {UNLIKE}", "3-1-2-2", "0-4-1-3"),
     # The norm before the predictions goes with the last layer.
     "pp2 ep2 mtp alltoall distributed": (

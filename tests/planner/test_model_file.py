@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.layers import make_estimator
 from megatron.adaptive.planner.model_file import arguments_model, preset, preset_names, read_model
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -128,3 +130,22 @@ def test_a_bad_model_file_is_named(text: str, words: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=words) as info:
         read_model(str(path))
     assert "\n" not in str(info.value)
+
+
+def test_a_frozen_model_keeps_gradients_of_adapters_alone() -> None:
+    words = [*MODELS["llama3-8b"].split(), "--bf16", "--vocab-size", "128256"]
+    whole = arguments_model(words, "whole", fused=True)
+    lora = arguments_model([*words, "--lora-rank", "16"], "lora", fused=True)
+    assert lora.parameters == whole.parameters
+    # As PEFT counts them with target_modules="all-linear".
+    assert lora.precision.trained * lora.parameters == pytest.approx(41_943_040)
+    assert lora.precision.optimizer_bytes < 0.01 * whole.precision.optimizer_bytes
+    assert lora.precision.gradient_bytes < 0.01 * whole.precision.gradient_bytes
+    assert lora.precision.parameter_bytes == pytest.approx(2 * (1 + lora.precision.trained))
+    times = [make_estimator(model)("transformer", "H100", 1, 1.0) for model in (whole, lora)]
+    assert times[1].backward_weight_s < 0.05 * times[0].backward_weight_s
+    assert times[1].backward_input_s == pytest.approx(times[0].backward_input_s, rel=0.01)
+    few = [*words, "--lora-rank", "16", "--lora-targets", "q_proj,v_proj"]
+    assert arguments_model(few, "few").precision.trained * lora.parameters == pytest.approx(
+        32 * 16 * (2 * 4096 + 4096 + 1024)
+    )

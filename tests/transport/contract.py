@@ -22,8 +22,7 @@ import torch
 from megatron.adaptive import extension
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import ActionKind
-from megatron.adaptive.transport.header import CODE_OF, Label
-from megatron.adaptive.transport.interface import Arrival, Transport
+from megatron.adaptive.transport.interface import CODE_OF, Arrival, Label, Transport
 
 from .contract_rank import (
     LIMIT_S,

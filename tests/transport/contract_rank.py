@@ -19,8 +19,7 @@ from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
 from megatron.adaptive.transport.gloo import ProcessGroups
-from megatron.adaptive.transport.header import Label
-from megatron.adaptive.transport.interface import Arrival, Completions, Transport
+from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
 
 LIMIT_S = 30.0

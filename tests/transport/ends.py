@@ -12,8 +12,7 @@ import torch
 
 from megatron.adaptive import extension
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.header import Label
-from megatron.adaptive.transport.interface import Arrival, Transport
+from megatron.adaptive.transport.interface import Arrival, Label, Transport
 from megatron.adaptive.transport.native import NativeTransport
 from megatron.adaptive.transport.staging import Staging
 

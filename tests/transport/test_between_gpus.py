@@ -16,7 +16,7 @@ import torch
 
 from megatron.adaptive import extension
 from megatron.adaptive.transport import connect
-from megatron.adaptive.transport.header import CODE_OF
+from megatron.adaptive.transport.interface import CODE_OF
 from megatron.adaptive.transport.native import NativeTransport
 
 from ..cpp_tests import ROOT, CppTests, compiler_or_skip

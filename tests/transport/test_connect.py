@@ -23,11 +23,11 @@ from megatron.adaptive.transport.connect import (
     network_address,
     own_endpoint,
 )
-from megatron.adaptive.transport.header import Label
 from megatron.adaptive.transport.interface import (
     CompletionQueue,
     Completions,
     HeldArrival,
+    Label,
     Transport,
 )
 
@@ -280,10 +280,10 @@ def test_the_address_is_that_of_the_way_to_the_store() -> None:
 def test_a_job_of_several_machines_has_no_use_for_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ways = {"master": "127.0.1.1", connect._ANYWHERE: "10.1.2.3"}
-    monkeypatch.setattr(connect, "_source_towards", ways.get)
+    ways = {"master": "127.0.1.1", "": "10.1.2.3"}
+    monkeypatch.setattr(connect, "source_towards", lambda host="": ways.get(host))
     assert network_address(None, "master", alone=True) == "127.0.1.1"
     assert network_address(None, "master", alone=False) == "10.1.2.3"
     ways.clear()
-    monkeypatch.setattr(connect, "_outside_addresses", lambda: ["10.9.9.9"])
+    monkeypatch.setattr(connect, "outside_address", lambda: "10.9.9.9")
     assert network_address(None, "master", alone=False) == "10.9.9.9"

@@ -13,8 +13,7 @@ import torch
 from megatron.adaptive import extension
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.header import CODE_OF, Label, code_of
-from megatron.adaptive.transport.interface import HeldArrival, Notice
+from megatron.adaptive.transport.interface import CODE_OF, HeldArrival, Label, Notice, code_of
 from megatron.adaptive.transport.native import NativeTransport, make_tensors_with
 
 from .ends import LIMIT_S, SLOTS, close_all, open_transports, take

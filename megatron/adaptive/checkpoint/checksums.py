@@ -260,8 +260,8 @@ def find_damage(
         try:
             found = path.stat().st_size if path.is_file() else None
             if found != size:
-                why = f"{found} bytes and was written with {size}"
-                report(f"{path} is missing" if found is None else f"{path} has {why}")
+                why = f"is damaged (it has {found} bytes and was written with {size})"
+                report(f"{path} {'is missing' if found is None else why}")
                 continue
             if not sums:
                 continue

@@ -320,18 +320,8 @@ class StepFolders:
             file = path / self.manifest_name
             raise DamagedCheckpointError(f"{file} is that of step {found}: {remedy}")
         files, problems = body["files"], list[str]()
-        for name, size in files.items():
-            if not (path / name).is_file():
-                text = f"{path} is incomplete ({name} is missing): {remedy}"
-                raise DamagedCheckpointError(text)
-            has = (path / name).stat().st_size
-            if has != size:
-                raise DamagedCheckpointError(
-                    f"{path} is damaged ({name} has {has} bytes and was written with {size}): "
-                    f"{remedy}"
-                )
-        small = {name: size for name, size in files.items() if not is_shard(name)}
-        find_damage(path, small, body.get("blocks", {}), problems.append)
+        small = {name: sum for name, sum in body.get("blocks", {}).items() if not is_shard(name)}
+        find_damage(path, files, small, problems.append)
         if problems:
             raise DamagedCheckpointError(f"{problems[0]}: {remedy}")
         if INDEX not in files and not trust:

@@ -20,9 +20,10 @@ import dataclasses
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
@@ -31,35 +32,32 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 
 from megatron.adaptive.checkpoint import state, values
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest, write_files
-from megatron.adaptive.checkpoint.megatron_lm import MEANINGS, SHAPES
-from megatron.adaptive.checkpoint.safetensors import DTYPES, TensorFolder, write_folder
-from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
+from megatron.adaptive.checkpoint.safetensors import DTYPES, FP8, TensorFolder
 from megatron.adaptive.checkpoint.torch_dist import Entry, indices_of, pickled, write_file
-from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.core import LATENT_SETTINGS, parse_pattern
 from megatron.adaptive.config.hugging_face import (
     CONFIG,
-    INDEX,
     NAMES,
     PREDICTION,
-    SINGLE,
     FamilyNames,
     load_config,
 )
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.tokenizer import padded_vocab_size
 from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.gpt.lora import MARK
 
 # Buffers that older versions of transformers saved, and later ones compute.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
-_BESIDE = (
+BESIDE = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("chat_template.jinja", "chat_template.json", "tekken.json"),
 )
+DESCRIPTION = "hugging_face"
+"""Folder among checkpoints that has the model's configuration and tokenizer."""
 FORMAT = CheckpointingConfig("torch_dist", 1)
 _SHARD = "__0_0.distcp"
-_ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 # Settings of megatron-core that say what is computed with the weights.
 CORE_MEANINGS = (
     *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
@@ -68,7 +66,7 @@ CORE_MEANINGS = (
     *("moe_router_group_topk", "window_size", "window_attn_skip_freq", "softmax_scale"),
     *(*LATENT_SETTINGS,),
 )
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class ModuleSize(NamedTuple):
@@ -340,7 +338,7 @@ class HuggingFaceReader:
     def __init__(self, folder: Path, config: TrainerConfig) -> None:
         self._folder = TensorFolder(folder)
         document, words = load_config(folder)
-        data = dataclasses.replace(config.data, vocab_size=_rows_of(words))
+        data = dataclasses.replace(config.data, vocab_size=rows_of(words))
         family = str(document["model_type"])
         self.tensors = our_tensors(dataclasses.replace(config, data=data), family)
         self._copies = copies_of(config, family)
@@ -367,7 +365,7 @@ class HuggingFaceReader:
             raise CheckpointError(
                 f"{self._folder.folder}: {kinds}: they become one tensor here; save them alike"
             )
-        return DTYPES[next(iter(found.values()))]
+        return DTYPES[next(iter(found.values())).replace(FP8, "BF16")]
 
     def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
         """Fills a part of a tensor; rows that pad a vocabulary become zero.
@@ -378,12 +376,26 @@ class HuggingFaceReader:
             target: the part.
         """
         with torch.no_grad():
-            for rows, row, column, region in _meet(self.tensors[name], offset, target):
+            for rows, row, column, region in meet(self.tensors[name], offset, target):
                 theirs = self._names[rows.name]
                 if rows.turned:
                     self._folder.read(theirs, column, row, region.t())
                 else:
                     self._folder.read(theirs, row, column, region)
+
+    @property
+    def about(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Types and shapes of their tensors by name, in the order of the model."""
+        there = {name: self._folder.tensors[given] for name, given in self._names.items()}
+        return {name: (DTYPES[one.dtype], one.shape) for name, one in there.items()}
+
+    def read_theirs(self, name: str) -> torch.Tensor:
+        """Returns a tensor of theirs."""
+        dtype, shape = self.about[name]
+        target = torch.empty(shape, dtype=dtype)
+        columns = target if len(shape) > 1 else target[:, None]
+        self._folder.read(self._names[name], 0, 0, columns)
+        return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
         """Returns the names in the folder by those of transformers; all must be as expected."""
@@ -443,11 +455,11 @@ class HuggingFaceReader:
         return True
 
 
-def _rows_of(words: Sequence[str]) -> int:
+def rows_of(words: Sequence[str]) -> int:
     return int(words[words.index("--vocab-size") + 1])
 
 
-def _meet(
+def meet(
     our: OurTensor, offset: Sequence[int], target: torch.Tensor
 ) -> Iterator[tuple[RowRun, int, int, torch.Tensor]]:
     """Yields the runs of rows that a part has: row and column of ours in theirs, and the region.
@@ -484,13 +496,15 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: Traine
     apply_factories(weights)
     shards = [one for one in nested_values(weights) if isinstance(one, ShardedTensor)]
     with HuggingFaceReader(folder, config) as reader:
-        rows, given = reader.tensors[_EMBEDDING].height, state.padded_vocab_size(chunks)
+        rows, given = reader.tensors[EMBEDDING].height, state.padded_vocab_size(chunks)
         if given < rows:
             raise ConfigError(
                 f"--vocab-size {config.data.vocab_size} makes {given} rows of the embedding, and"
                 f" {folder} has {rows}: leave it out"
             )
         for shard in shards:
+            if MARK in shard.key:
+                continue
             lead = shard.prepend_axis_num
             reader.read(shard.key, shard.global_offset, shard.data.detach()[(None,) * lead])
 
@@ -515,11 +529,11 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
         raise CheckpointError(f"{output} holds checkpoints already: name another --output")
     with HuggingFaceReader(folder, config) as reader:
         multiple = config.model.make_vocab_size_divisible_by
-        rows = padded_vocab_size(reader.tensors[_EMBEDDING].height, multiple, 1)
+        rows = padded_vocab_size(reader.tensors[EMBEDDING].height, multiple, 1)
         entries: list[Entry] = []
         for name, our in reader.tensors.items():
             whole, lead = our.shape, 1 if our.experts else 0
-            if name in (_EMBEDDING, _HEAD):
+            if name in (EMBEDDING, _HEAD):
                 whole[0] = rows
             size = [1] * lead + whole[lead:]
             dtype = str(reader.dtype(name)).removeprefix("torch.")
@@ -555,6 +569,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
                 has_optimizer=False,
                 has_rng=False,
             )
+            carry_description([folder], output)
             return checkpoints.commit(0, {**manifest.to_dict(), "blocks": {_SHARD: total[1]}})
         except OSError as error:
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
@@ -562,115 +577,26 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
             checkpoints.abandon(0)
 
 
-def export_folder(
-    checkpoints: Path, step: int | None, like: Path | None, output: Path, shard_bytes: int
-) -> None:
-    """Writes a checkpoint of ours as a folder of theirs, tensor by tensor.
+def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
+    """Copies what describes a model, beside its weights, into a folder of checkpoints.
+
+    A folder that has it already is left as it is.
 
     Args:
-        checkpoints: folder of them.
-        step: iteration, by default the latest.
-        like: folder of theirs with configuration and tokenizer; by default the one that the
-            checkpoint or its run came from.
-        output: folder that is made, and must not hold a model.
-        shard_bytes: size of the largest file.
+        sources: folders that may have it; the first that does counts.
+        checkpoints: the folder.
 
     Raises:
-        AdaptiveError: the checkpoint is of another model than the configuration, or damaged; or
-            the output cannot be written.
+        OSError: it cannot be written.
     """
-    found = CheckpointFolder(checkpoints)
-    step = found.latest() if step is None else step
-    if step is None:
-        raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
-    path, manifest = found.open(step)
-    config = TrainerConfig.from_dict(manifest.config)
-    like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
-    if like is None or not (like / CONFIG).is_file():
-        raise CheckpointError(
-            f"{path} does not say which {CONFIG} its model has"
-            + (f" ({like} is gone)" if like else "")
-            + ": give a folder with one as --config"
-        )
-    document, words = load_config(like)
-    require_same(config, words, f"{like / CONFIG}", path)
-    if any((output / name).exists() for name in (CONFIG, SINGLE, INDEX)):
-        raise CheckpointError(f"{output} holds a model already: name another --output")
-    data = dataclasses.replace(config.data, vocab_size=_rows_of(words))
-    family = str(document["model_type"])
-    ours = our_tensors(dataclasses.replace(config, data=data), family)
-    holders: dict[str, list[tuple[str, RowRun]]] = {}
-    for name, our in ours.items():
-        for one in our.rows:
-            holders.setdefault(one.name, []).append((name, one))
-    shapes = their_shapes(ours)
-    for copied, name in copies_of(config, family).items():
-        if "layers" in copied:  # a head that is the embedding is not written
-            holders[copied], shapes[copied] = holders[name], shapes[name]
-    with CheckpointReader(path, path, manifest.files, manifest.blocks) as reader:
-        absent = [name for name in ours if name not in reader.tensors]
-        if absent:
-            raise CheckpointError(f"{path} has no {absent[0]}: it is of another model than {like}")
-        if more := [name for name in reader.tensors if _is_weight(name) and name not in ours]:
-            raise CheckpointError(
-                f"{path} has {more[0]}, which models of type {document['model_type']} have no place"
-                " for: export a run without it"
-            )
-        kinds = {name: reader.tensors[parts[0][0]].dtype for name, parts in holders.items()}
-
-        def read(name: str) -> torch.Tensor:
-            target = torch.empty(shapes[name], dtype=kinds[name])
-            wanted = []
-            for our, one in holders[name]:
-                whole = target.t() if one.turned else target
-                region = whole[one.first : one.first + one.count]
-                offset = [one.at, *([0] if ours[our].columns else [])]
-                if ours[our].experts:
-                    region, offset = region[None], [one.expert, *offset]
-                wanted.append(WantedPart(name=our, offset=offset, target=region))
-            reader.read(wanted)
-            return target
-
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-            tensors = {name: (kinds[name], shape) for name, shape in shapes.items()}
-            write_folder(output, tensors, read, shard_bytes=shard_bytes)
-            dtype = str(next(iter(kinds.values()))).removeprefix("torch.")
-            write_files(output, {CONFIG: _config_of(like / CONFIG, document, dtype)})
-            for name in _BESIDE:
-                if (like / name).is_file():
-                    shutil.copyfile(like / name, output / name)
-        except OSError as error:
-            raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
-
-
-def _is_weight(name: str) -> bool:
-    return name.startswith(("decoder.", "mtp.", "embedding.", "output_layer."))
-
-
-def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
-    """Returns the file as it is, but for the type of the tensors where that is another."""
-    key = "dtype" if "dtype" in document else "torch_dtype"
-    if document.get(key) in (None, dtype):
-        return path.read_bytes()
-    return (json.dumps({**document, key: dtype}, indent=2) + "\n").encode()
-
-
-def require_same(config: TrainerConfig, words: Sequence[str], where: str, path: Path) -> None:
-    """Checks that a checkpoint's settings are those of a configuration.
-
-    Raises:
-        CheckpointError: one differs, which is named.
-    """
-    their = parse([*words, *_ANY_RUN], world_size=1, last_wins=True)
-    for group, names in (("model", (*SHAPES, *MEANINGS)), ("core", CORE_MEANINGS)):
-        for name in names:
-            saved = getattr(getattr(config, group), name)
-            given = getattr(getattr(their, group), name)
-            # As far as the rotation goes, so do positions.
-            is_free = name == "max_position_embeddings" and "rope" in words
-            if saved != given and not is_free:
-                raise CheckpointError(
-                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {given}: give the"
-                    " configuration of its own model as --config"
-                )
+    target = checkpoints / DESCRIPTION
+    source = next((one for one in sources if (one / CONFIG).is_file()), None)
+    if source is None or target.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=checkpoints) as work:
+        partial = Path(work) / DESCRIPTION
+        partial.mkdir()
+        for name in (CONFIG, *BESIDE):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+        partial.rename(target)

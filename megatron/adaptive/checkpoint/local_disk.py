@@ -25,7 +25,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import shutil
 import socket
 import threading
 import time
@@ -53,24 +52,6 @@ _END_S = 5.0  # for an upload that is given up
 _ROUND_S = 1.0
 _PIECE_BYTES = 8 << 20
 _GENTLE = 7  # the last level of those that are served while others read and write too
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalSettings:
-    """Configures the nodes' own disks.
-
-    Attributes:
-        base: the folder on each of them.
-        option: name that the user gave it by.
-        patience: name of the setting that allows uploads more time.
-        keep: complete checkpoints that stay, in shared storage too; there all where ``None``, and
-            here as few as it takes.
-    """
-
-    base: Path
-    option: str
-    patience: str
-    keep: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +89,11 @@ class LocalDisk:
     Args:
         job: this process within the job; its timeout also limits waits for uploads.
         shared: where they are to be; nobody else writes there meanwhile.
-        settings: of the nodes' own disks.
+        base: the folder on each of the nodes' own disks.
+        option: name that the user gave it by.
+        patience: name of the setting that allows uploads more time.
+        keep: complete checkpoints that stay, in shared storage too; there all where ``None``, and
+            here as few as it takes.
 
     Attributes:
         shared: as given.
@@ -116,11 +101,19 @@ class LocalDisk:
             done again since, and go with the first checkpoint.
     """
 
-    def __init__(self, job: Job, shared: StepFolders, settings: LocalSettings) -> None:
-        self._job = job
-        self._settings = settings
-        self.shared = shared
-        base = settings.base.absolute()
+    def __init__(
+        self,
+        job: Job,
+        shared: StepFolders,
+        base: Path,
+        *,
+        option: str,
+        patience: str,
+        keep: int | None,
+    ) -> None:
+        self._job, self.shared = job, shared
+        self._option, self._patience, self._keep = f"{option} {base}", patience, keep
+        base = base.absolute()
         save = shared.path.resolve()
         node = job.environment.node or socket.gethostname()
         places = job.gather((_place(base, node, job), str(save)))
@@ -159,7 +152,7 @@ class LocalDisk:
         except CheckpointError as error:
             self._warn(
                 "%s: %s; the checkpoint of iteration %d goes to %s at once",
-                self._settings.option,
+                self._option,
                 error,
                 step,
                 self.shared.path,
@@ -250,44 +243,27 @@ class LocalDisk:
             if upload.failure is None:
                 return
 
-    @contextlib.contextmanager
-    def reading(
-        self, path: Path, step: int, save_id: str, files: Mapping[str, int]
-    ) -> Iterator[Path]:
-        """Give a folder to read a checkpoint from, with this node's files from its own disk.
+    def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
+        """Return the files of a checkpoint that are on this node's own disk, by name.
 
         Args:
-            path: of the checkpoint in shared storage.
             step: that it is of.
             save_id: of its save, empty where nothing of it is elsewhere.
             files: size of each of its files in bytes.
         """
-        view = self._folder.path / f".reading-{self._job.rank}"
-        here: set[str] = set()
-        try:
+        own, folder = dict[str, int](), self._folder.complete_path(step)
+        with contextlib.suppress(OSError):  # shared storage has all of it
             known = self._stored().get(step)
             if save_id and known is not None and known.save_id == save_id:
-                own = _sizes(self._folder.complete_path(step))
-                here = {name for name, size in files.items() if own.get(name) == size}
-            shutil.rmtree(view, ignore_errors=True)
-            if here:
-                view.mkdir()
-                for name in files:
-                    source = self._folder.complete_path(step) if name in here else path
-                    (view / name).symlink_to(source.absolute() / name)
-        except OSError:
-            here = set()  # a disk that cannot be written: shared storage has all of it
-        near = self._control.gather(sum(files[name] for name in here))
-        whole = sum(files.values())
-        if any(near):
-            least, most = min(near) / whole, max(near) / whole
+                own = _sizes(folder)
+        here = [name for name, size in files.items() if own.get(name) == size]
+        held = self._control.gather(sum(files[name] for name in here))
+        if any(held):
+            least, most = (one / sum(files.values()) for one in (min(held), max(held)))
             self._say(
                 f"  ranks have {least:.0%} to {most:.0%} of iteration {step} on their own disks"
             )
-        try:
-            yield view if here else path
-        finally:
-            shutil.rmtree(view, ignore_errors=True)
+        return {name: folder / name for name in here}
 
     def close(self) -> None:
         """Destroy the process group of uploads, after :meth:`drain`."""
@@ -335,7 +311,7 @@ class LocalDisk:
         upload = self._upload
         self._folder.commit(stored.step, stored.manifest, self._require_lease)
         busy = {upload.step} if upload is not None and upload.is_alive() else set()
-        self._folder.keep(self._settings.keep or _KEPT, busy)
+        self._folder.keep(self._keep or _KEPT, busy)
 
     def _require_lease(self) -> None:
         """Keep ranks that stood still from writing over what others did since."""
@@ -354,7 +330,7 @@ class LocalDisk:
             stored,
             self._job,
             self._ranks,
-            self._settings.keep,
+            self._keep,
             is_awaited=is_awaited,
         )
         self._unreported = [one for one in self._unreported if one.failure is None] + [upload]
@@ -387,7 +363,7 @@ class LocalDisk:
             raise CheckpointError(
                 f"the copy of {upload} to {self.shared.path} did not end within"
                 f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
-                f" the same nodes goes on with it; {self._settings.patience} gives it more time"
+                f" the same nodes goes on with it; {self._patience} gives it more time"
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
@@ -537,6 +513,39 @@ def writing(folder: StepFolders, step: int, job: Job, ranks: RankGroup, why: str
         raise
 
 
+def prepare(
+    shared: StepFolders,
+    job: Job,
+    remedy: str,
+    base: str | Path | None,
+    latest: Callable[[], int | None],
+    **options: Any,
+) -> LocalDisk | None:
+    """Lets this job alone write a folder, and finishes what is on its way there. Collective.
+
+    Args:
+        shared: the folder of checkpoints.
+        job: this process within the job.
+        remedy: what to do where it cannot be written.
+        base: the folder on each node's own disk, ``None`` where checkpoints go to ``shared``.
+        latest: see :meth:`LocalDisk.finish_former`.
+        options: of :class:`LocalDisk`.
+
+    Returns:
+        This node's part of the checkpoints, if they go to the nodes' own disks first.
+
+    Raises:
+        CheckpointError: another job has the folder, or it cannot be written.
+    """
+    ranks = RankGroup(job.rank, job.control_group)
+    hold(shared, job, ranks, remedy, has_local=base is not None)
+    if base is None:
+        return None
+    local = LocalDisk(job, shared, Path(base), **options)
+    local.finish_former(latest)
+    return local
+
+
 class Upload(BackgroundWrite):
     """Copies one checkpoint. Collective over all ranks, each of which makes one at the same time.
 
@@ -620,14 +629,9 @@ class Upload(BackgroundWrite):
 
     def _complete(self) -> None:
         partial = self._shared.partial_path(self.step)
-
-        def check() -> None:
-            for name, size in self._stored.files.items():
-                found = (partial / name).stat().st_size
-                if found != size:
-                    raise CheckpointError(f"{partial / name} has {found} bytes instead of {size}")
-
-        self._shared.commit(self.step, self._stored.manifest, check)
+        if lacking := set(self._stored.files) - {one.name for one in partial.iterdir()}:
+            raise CheckpointError(f"{partial / min(lacking)} is missing")
+        self._shared.commit(self.step, self._stored.manifest)  # which compares sizes
         if self._keep is not None:
             self._shared.keep(self._keep)
 

@@ -9,6 +9,9 @@
 The ``safetensors`` package maps files into memory, where pages that were read count as the
 process's own, and writes a file from tensors that are all in memory; here a part of a tensor is
 read into the memory that wants it, and files are written tensor by tensor.
+
+A weight in 8 bits has a tensor beside it, ``NAME_scale_inv``, with a factor for each 128 x 128 of
+its elements. It is read as what it stands for, and the factors are not among the tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from megatron.adaptive.config.hugging_face import INDEX, SINGLE
 from megatron.adaptive.config.outside import parse_json, read_json
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
+FP8, _SCALES, _SCALED = "F8_E4M3", "_scale_inv", 128
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+DTYPES[FP8] = torch.float8_e4m3fn
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LONGEST_HEADER = 100_000_000  # the limit of the format
@@ -59,6 +64,7 @@ class TensorFolder:
 
     Args:
         folder: of the model.
+        only: name of the one file to read, by default those of a model.
 
     Attributes:
         tensors: by name.
@@ -68,17 +74,28 @@ class TensorFolder:
         DamagedCheckpointError: a file is missing or cut, or says what cannot be.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, only: str | None = None) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._open: dict[Path, int] = {}
-        for path, names in self._files().items():
+        files: dict[Path, list[str]] = {} if only is None else {folder / only: []}
+        for path, names in (files or self._files()).items():
             found = _read_header(path)
             if missing := sorted(set(names) - found.keys()):
                 raise DamagedCheckpointError(
                     f"{path} has no {missing[0]}, which {INDEX} says is there: {_RESTORE}"
                 )
             self.tensors.update(found)
+        self._scales: dict[str, StoredTensor] = {}
+        for name, one in [*self.tensors.items()]:
+            if one.dtype == FP8:
+                scale = self.tensors.pop(name + _SCALES, None)
+                if scale is None or scale.shape != tuple(-(-n // _SCALED) for n in one.shape):
+                    raise CheckpointError(
+                        f"{one.file}: {name} is in 8 bits without {_SCALES[1:]} for blocks of"
+                        f" {_SCALED} x {_SCALED}: save the model in 16 bits"
+                    )
+                self._scales[name] = scale
 
     def __enter__(self) -> TensorFolder:
         return self
@@ -111,7 +128,17 @@ class TensorFolder:
             count = min(step, rows - first)
             block = torch.empty((count, width), dtype=dtype)
             self._fill(stored, (row + first) * line, block)
+            if name in self._scales:
+                block = block.float() * self._factors(name, row + first, count, width)
             target[first : first + count].copy_(block[:, column : column + columns])
+
+    def _factors(self, name: str, row: int, count: int, width: int) -> torch.Tensor:
+        """Returns the factors ``[count, width]`` of rows of a tensor in 8 bits."""
+        stored = self._scales[name]
+        whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        self._fill(stored, 0, whole)
+        rows = torch.arange(row, row + count) // _SCALED
+        return whole[rows].repeat_interleave(_SCALED, dim=1)[:, :width].float()
 
     def _fill(self, stored: StoredTensor, offset: int, block: torch.Tensor) -> None:
         if stored.file not in self._open:
@@ -197,6 +224,7 @@ def write_folder(
     read: Callable[[str], torch.Tensor],
     *,
     shard_bytes: int,
+    single: str = SINGLE,
 ) -> None:
     """Writes a model's files and their index as ``transformers`` does, durably.
 
@@ -205,6 +233,7 @@ def write_folder(
         tensors: types and shapes by name, in the order of the model.
         read: returns a tensor by its name, contiguous in the host's memory; called once for each.
         shard_bytes: size of the largest file, unless one tensor is larger.
+        single: name of the file where it is one.
 
     Raises:
         OSError: one could not be written.
@@ -226,7 +255,7 @@ def write_folder(
     count = len(shards)
     table: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
-        file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        file = single if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         table.update(dict.fromkeys(names, file))
         _write_file(folder / file, {name: tensors[name] for name in names}, read)
     if count > 1:

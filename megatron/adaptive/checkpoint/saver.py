@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +31,7 @@ from megatron.adaptive.checkpoint.local_disk import (
     LocalDisk,
     writing,
 )
+from megatron.adaptive.checkpoint.shards import CheckpointReader
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError, DamagedCheckpointError
@@ -130,12 +131,25 @@ class CheckpointSaver:
         self._pending.start()
         return None
 
+    @contextmanager
     def reading(
-        self, path: Path, step: int, save_id: str, files: Mapping[str, int]
-    ) -> AbstractContextManager[Path]:
-        """Give a folder to read a checkpoint from; see :meth:`LocalDisk.reading`."""
-        local = self.local
-        return nullcontext(path) if local is None else local.reading(path, step, save_id, files)
+        self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
+    ) -> Iterator[CheckpointReader]:
+        """Gives a reader of a checkpoint; at the end what nobody has read of it is checked too.
+
+        Args:
+            path: of the checkpoint.
+            step, save_id, files: see :meth:`LocalDisk.near`.
+            sums: checksums of the files' blocks.
+
+        Raises:
+            DamagedCheckpointError: it is not what was written.
+        """
+        ranks = self._ranks
+        near = {} if self.local is None else self.local.near(step, save_id, files)
+        with ranks.together(lambda: CheckpointReader(path, files, sums, near)) as reader:
+            yield reader
+            ranks.together(lambda: reader.check_rest(ranks.rank, ranks.size))
 
     def completed(self) -> tuple[int, Path] | None:
         """Return step and folder of a checkpoint that was completed behind training; each once."""

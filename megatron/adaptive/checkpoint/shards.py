@@ -108,11 +108,12 @@ class CheckpointReader:
 
     Args:
         path: of the checkpoint.
-        near: a folder with the same files, or some of them at hand.
         files: sizes of its files in bytes, as the manifest says.
         blocks: checksums of its files, as the manifest says.
+        near: paths of files that are at hand too, by name.
 
     Attributes:
+        path: as given.
         tensors: by name.
         objects: names of the others, as megatron-core has them.
 
@@ -121,10 +122,14 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, path: Path, near: Path, files: Mapping[str, int], blocks: Mapping[str, str]
+        self,
+        path: Path,
+        files: Mapping[str, int],
+        blocks: Mapping[str, str],
+        near: Mapping[str, Path] | None = None,
     ) -> None:
-        self.path, self._near = path, near
-        self._files, self._blocks = files, blocks
+        self.path = path
+        self._files, self._blocks, self._near = files, blocks, near or {}
         self._open: dict[str, CheckedFile] = {}
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, tuple[str, int, int] | None] = {}
@@ -264,7 +269,7 @@ class CheckpointReader:
 
     def _file(self, name: str) -> CheckedFile:
         if name not in self._open:
-            paths = list(dict.fromkeys((self._near / name, self.path / name)))
+            paths = [one for one in (self._near.get(name), self.path / name) if one is not None]
             expected = self._size(name), self._blocks.get(name, "")
             self._open[name] = CheckedFile(paths, expected)
         return self._open[name]

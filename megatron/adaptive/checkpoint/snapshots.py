@@ -365,6 +365,25 @@ class Snapshots(NoSnapshots):
         )
 
 
+def make_snapshots(
+    job: Job,
+    state: Callable[[], SnapshotState],
+    report: Callable[[str], None],
+    say: Callable[[str], None],
+) -> NoSnapshots:
+    """Return what takes snapshots of a rank's state, if the node's agent keeps them.
+
+    Args:
+        job: this process among the others.
+        state: makes what takes the state apart; called at once, and only where it is needed.
+        report, say: see :class:`Snapshots`.
+    """
+    settings = job.environment.copies
+    if settings is None:
+        return NoSnapshots()
+    return Snapshots(state(), job, SnapshotSettings.read(settings), report, say)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
     """Describes one rank to the others.

@@ -135,11 +135,13 @@ def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
     return dict(dict_list_map_inplace(own, loaded))
 
 
-def load_model(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) -> None:
-    """Set the weights from what was loaded for :func:`sharded_model`."""
+def load_model(
+    chunks: Sequence[torch.nn.Module], state: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Set the weights from what was loaded for :func:`sharded_model`; all unless not strict."""
     for index, chunk in enumerate(chunks):
         # An empty stage has no weights, and leaves no trace in what was loaded.
-        unwrap_model(chunk).load_state_dict(state.get(f"model{index}", {}))
+        unwrap_model(chunk).load_state_dict(state.get(f"model{index}", {}), strict=strict)
 
 
 def sharded_optimizer(

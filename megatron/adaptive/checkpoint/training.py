@@ -34,9 +34,15 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.adaptive.checkpoint import state as state
 from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
+from megatron.adaptive.checkpoint.export import load_adapters
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest
-from megatron.adaptive.checkpoint.hugging_face import load_weights
-from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
+from megatron.adaptive.checkpoint.hugging_face import (
+    DESCRIPTION,
+    EMBEDDING,
+    carry_description,
+    load_weights,
+)
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, prepare
 from megatron.adaptive.checkpoint.megatron_lm import (
     MEANINGS,
     SHAPES,
@@ -45,7 +51,6 @@ from megatron.adaptive.checkpoint.megatron_lm import (
 )
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, load_first_whole
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
-from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
 from megatron.adaptive.checkpoint.torch_dist import (
     Part,
     Piece,
@@ -57,6 +62,7 @@ from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.gpt.lora import MARK
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.gpt.step import gather_parameters
 
@@ -74,6 +80,7 @@ _PARTS = (
     *("multi_latent_attention", "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
 )
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")
 _FLAGS = {"query_groups": "--num-query-groups"}
 
 
@@ -202,21 +209,52 @@ class Checkpoints:
         steps: list[int] = []
         if self._settings.load is not None:
             steps = self._all.on_first(self._steps, name_rank=False)
-        if not steps and self._settings.load_hf is not None:
-            folder = Path(self._settings.load_hf)
-            self._all.together(lambda: load_weights(self._chunks, folder, self._config))
+        lora, folder = self._config.lora, self._settings.load_hf
+        if folder is not None and (lora.is_on or not steps):
+            path = Path(folder)
+            self._all.together(lambda: load_weights(self._chunks, path, self._config))
             self._optimizer.reload_model_params()
+        self._all.on_first(self._carry_description, name_rank=False)
+        if not steps and lora.load_lora is not None:
+            self._load_adapters(lora.load_lora)
         return load_first_whole(steps, self._load, self._all) if steps else None
+
+    def _load_adapters(self, folder: str) -> None:
+        path = Path(folder)
+        self._all.together(lambda: load_adapters(self._chunks, path, self._config))
+        self._optimizer.reload_model_params()
+
+    def _carry_description(self) -> None:
+        """Keeps what a model's folder says beside its weights, for ``export-hf``."""
+        given = self._settings
+        sources = [Path(given.load) / DESCRIPTION] if given.load is not None else []
+        sources += [Path(given.load_hf)] if given.load_hf is not None else []
+        if given.save is not None and sources:
+            try:
+                Path(given.save).mkdir(parents=True, exist_ok=True)
+                carry_description(sources, Path(given.save))
+            except OSError as error:
+                raise CheckpointError(f"{given.save}: {error.strerror}. {_REMEDY}") from None
 
     def _load(self, iteration: int) -> Progress:
         """Load one checkpoint."""
         path, manifest = self._all.on_first(lambda: self._find(iteration), name_rank=False)
         self._standing = None
-        files, blocks = manifest.files, manifest.blocks
-        with self.saver.reading(path, iteration, manifest.save_id, files) as near:
-            reader = self._all.together(lambda: CheckpointReader(path, near, files, blocks))
-            with reader:
-                self._read(reader, near, manifest)
+        about = path, iteration, manifest.save_id, manifest.files, manifest.blocks
+        with self.saver.reading(*about) as reader:
+            common, loaded, has_all, has_adapters = self._read(reader, manifest)
+        state.load_model(self._chunks, loaded, strict=has_all)
+        if self._config.lora.load_lora is not None and not has_adapters:
+            self._load_adapters(self._config.lora.load_lora)
+        if self._loads_optimizer:
+            state.load_optimizer(self._optimizer, loaded["optimizer"])
+            state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
+        else:
+            self._optimizer.reload_model_params()  # their 32-bit copies
+            if not self._settings.finetune:
+                self._scheduler.step(common[_SCHEDULER]["num_steps"])
+        if self._loads_rng(manifest):
+            state.load_rng(loaded[state.RNG])
         progress = Progress() if self._settings.finetune else Progress(**manifest.progress)
         if self.saver.local is not None:
             self.saver.local.resumed = progress.iteration
@@ -264,6 +302,8 @@ class Checkpoints:
     def _state_to_save(self, progress: Progress) -> dict[str, Any]:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
+        if self._config.lora.is_on and self._settings.load_hf is not None:
+            weights = _only(weights, adapters=True, base=False)  # which is there already
         whole: dict[str, Any] = {
             _CONTENT: content,
             **self._counters(progress),
@@ -298,7 +338,7 @@ class Checkpoints:
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest.config:
-            with CheckpointReader(path, path, manifest.files, {}) as reader:
+            with CheckpointReader(path, manifest.files, {}) as reader:
                 common = _common(reader)
             manifest = make_manifest(path, manifest.files, common, self._config)
             if self._loads_optimizer and self._config.parallel.use_distributed_optimizer:
@@ -333,11 +373,28 @@ class Checkpoints:
         wanted = not (self._settings.no_load_rng or self._settings.finetune)
         return wanted and manifest.has_rng and manifest.shape == state.mesh_shape(self._config)
 
-    def _read(self, reader: CheckpointReader, near: Path, manifest: Manifest) -> None:
-        """Read a checkpoint, files that need no check from ``near``."""
+    def _read(
+        self, reader: CheckpointReader, manifest: Manifest
+    ) -> tuple[dict[str, Any], dict[str, Any], bool, bool]:
+        """Read a checkpoint.
+
+        Returns:
+            What all ranks have in common, this rank's state, and whether the checkpoint has all
+            weights of the run, and those of adapters.
+        """
         path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common.get(_CONTENT) or {}  # versions of Megatron-LM before 0.14 have none
         weights = state.sharded_model(self._chunks, content)
+        has_all = has_adapters = True
+        if self._config.lora.is_on:
+            has_adapters = any(MARK in name for name in reader.tensors)
+            has_base = EMBEDDING in reader.tensors
+            if not has_base and self._settings.load_hf is None:
+                raise CheckpointError(
+                    f"--load {path} holds adapters alone: give their model as --load-hf"
+                )
+            has_all = has_adapters and has_base
+            weights = _only(weights, adapters=has_adapters, base=has_base)
         whole: dict[str, Any] = dict(weights)
         if self._loads_optimizer:
             own, saved = self._optimizer, common["optimizer"]
@@ -348,30 +405,16 @@ class Checkpoints:
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
         # What the strategy finds wrong names ranks itself.
-        loaded = self._all.together(
-            lambda: self._read_shards(whole, reader, near), name_ranks=False
-        )
-        self._all.together(lambda: reader.check_rest(self._all.rank, self._all.size))
-        state.load_model(self._chunks, loaded)
-        if self._loads_optimizer:
-            state.load_optimizer(self._optimizer, loaded["optimizer"])
-            state.load_scheduler(self._scheduler, self._optimizer, common[_SCHEDULER])
-        else:
-            self._optimizer.reload_model_params()  # their 32-bit copies
-            if not self._settings.finetune:
-                self._scheduler.step(common[_SCHEDULER]["num_steps"])
-        if self._loads_rng(manifest):
-            state.load_rng(loaded[state.RNG])
+        loaded = self._all.together(lambda: self._read_shards(whole, reader), name_ranks=False)
+        return common, loaded, has_all, has_adapters
 
-    def _read_shards(
-        self, whole: dict[str, Any], reader: CheckpointReader, near: Path
-    ) -> dict[str, Any]:
+    def _read_shards(self, whole: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
         strategy: LoadShardedStrategy = _LoadShards(reader, self._all)
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
         loaded, _, absent = dist_checkpointing.load(
             whole,
-            str(near),
+            str(reader.path),
             strategy,
             _LoadCommon(reader),
             strict=StrictHandling.RETURN_UNEXPECTED,
@@ -390,6 +433,15 @@ class Checkpoints:
         if self._config.parallel.unequal_sizes is not None:
             return 1
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+
+def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
+    """Returns those weights of each chunk that are or are not of adapters, or both."""
+    kept = {True: adapters, False: base}
+    return {
+        chunk: {name: one for name, one in part.items() if kept[MARK in name]}
+        for chunk, part in weights.items()
+    }
 
 
 def _common(reader: CheckpointReader) -> dict[str, Any]:
@@ -498,67 +550,33 @@ def _replica_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def hold_folder(job: Job, config: TrainerConfig) -> None:
-    """Let this job alone write to ``--save``, if it is given. Collective.
+def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
+    """Prepares ``--save``, if it is given, for this job alone; see :func:`local_disk.prepare`.
 
-    Raises:
-        CheckpointError: another job writes there, or it cannot be written.
+    An upload that ranks before these had begun is finished only where the run goes on from the
+    newest checkpoint of its own.
     """
     settings = config.checkpoint
-    if settings.save is not None:
-        folder, ranks = CheckpointFolder(settings.save), RankGroup(job.rank, job.control_group)
-        hold(folder, job, ranks, _REMEDY, has_local=settings.save_local is not None)
-
-
-def make_local_disk(job: Job, config: TrainerConfig) -> LocalDisk | None:
-    """Return this node's part of the job's checkpoints, if they go there. Collective."""
-    settings = config.checkpoint
-    if settings.save_local is None:
+    if settings.save is None:
         return None
-    return LocalDisk(
+    folder = CheckpointFolder(settings.save)
+
+    def latest() -> int | None:
+        if settings.load is None or settings.ckpt_step is not None:
+            return None
+        load = CheckpointFolder(settings.load)
+        return load.latest() or 0 if load.path.resolve() == folder.path.resolve() else None
+
+    return prepare(
+        folder,
         job,
-        CheckpointFolder(str(settings.save)),
-        LocalSettings(
-            base=Path(settings.save_local),
-            option=f"--save-local {settings.save_local}",
-            patience="--distributed-timeout-minutes",
-            keep=settings.keep_checkpoints,
-        ),
+        _REMEDY,
+        settings.save_local,
+        latest,
+        option="--save-local",
+        patience="--distributed-timeout-minutes",
+        keep=settings.keep_checkpoints,
     )
-
-
-def finish_former(local: LocalDisk, config: TrainerConfig) -> None:
-    """Finish the upload of a newer checkpoint that ranks before these had written. Collective.
-
-    Only where the run goes on from the newest of its own; see :meth:`LocalDisk.finish_former`.
-    """
-    settings = config.checkpoint
-    if settings.load is None or settings.ckpt_step is not None:
-        return
-    load = CheckpointFolder(settings.load)
-    is_own = load.path.resolve() == local.shared.path.resolve()
-    local.finish_former(lambda: load.latest() or 0 if is_own else None)
-
-
-def make_snapshots(
-    run: Run,
-    progress: Callable[[], Progress],
-    report: Callable[[str], None],
-    say: Callable[[str], None],
-) -> NoSnapshots:
-    """Return what takes snapshots of the run's state, if the node's agent keeps them.
-
-    Args:
-        run: the built run; another one needs another object.
-        progress: returns how far the run has come.
-        report: takes what is kept, or why nothing is, for the progress file.
-        say: takes the same for the user's log.
-    """
-    settings = run.job.environment.copies
-    if settings is None:
-        return NoSnapshots()
-    state = RunState(run, progress)
-    return Snapshots(state, run.job, SnapshotSettings.read(settings), report, say)
 
 
 class RunState:
@@ -629,6 +647,15 @@ def require_same_model(
     names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
     different = _differences(saved.model, config.model, names)
     different += _differences(saved.core, config.core, _PARTS)
+    if saved.lora.is_on and config.lora.is_on:
+        different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
+    elif saved.lora.is_on:
+        different.append(
+            "it has adapters, and the run has none (--lora-rank); export-hf --merge-lora makes one "
+            "model of both"
+        )
+    elif config.lora.is_on and not config.checkpoint.finetune:
+        different.append("it has no adapters to go on with; start some with --finetune")
     if not _same_vocabulary(saved, manifest.padded_vocab_size, config, padded_vocab_size):
         different.append(
             f"padded vocabulary is {manifest.padded_vocab_size} in the checkpoint and "
@@ -693,7 +720,7 @@ def _differences(saved: Any, own: Any, names: Sequence[str]) -> list[str]:
     specs = {spec.dest: spec for spec in fields_of(own.__class__)}
     lines = []
     for name in names:
-        if _is_without_effect(name, own) or _is_implied(name, saved, own):
+        if _is_without_effect(name, saved, own):
             continue
         before, now = getattr(saved, name), getattr(own, name)
         if before == now:
@@ -706,18 +733,15 @@ def _differences(saved: Any, own: Any, names: Sequence[str]) -> list[str]:
     return lines
 
 
-def _is_without_effect(name: str, model: Any) -> bool:
-    """Return whether a setting changes nothing in ``model``; positions are compared themselves."""
+def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
+    """Return whether a setting changes nothing in ``model``, or another names the difference."""
+    if name == "add_qkv_bias":
+        return bool(saved.add_bias_linear or model.add_bias_linear)
     if name == "max_position_embeddings":
         return model.position_embedding_type != "learned_absolute"
     if name == "rope_scaling_factor":
         return not model.use_rope_scaling
     return name.startswith(("rotary_", "use_rope")) and model.position_embedding_type != "rope"
-
-
-def _is_implied(name: str, saved: Any, own: Any) -> bool:
-    """Return whether another setting of the list names the difference already."""
-    return name == "add_qkv_bias" and (saved.add_bias_linear or own.add_bias_linear)
 
 
 def _same_vocabulary(

@@ -21,8 +21,6 @@ from megatron.adaptive import extension
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import (
-    interface_of,
-    is_loopback,
     own_address,
     rdma_ports,
     resolve,
@@ -32,6 +30,7 @@ from megatron.adaptive.cluster.node import check_port
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import job_secret
 from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.network import interface_of, is_loopback
 from megatron.adaptive.planner.cluster import describe_node
 
 

@@ -45,12 +45,17 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.run import run
 
     options = _read_options(argv)
-    _check_script(options)
+    script = Path(options.training_script)
+    if not (options.module or options.no_python or script.is_file()):  # else each rank would say it
+        what = "is a folder" if script.is_dir() else "no such file"
+        raise ConfigError(f"{script}: {what}; name the script to start, such as {_TRAINER}")
     _check_trainer(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.nnodes in ("1", "1:1"):
         os.environ |= loopback_variables(os.environ)
-    _quiet_torchrun()
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed."):  # repeats in many lines what the rank said
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -68,11 +73,8 @@ def _read_options(argv: Sequence[str]) -> Any:
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser = get_args_parser()
-    parser.add_argument(
-        "--world-size",
-        type=count,
-        help="processes of all nodes, where nodes have different numbers",
-    )
+    text = "processes of all nodes, where nodes have different numbers"
+    parser.add_argument("--world-size", type=count, help=text)
 
     def complain(message: str) -> NoReturn:
         raise ConfigError(f"{message}; see python -m megatron.adaptive launch --help")
@@ -102,14 +104,6 @@ def _read_options(argv: Sequence[str]) -> Any:
     return options
 
 
-def _check_script(options: Any) -> None:
-    """Refuses a script that is not there, which otherwise each rank would say."""
-    script = Path(options.training_script)
-    if not (options.module or options.no_python or script.is_file()):
-        what = "is a folder" if script.is_dir() else "no such file"
-        raise ConfigError(f"{script}: {what}; name the script to start, such as {_TRAINER}")
-
-
 def _no_meeting(options: Any, error: Exception) -> SetupError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     place = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
@@ -117,13 +111,6 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
         f"the processes of the job cannot meet at {place} ({reason}): the port may be in use or "
         "the host out of reach; give --standalone on one machine, or another port"
     )
-
-
-def _quiet_torchrun() -> None:
-    """Its messages repeat what the failed rank said, in many lines."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed."):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _check_trainer(options: Any) -> None:

@@ -28,7 +28,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +42,7 @@ from megatron.adaptive.cluster.conf import (
 from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import (
     count_gpus,
-    interface_of,
     interface_variables,
-    is_loopback,
     loopback_variables,
     own_address,
     rdma_ports,
@@ -69,6 +67,7 @@ from megatron.adaptive.config.environment import (
 from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.handshake import new_secret, write_private
+from megatron.adaptive.network import interface_of, is_loopback
 
 _PORT = 29500
 _FOUND_NAME = "master.json"
@@ -104,17 +103,11 @@ def _parser(role: str, description: str) -> CommandParser:
     add("--master-addr", help="address of the first node (found; MASTER_ADDR)")
     add("--master-port", type=number(int, 1, 65535, "port"), help="its port (29500; MASTER_PORT)")
     add("--ifname", help="network interface (the one towards the other nodes; IFNAME)")
-    add(
-        "--node-rank",
-        type=number(int, 0, 1_000_000),
-        help="number of this node (by arrival; NODE_RANK)",
-    )
+    text = "number of this node (by arrival; NODE_RANK)"
+    add("--node-rank", type=number(int, 0, 1_000_000), help=text)
     add("--nproc-per-node", type=count, help="processes here, where NPROC_PER_NODE does not say it")
-    add(
-        "--timeout",
-        type=number(float, 0, 1e9),
-        help="seconds to wait for other nodes (MEETING_TIMEOUT_S)",
-    )
+    text = "seconds to wait for other nodes (MEETING_TIMEOUT_S)"
+    add("--timeout", type=number(float, 0, 1e9), help=text)
     return parser
 
 
@@ -135,7 +128,7 @@ def _master(argv: Sequence[str]) -> int:
     logs = conf.path("LOG_DIR")
     if conf.world_size is not None:  # else once all nodes have counted their GPUs
         check_trainer(conf, conf.world_size, logs / "job")
-    make_folder(logs, "LOG_DIR")
+    make_folder(logs)
     _check_alone(logs)
     interface = options.ifname or conf["IFNAME"]
     given = options.master_addr or os.environ.get("MASTER_ADDR") or conf["MASTER_ADDR"]
@@ -192,12 +185,8 @@ def _answer(conf: LaunchConf, places: list[tuple[int, int]], port: int) -> dict[
 
 def _worker(argv: Sequence[str]) -> int:
     parser = _parser("worker", "Join a run that run_master.sh starts on another node.")
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        default=WORK_FOLDER / "logs",
-        help="of the master, if it is shared (logs)",
-    )
+    text = "of the master, if it is shared (logs)"
+    parser.add_argument("--log-dir", type=Path, default=WORK_FOLDER / "logs", help=text)
     text = f"for this node, as the master cannot say it: {', '.join(_OWN)}"
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="changes", help=text
@@ -319,8 +308,7 @@ class _Hello:
         is_text = all(isinstance(one, str) and one.isprintable() for one in (host, address))
         if not (is_text and all(type(one) is int and 0 <= one < 1 << 20 for one in numbers)):
             raise ValueError("it describes no node")
-        names = ("host", "gpus", "processes", "node_rank", "address")
-        return cls(**{name: message[name] for name in names})
+        return cls(**{one.name: message[one.name] for one in fields(cls)})
 
 
 class _Found(NamedTuple):
@@ -357,7 +345,8 @@ def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int,
         rank = hello.node_rank
         own = hello.processes
         if rank is None:
-            rank = 0 if index == 0 and 0 in free else _fitting(free, planned, own or hello.gpus)
+            fitting = [one for one in free if planned and planned[one] == (own or hello.gpus)]
+            rank = 0 if index == 0 and 0 in free else (fitting or free)[0]
             free.remove(rank)
         count = conf["NPROC_PER_NODE"] or own or (hello.gpus if conf["DEVICE"] == "gpu" else 1)
         if planned is not None:
@@ -391,11 +380,6 @@ def _wanted(hellos: Sequence[_Hello]) -> list[int]:
             raise ConfigError(f"--node-rank {rank} on {hello.host}: there are {len(hellos)} nodes")
         wanted[rank] = hello.host
     return list(wanted)
-
-
-def _fitting(free: Sequence[int], planned: tuple[int, ...] | None, count: int) -> int:
-    """Returns the first free rank whose planned processes are ``count``, else the first free."""
-    return next((rank for rank in free if planned and planned[rank] == count), free[0])
 
 
 async def _gather(

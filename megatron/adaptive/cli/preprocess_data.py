@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -121,55 +121,34 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
+_WORKERS: dict[str, Any] = {
+    "type": number(int, 1, 1024),
+    "metavar": "N",
+    "help": "processes that tokenize (default: one a core)",
+}
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="preprocess_data.py",
         description="Turn JSON lines into the .bin and .idx files that --data-path takes.",
     )
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="JSON lines files or glob patterns, one JSON object a line",
-    )
-    add(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys whose text to tokenize, each into its own files (default: text)",
-    )
-    add(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="files are PREFIX_KEY_document.bin and .idx",
-    )
+    text = "JSON lines files or glob patterns, one JSON object a line"
+    add("--input", nargs="+", required=True, metavar="FILE", help=text)
+    text = "keys whose text to tokenize, each into its own files (default: text)"
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
+    text = "files are PREFIX_KEY_document.bin and .idx"
+    add("--output-prefix", required=True, metavar="PREFIX", help=text)
     for spec in _TOKENIZER:
         add(*spec.names, **options_of(spec))
     add("--append-eod", action="store_true", help="end each document with its token")
-    add(
-        "--workers",
-        type=number(int, 1, 1024),
-        default=available_cores(),
-        metavar="N",
-        help="processes that tokenize (default: one a core)",
-    )
-    add(
-        "--log-interval",
-        type=number(int, 1, 1_000_000_000),
-        default=1000,
-        metavar="N",
-        help="documents between log lines where stderr is no terminal (default: 1000)",
-    )
-    add(
-        "--dataset-impl",
-        choices=["mmap"],
-        default="mmap",
-        help="accepted as in Megatron-LM; there is only mmap",
-    )
+    add("--workers", default=available_cores(), **_WORKERS)
+    text = "documents between log lines where stderr is no terminal (default: 1000)"
+    interval = number(int, 1, 1_000_000_000)
+    add("--log-interval", type=interval, default=1000, metavar="N", help=text)
+    text = "accepted as in Megatron-LM; there is only mmap"
+    add("--dataset-impl", choices=["mmap"], default="mmap", help=text)
     return parser
 
 
@@ -180,12 +159,7 @@ def make_corpus_main(argv: Sequence[str] | None = None) -> int:
 
 def _make_corpus(argv: Sequence[str]) -> int:
     args = _corpus_parser().parse_args(argv)
-    spec = CorpusSpec(
-        output_dir=args.output_dir,
-        vocab_size=args.vocab_size,
-        max_bytes=args.max_bytes,
-        workers=args.workers,
-    )
+    spec = CorpusSpec(**vars(args))
     start_s = time.monotonic()
     with tidy_on_sigterm(), progress_display(None, log_interval=1000) as progress:
         corpus = make_corpus(spec, progress=progress)
@@ -204,25 +178,10 @@ def _corpus_parser() -> CommandParser:
     )
     add = parser.add_argument
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to make")
-    add(
-        "--vocab-size",
-        type=count,
-        default=defaults.vocab_size,
-        metavar="N",
-        help=f"entries of the vocabulary (default: {defaults.vocab_size})",
-    )
-    add(
-        "--max-bytes",
-        type=number(int, 1, 1 << 40),
-        default=defaults.max_bytes,
-        metavar="N",
-        help=f"source text taken at most (default: {defaults.max_bytes})",
-    )
-    add(
-        "--workers",
-        type=number(int, 1, 1024),
-        default=available_cores(),
-        metavar="N",
-        help="processes that tokenize (default: one a core)",
-    )
+    for name, kind, default, text in (
+        ("--vocab-size", count, defaults.vocab_size, "entries of the vocabulary"),
+        ("--max-bytes", number(int, 1, 1 << 40), defaults.max_bytes, "source text taken at most"),
+    ):
+        add(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
+    add("--workers", default=available_cores(), **_WORKERS)
     return parser

@@ -1,7 +1,8 @@
 """``pretrain_gpt.py``: train GPT with Megatron-LM's command line through an adaptive pipeline.
 
 ``train`` does the same as a recipe says, and starts the processes that it is for. ``evaluate`` only
-runs a text through a model that is there.
+runs a text through a model that is there. ``flags`` prints every flag, from the same source that
+the parser is made from.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import yaml
 
 from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
-from megatron.adaptive.config.arguments import parse, read_recipe
+from megatron.adaptive.config.arguments import flag_table, parse, read_recipe
 from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.refused import FAMILIES
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 from megatron.adaptive.planner.files import read_file
 
@@ -32,6 +34,17 @@ usage: python -m megatron.adaptive train RECIPE.yaml [KEY=VALUE ...] [--dry-run]
 Trains as a recipe says, whose keys are the trainer's flags (docs/flags.md); prints all settings.
 KEY=VALUE wins over the file, or chooses of its variants. OPTIONS are those of launch; on several
 nodes: -- --node-rank N --master-addr HOST. --dry-run only checks and prints."""
+
+
+_FLAGS_HEAD = """\
+# Flags of `pretrain_gpt.py`
+
+Made by `python -m megatron.adaptive flags > docs/flags.md`; change the fields in
+`megatron/adaptive/config/`, not this file.
+
+A switch stands without a value; its default is off. Several spellings of one flag are separated
+by commas. The flags that Megatron-LM has and this trainer refuses are at the end.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -199,3 +212,33 @@ def _speaks(error: AdaptiveError) -> bool:
             return False
         return True
     return False
+
+
+def flags(argv: Sequence[str]) -> int:
+    """Print the flags to stdout."""
+    if "-h" in argv or "--help" in argv:
+        print("usage: python -m megatron.adaptive flags > docs/flags.md")
+        return 0
+    if argv:
+        raise ConfigError(f"{argv[0]} is not taken: flags prints all of them; leave it out")
+    print(flags_markdown(), end="")
+    return 0
+
+
+def flags_markdown() -> str:
+    """Every flag by group and every refused family, as one Markdown text."""
+    parts = [_FLAGS_HEAD]
+    for title, rows in flag_table().items():
+        parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")
+        for flag, default, text in rows:
+            parts.append(f"| `{_cell(flag)}` | {_cell(default)} | {_cell(text)} |\n")
+    parts.append("\n## Refused\n\n| Flags | Why, and what to do |\n| --- | --- |\n")
+    for family in FAMILIES:
+        names = [f"`--{name}`" for name in family.flags]
+        names += [f"`--{prefix}*`" for prefix in family.prefixes]
+        parts.append(f"| {', '.join(names)} | {_cell(family.reason)} |\n")
+    return "".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,8 +20,8 @@ from megatron.adaptive.cli.status import (
     read_record,
     read_status,
     samples_of,
+    slurm_rows,
 )
-from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cluster.conf import SETTINGS
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER
@@ -160,13 +159,9 @@ def _facts(
 
 def _account(job: str) -> dict[str, str]:
     """Returns what Slurm's accounting says; empty without one."""
-    if not job.isdigit() or shutil.which("sacct") is None:
-        return {}
-    try:
-        said = slurm(["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)])
-    except SetupError:
-        return {}
-    rows = [line.split("|") for line in said.splitlines() if line.count("|") == len(_ACCOUNT) - 1]
+    command = ["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)]
+    rows = slurm_rows(command) if job.isdigit() else []
+    rows = [row for row in rows if len(row) == len(_ACCOUNT)]
     return {
         name: ", ".join(dict.fromkeys(row[place] for row in rows if row[place]))
         for place, name in enumerate(_ACCOUNT)

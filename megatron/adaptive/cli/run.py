@@ -43,7 +43,11 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(argv))
     if options.agent:
-        return _agent()
+        from megatron.adaptive.cluster.agent import Agent
+
+        agent = Agent.from_input()
+        asyncio.run(agent.run())
+        return 1 if agent.status is None else agent.status
     if options.status is not None:
         return _tell(options)
     return _run(options)
@@ -73,14 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         text = f"{text} ({default:g})"
         add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
-    add(
-        "--plan-with",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="have the planner choose shapes: a cluster file, profiles, or both; once for each",
-    )
+    text = "have the planner choose shapes: a cluster file, profiles, or both; once for each"
+    add("--plan-with", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "with --plan-with: also stages with unequal numbers of replicas"
     add("--unequal", action="store_true", help=text)
     add(
@@ -97,14 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--max-restarts", type=count, default=3, metavar="N", help="without a checkpoint (3)")
     text = "steps between copies of the state in memory, 0 for none (0)"
-    add(
-        "--replicate-every",
-        dest="copy_every",
-        type=number(int, 0, 1_000_000),
-        default=0,
-        metavar="N",
-        help=text,
-    )
+    steps = number(int, 0, 1_000_000)
+    add("--replicate-every", dest="copy_every", type=steps, default=0, metavar="N", help=text)
     text = "for copies on each node (what fits)"
     add("--replicate-memory", dest="copy_bytes", type=_gib, metavar="GIB", help=text)
     add("--agent", action="store_true", help=argparse.SUPPRESS)
@@ -116,14 +108,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _gib(word: str) -> int:
     return int(number(float, 1e-6, 1e6, "number of GiB")(word) * 1024**3)
-
-
-def _agent() -> int:
-    from megatron.adaptive.cluster.agent import Agent
-
-    agent = Agent.from_input()
-    asyncio.run(agent.run())
-    return 1 if agent.status is None else agent.status
 
 
 def _tell(options: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import json
 import os
 import pwd
 import re
-import shutil
 import statistics
 import time
 from collections import Counter
@@ -400,37 +399,31 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     )
 
 
+def slurm_rows(words: Sequence[str]) -> list[list[str]]:
+    """Returns the columns of what a program of Slurm prints; none where it is missing or fails."""
+    with contextlib.suppress(SetupError):
+        return [line.split("|") for line in slurm(words).splitlines() if "|" in line]
+    return []
+
+
 def slurm_state(job: str) -> SlurmState:
     """Asks Slurm for a job, ``squeue`` first, for ``sacct`` lags; hetjobs by their first part."""
     for command in (
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
     ):
-        if not job.isdigit() or shutil.which(command[0]) is None:
-            continue
-        try:
-            lines = [line.split("|") for line in slurm(command).splitlines() if line.count("|") > 2]
-        except SetupError:
-            continue  # it no longer knows the id, or there is no accounting
-        if lines:
-            held = ",".join(line[3] for line in lines if line[3] and not line[3].startswith("None"))
-            reason = "" if lines[0][2] in ("None", "") else lines[0][2]
-            state = (lines[0][0].split() or [""])[0]
+        # None where it no longer knows the id, or there is no accounting.
+        rows = [row for row in slurm_rows(command) if len(row) > 3] if job.isdigit() else []
+        if rows:
+            held = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
+            sinfo = ["sinfo", "-h", "-a", "-N", "-n", held, "-o", "%N|%T"]
             return SlurmState(
-                state=state, user=lines[0][1], reason=reason, nodes=_states_of_nodes(held)
+                state=(rows[0][0].split() or [""])[0],
+                user=rows[0][1],
+                reason="" if rows[0][2] == "None" else rows[0][2],
+                nodes={row[0]: row[1].strip() for row in (slurm_rows(sinfo) if held else ())},
             )
     return SlurmState(nodes={})
-
-
-def _states_of_nodes(held: str) -> dict[str, str]:
-    if not held or shutil.which("sinfo") is None:
-        return {}
-    try:
-        said = slurm(["sinfo", "-h", "-a", "-N", "-n", held, "-o", "%N|%T"])
-    except SetupError:
-        return {}
-    pairs = (line.partition("|")[::2] for line in said.splitlines())
-    return {name: state.strip() for name, state in pairs}
 
 
 def _check_known(job: str, folder: Path, known: SlurmState) -> None:

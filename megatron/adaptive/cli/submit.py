@@ -36,13 +36,8 @@ def main(argv: Sequence[str]) -> int:
         description="Write the script of a job of Slurm and submit it.",
     )
     add = parser.add_argument
-    add(
-        "conf",
-        nargs="?",
-        type=Path,
-        default=WORK_FOLDER / "conf.sh",
-        help="configuration (conf.sh)",
-    )
+    conf_file, text = WORK_FOLDER / "conf.sh", "configuration (conf.sh)"
+    add("conf", nargs="?", type=Path, default=conf_file, help=text)
     add("--dry-run", action="store_true", help="only print the script")
     add("--plan", type=Path, help="plan file in place of what conf.sh says")
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
@@ -57,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         print(script, end="")
         return 0
     check_cluster(conf)
-    make_folder(settings.parent, "LOG_DIR")
+    make_folder(settings.parent)
     job = submit(conf, script, settings)
     print(f"job {job}: logs in {logs / str(job)}")
     watch = shlex.join(

@@ -29,6 +29,7 @@ import numpy as np
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span
 from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, RunFigures, run_figures
@@ -499,8 +500,8 @@ def _report_lines(selection: _Selection) -> list[str]:
         f"iteration {step.iteration}: step {report['step_ms']:.2f} ms, "
         f"bubble {report['bubble_fraction']:.1%} (idle / step time)",
         *_length_lines(step.lengths),
-        *_aligned(_table(report["ranks"], step.actions)),
-        *_aligned(_parts_table(report["ranks"])),
+        *aligned(_table(report["ranks"], step.actions), 1),
+        *aligned(_parts_table(report["ranks"]), 1),
     ]
     if len(selection.iterations) > 1:
         lines.append(_over_iterations(selection))
@@ -548,17 +549,6 @@ def _parts_table(ranks: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         cells = [f"{one[name]:.2f} ({one[name] / whole:.0%})" for name in shown]
         table.append([rank["label"], *cells])
     return table
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, its first column to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def _over_iterations(selection: _Selection) -> str:

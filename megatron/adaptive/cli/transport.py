@@ -29,6 +29,7 @@ from megatron.adaptive.config.arguments import options_of
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 
@@ -198,11 +199,8 @@ def _print(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
                 one.note if one.works else f"no: {one.note}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        cells += [cell.rjust(width) for cell, width in zip(row[2:4], widths[2:], strict=True)]
-        show("  ".join([*cells, row[4]]).rstrip())
+    for row, cells in zip(rows, aligned([row[:4] for row in rows], 2), strict=True):
+        show(f"{cells}  {row[4]}".rstrip())
     pairs = {one.ranks: one.hosts for one in outcomes}
     places = ", ".join(f"{low}-{high}: {a} to {b}" for (low, high), (a, b) in pairs.items())
     show(f"\n* what a run would use. {places}")

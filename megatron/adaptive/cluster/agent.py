@@ -22,7 +22,6 @@ from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.connection import Connection
 from megatron.adaptive.cluster.host import (
     count_gpus,
-    is_loopback,
     loopback_variables,
     own_address,
 )
@@ -30,6 +29,7 @@ from megatron.adaptive.cluster.membership import PURPOSE
 from megatron.adaptive.cluster.ranks import NodeWork
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import StrangerError
+from megatron.adaptive.network import is_loopback
 
 _CONNECT_S = 20.0
 _END_S = 20.0
@@ -187,7 +187,10 @@ class Agent:
                 return
             what = message["what"]
             if what == "port":
-                link.send("answer", number=message["number"], port=_free_port())
+                with socket.socket() as probe:
+                    probe.bind(("", 0))
+                    port = int(probe.getsockname()[1])
+                link.send("answer", number=message["number"], port=port)
             elif what == "start":
                 added = self._prepare(message.get("copies"))
                 for rank in message["ranks"]:
@@ -268,9 +271,3 @@ def _towards(manager: str) -> str:
         return own_address(None, manager)
     except SetupError:
         return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

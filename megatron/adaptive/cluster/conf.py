@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.adaptive.config.environment import FROM_CONF, is_secret
-from megatron.adaptive.config.plan import read_plan
+from megatron.adaptive.config.plan import load_plan, plan_variables
 from megatron.adaptive.errors import ConfigError, SetupError
 
 Kind = Literal["count", "number", "switch", "choice", "text", "port"]
@@ -360,7 +360,8 @@ def make_conf(
     """
     texts = dict(variables)
     if texts.get("PLAN", "").strip():
-        _apply_plan(texts, read_plan(folder / texts["PLAN"].strip()), fixed)
+        plan = folder / texts["PLAN"].strip()
+        _apply_plan(texts, plan_variables(load_plan(plan), str(plan)), fixed)
     values = {name: read_value(name, texts.get(name, "")) for name in SETTINGS}
     conf = LaunchConf(
         folder=folder,

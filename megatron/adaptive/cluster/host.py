@@ -26,11 +26,15 @@ from typing import Any
 import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.network import (
+    addresses,
+    interface_of,
+    is_loopback,
+    outside_address,
+    source_towards,
+)
 from megatron.adaptive.trace.files import BestEffortFile, Outage
 
-# Reserved for documentation: a socket connected to it finds the default route, nothing is sent.
-_ANYWHERE = "192.0.2.1"
-_PORT = 9
 _RDMA = Path("/sys/class/infiniband")
 _READERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -56,11 +60,6 @@ class RdmaPort:
     gbit_per_s: float = 0.0
 
 
-def is_loopback(address: str) -> bool:
-    """Returns whether an address only reaches its own machine."""
-    return address.startswith("127.") or address == "::1"
-
-
 def resolve(host: str) -> str:
     """Returns the address of ``host``, one that reaches other machines where it has one.
 
@@ -74,8 +73,8 @@ def resolve(host: str) -> str:
             f"MASTER_ADDR={host}: the name does not resolve on {socket.gethostname()} "
             f"({error.strerror}); give an address, or mend /etc/hosts or DNS"
         ) from error
-    addresses = [str(entry[4][0]) for entry in found]
-    return next((one for one in addresses if not is_loopback(one)), addresses[0])
+    every = [str(entry[4][0]) for entry in found]
+    return next((one for one in every if not is_loopback(one)), every[0])
 
 
 def own_address(interface: str | None, peer: str | None = None) -> str:
@@ -90,30 +89,23 @@ def own_address(interface: str | None, peer: str | None = None) -> str:
         ConfigError: there is no such interface, or it has no address.
         SetupError: the node has no address but the loopback.
     """
-    known = _addresses()
     if interface is not None:
+        known = addresses()
         if interface not in known:
             raise ConfigError(
                 f"IFNAME={interface}: {socket.gethostname()} has no such interface with an "
                 f"address; it has {', '.join(known)}"
             )
         return known[interface][0]
-    routed = _towards(peer or _ANYWHERE)
+    routed = source_towards() if peer is None else source_towards(peer)
     if routed is not None and (peer is not None or not is_loopback(routed)):
         return routed
-    every = [address for addresses in known.values() for address in addresses]
-    if far := [address for address in every if not is_loopback(address)]:
-        return far[0]
+    if far := outside_address():
+        return far
     raise SetupError(
         f"{socket.gethostname()} has no network address but the loopback: other nodes cannot reach "
         "it; bring an interface up, or name one with IFNAME or --ifname"
     )
-
-
-def interface_of(address: str) -> str | None:
-    """Returns the interface that has ``address``, ``None`` if none has."""
-    found = (name for name, addresses in _addresses().items() if address in addresses)
-    return next(found, None)
 
 
 def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict[str, str]:
@@ -189,29 +181,6 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""  # the entry of a GID that is not set cannot be read
-
-
-def _addresses() -> dict[str, list[str]]:
-    """Returns addresses that need no scope by interface, IPv4 first; interfaces that are up."""
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    known = {}
-    for name, entries in psutil.net_if_addrs().items():
-        kinds = (socket.AF_INET, socket.AF_INET6)
-        found = [one.address for kind in kinds for one in entries if one.family == kind]
-        plain = [address for address in found if "%" not in address]
-        if plain and name in up:
-            known[name] = plain
-    return known
-
-
-def _towards(peer: str) -> str | None:
-    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((peer, _PORT))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
 
 
 ENDED = "ended"

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.adaptive.config.outside import parse_json, printable
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail
 
 _STATE = "state.json"
@@ -281,7 +282,7 @@ class StateFile:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._is_failing = False
+        self._outage = Outage(folder / _STATE, "states of the job")
         self._before: dict[str, Any] = {}
         self._earlier: list[Any] = []
 
@@ -325,14 +326,9 @@ class StateFile:
             lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
             draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             draft.replace(self._folder / _STATE)
-            self._is_failing = False
+            self._outage.ends()
         except OSError as error:
-            if not self._is_failing:  # once for as long as it lasts
-                say(
-                    f"warning: cannot write the state of the job in {self._folder}:"
-                    f" {error.strerror}; the job goes on, --status shows the time before"
-                )
-            self._is_failing = True
+            self._outage.begins(error)
 
 
 def read_state(checkpoints: Path) -> dict[str, Any]:
@@ -368,22 +364,16 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     return state
 
 
-def _morphs(incarnations: Sequence[Mapping[str, Any]]) -> int:
-    """Counts reconfigurations, excluding the run that measured the model."""
-    return max(
-        0, sum(not incarnation["shape"].endswith(MEASURES) for incarnation in incarnations) - 1
-    )
-
-
 def render_state(state: Mapping[str, Any]) -> str:
     """Returns a job's state as text."""
     done, total = state["iteration"], state["total_iterations"]
     earlier = state.get("earlier", [])
+    trained = sum(not one["shape"].endswith(MEASURES) for one in [*earlier, *state["epochs"]])
     age_s = max(0.0, (time.time_ns() - state["unix_ns"]) / 1e9)
     lines = [
         f"{state['status']}, {age_s:.0f} s ago; iteration {done} of {total or '?'}, last checkpoint"
         f" {state['checkpoint_iteration']}, {state['lost_steps']} steps lost in"
-        f" {_morphs([*earlier, *state['epochs']])} morphs",
+        f" {max(0, trained - 1)} morphs",
         f"manager: process {state['manager']['pid']} on {state['manager']['host']}",
         "machines:",
     ]

@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron.adaptive.cluster.connection import Connection, Listener
-from megatron.adaptive.cluster.host import interface_of, own_address
+from megatron.adaptive.cluster.host import own_address
 from megatron.adaptive.cluster.job import say
 from megatron.adaptive.config.environment import OVER_SSH
 from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.network import interface_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _KEYS = ("slots", "name")

@@ -234,7 +234,7 @@ def run_node(
     Raises:
         ConfigError: the folder cannot be written.
     """
-    make_folder(run_dir, "LOG_DIR")
+    make_folder(run_dir)
     if place.node_rank == 0:
         (run_dir / "run.json").write_text(run_record(conf, place, run_dir))
     command = in_container(conf, node_command(conf, place, run_dir), run_dir)
@@ -415,12 +415,8 @@ def check_files(conf: LaunchConf) -> None:
         )
 
 
-def make_folder(folder: Path, name: str) -> None:
-    """Makes a folder and checks that it can be written.
-
-    Args:
-        folder: absolute.
-        name: the variable that names it.
+def make_folder(folder: Path) -> None:
+    """Makes an absolute folder in ``LOG_DIR``, and checks that it can be written.
 
     Raises:
         ConfigError: it cannot be made or written.
@@ -428,9 +424,9 @@ def make_folder(folder: Path, name: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{name}={folder}: {error.strerror}; name another folder") from error
+        raise ConfigError(f"LOG_DIR={folder}: {error.strerror}; name another folder") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{name}={folder}: this user may not write there; name another folder")
+        raise ConfigError(f"LOG_DIR={folder}: this user may not write there; name another folder")
 
 
 def check_port(port: int) -> None:

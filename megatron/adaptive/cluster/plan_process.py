@@ -125,7 +125,6 @@ class PlannerChooser(Chooser):
     async def choose(
         self, arguments: Sequence[str], offers: Sequence[Offer]
     ) -> ParallelLayout | None:
-        """Implements ``layouts.Chooser``."""
         key, limit_s = tuple[object, ...](offers), self._within_s
         if self._model is not None:
             module = MeasuredModule.read(self._model)
@@ -158,7 +157,6 @@ class PlannerChooser(Chooser):
         return layout
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Implements ``layouts.Chooser``; a script's: more processes, or as many and faster."""
         if self._model is None:
             return super().is_better(layout, running)
         if running.is_to_be_measured or layout.is_to_be_measured:

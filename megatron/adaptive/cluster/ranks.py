@@ -112,7 +112,6 @@ class TrainerProgram(Program):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Implements :class:`Program`; later arguments win over the user's."""
         words: list[str] = []
         skip = 0
         for at, word in enumerate(self._arguments):
@@ -156,7 +155,6 @@ class ScriptProgram(Program):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Implements :class:`Program`; what losses depend on stays as at first."""
         known = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if known is not None and known.is_random and known.micro_batch_size is None:
             # Dropout draws for a microbatch.
@@ -175,7 +173,6 @@ class ScriptProgram(Program):
         return list(self._arguments), {JOB_VARIABLE: order.to_text()}
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Implements :class:`Program`."""
         if EXIT_MEASURED in statuses:
             self._measured += 1
             if self._measured > _MOST_MEASURED:

@@ -79,13 +79,13 @@ def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
     return found
 
 
-def read_inventories(
-    kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]],
-) -> tuple[list[HeldSnapshot], dict[tuple[str, int], Sequence[Mapping[str, Any]]]]:
-    """Returns what :func:`newest` takes.
+def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotSource:
+    """Finds the newest step that is whole.
 
     Args:
-        kept: names of nodes, and what their keepers gave as inventory.
+        kept: names of the nodes that are left, and what their keepers gave as inventory. Of its
+            ``needs`` any of ``ranks`` is enough, and ``is_sent`` says whether a copy that was sent
+            is enough as well.
     """
     held: list[HeldSnapshot] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
@@ -95,19 +95,6 @@ def read_inventories(
             if "needs" in values:
                 needs[one["run"], one["generation"]] = values.pop("needs")
             held.append(HeldSnapshot(node=node, **values))
-    return held, needs
-
-
-def newest(
-    held: Sequence[HeldSnapshot], needs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
-) -> SnapshotSource:
-    """Finds the newest step that is whole.
-
-    Args:
-        held: on all nodes that are left.
-        needs: of each run and generation: ``ranks``, any of which is enough, and ``is_sent``,
-            whether a copy that was sent is enough as well.
-    """
     steps = {(step, one.run, one.generation) for one in held for step in one.steps}
     seen, why = max((step for step, _, _ in steps), default=0), ""
     for step, run, generation in sorted(steps, reverse=True):
@@ -277,7 +264,7 @@ class JobSnapshots:
         if self._kept is not None:
             own, keeper = self._kept
             kept.append((own, await asyncio.to_thread(keeper.inventory, _SETTLE_S)))
-        return newest(*read_inventories(kept))
+        return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
         """Lets the nodes write a step; returns which of them failed."""

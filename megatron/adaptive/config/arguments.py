@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.adaptive.config import check
+from megatron.adaptive.config.adapters import expand_model
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
-from megatron.adaptive.config.hugging_face import expand_model
 from megatron.adaptive.config.layers import lay_out
 from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
@@ -72,30 +72,16 @@ class Recipe(NamedTuple):
     processes_per_node: int
 
 
-class FlagRow(NamedTuple):
-    """One flag for the README: its group's title, spelling, default and help."""
-
-    group: str
-    flag: str
-    default: str
-    help: str
-
-
-def flag_table() -> list[FlagRow]:
-    """Every flag the trainer takes, by group in the order of definition."""
-    rows = [FlagRow("Plan", f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]
+def flag_table() -> dict[str, list[tuple[str, str, str]]]:
+    """Returns spelling, default and help of every flag, by its group's title, as defined."""
+    table = {"Plan": [(f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]}
     for kind in groups().values():
+        rows = table[_title(kind)] = []
         for spec in _flagged(kind):
             metavar = "" if spec.is_switch else " " + _metavar(spec)
-            rows.append(
-                FlagRow(
-                    group=_title(kind),
-                    flag=", ".join(spec.names) + metavar,
-                    default="off" if spec.is_switch else spec.default_text,
-                    help=_help_of(spec),
-                )
-            )
-    return rows
+            default = "off" if spec.is_switch else spec.default_text
+            rows.append((", ".join(spec.names) + metavar, default, _help_of(spec)))
+    return table
 
 
 def parse(

@@ -11,9 +11,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from megatron.adaptive.config.adapters import adapted_parts, linear_names
 from megatron.adaptive.config.check_model import Given, Rules, model_rules
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.layers import layer_rules
+from megatron.adaptive.config.optimizer import LoraConfig
 from megatron.adaptive.config.schedule import (
     ONE_CHUNK,
     RULES,
@@ -54,6 +56,7 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _precision(config, given),
         _learning_rate(config, given),
         _recompute(config),
+        _adapters(config, given),
         _data(config, given),
         _run(config, given),
     ):
@@ -545,6 +548,32 @@ def _recompute(config: TrainerConfig) -> Rules:
             config.parallel.sequence_parallel,
             f"{flag} does not work with --sequence-parallel, which splits them already: drop it",
         )
+
+
+def _adapters(config: TrainerConfig, given: Given) -> Rules:
+    own, core = config.lora, config.core
+    if not own.is_on:
+        yield (
+            own != LoraConfig(),
+            "--lora-rank is missing, which other flags of adapters need: add it",
+        )
+        return
+    for what, is_given in (
+        (given.mtp_num_layers, config.model.mtp_num_layers is not None),
+        ("--heterogeneous-layers-config-path", core.heterogeneous_layers_config_encoded_json),
+        ("--overlap-moe-expert-parallel-comm", config.schedule.overlap_moe_expert_parallel_comm),
+    ):
+        yield is_given, f"{given.lora_rank} with {what}: such layers have no adapters; drop one"
+    short = ",".join(
+        name.rpartition(".")[2]
+        for ours, theirs in linear_names(config).items()
+        for name in theirs * ours.startswith("self_attention.")
+    )
+    yield (
+        "mlp" in " ".join(adapted_parts(config)) and core.num_moe_experts is not None,
+        f"{given.lora_targets} with {given.num_moe_experts}: experts have no adapters here; name "
+        f"linear layers of attention: {short}",
+    )
 
 
 def _data(config: TrainerConfig, given: Given) -> Rules:

@@ -16,7 +16,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.adaptive.config.flags import FieldSpec
 from megatron.adaptive.config.outside import read_json
 from megatron.adaptive.errors import ConfigError
 
@@ -324,31 +323,6 @@ def _holds(folder: Path, layer: int) -> bool:
     return f'"model.layers.{layer}.'.encode() in text
 
 
-def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[str]:
-    """Adds the arguments of the model that ``--load-hf`` names, where a command line lacks them.
-
-    Args:
-        argv: a command line of the trainer.
-        specs: all flags by field.
-
-    Raises:
-        ConfigError: see :func:`load_config`.
-    """
-    places = [at for at, word in enumerate(argv) if word.split("=", 1)[0] == LOAD_FLAG]
-    if not places or (not argv[places[-1] :][1:] and "=" not in argv[places[-1]]):
-        return list(argv)
-    _, equals, folder = argv[places[-1]].partition("=")
-    _, words = load_config(Path(folder if equals else argv[places[-1] + 1]))
-    dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
-    given = {dest_of.get(word.split("=", 1)[0]) for word in argv}
-    starts = [at for at, word in enumerate(words) if word.startswith("--")]
-    added: list[str] = []
-    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        if dest_of[words[start]] not in given:
-            added += words[start:end]
-    return [*argv, *added]
-
-
 def _refuse(
     key: str, value: Any, config: Mapping[str, Any], words: Sequence[str], where: str
 ) -> None:
@@ -387,6 +361,11 @@ def _refuse(
         sigmoid = config.get("scoring_func") == "sigmoid"
         known = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
         is_well, why, nearest = value in known, "another choice", known[0]
+    elif key == "quantization_config":
+        value = value or {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        read = value.get("quant_method") == "fp8" and value.get("weight_block_size") == [128, 128]
+        is_well, why = read and value.get("fmt", "e4m3") == "e4m3", "quantized weights"
+        nearest = "fp8 in blocks of 128 x 128, or none: dequantize the model and save it in 16 bits"
     elif key == "sliding_window_size":
         is_well, why = value == config.get("sliding_window"), "two sizes of windows"
         nearest = f"sliding_window, {config.get('sliding_window')}"

@@ -178,7 +178,10 @@ class ModelConfig:
         if self.use_rotary_position_embeddings:
             assign(self, "position_embedding_type", "rope")
         if self.ffn_hidden_size is None:
-            assign(self, "ffn_hidden_size", self._default_ffn_hidden_size())
+            # A gated block has three matrices instead of two: two thirds of the width keep the
+            # number of parameters; Megatron-LM rounds down to a multiple of 64.
+            gated = int((4 * self.hidden_size * 2 / 3) / _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE
+            assign(self, "ffn_hidden_size", gated if self.swiglu else 4 * self.hidden_size)
         if self.kv_channels is None:
             assign(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         if self.add_bias_linear:
@@ -187,13 +190,6 @@ class ModelConfig:
             assign(self, "bias_gelu_fusion", False)
         if self.position_embedding_type != "rope":
             assign(self, "apply_rope_fusion", False)
-
-    def _default_ffn_hidden_size(self) -> int:
-        # A gated block has three matrices instead of two: two thirds of the width keep the number
-        # of parameters; Megatron-LM rounds down to a multiple of 64.
-        if not self.swiglu:
-            return 4 * self.hidden_size
-        return int((4 * self.hidden_size * 2 / 3) / _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE
 
     @property
     def is_gated(self) -> bool:

@@ -1,4 +1,4 @@
-"""Number formats, optimizer, learning rate and weight decay."""
+"""Number formats, optimizer, learning rate, weight decay, and adapters beside frozen weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 from megatron.adaptive.config.flags import (
     Count,
+    Folder,
     Iterations,
     Limits,
     Natural,
@@ -132,3 +133,37 @@ class PrecisionConfig:
         if self.fp16:
             return "float16"
         return "bfloat16" if self.bf16 else "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters (LoRA)."""
+
+    lora_rank: Count | None = flag(
+        "Freeze the model and train adapters of this rank beside its linear layers.", unit="RANK"
+    )
+    lora_alpha: Positive | None = flag(
+        "What adapters add is scaled by this over the rank.", derived="--lora-rank"
+    )
+    lora_dropout: Share = flag("Dropout of what adapters are given.", 0.0)
+    lora_targets: str = flag(
+        "Linear layers with adapters, by PEFT's names for this architecture and with commas "
+        "between them, such as q_proj,v_proj; all-linear for those of attention and feed-forward.",
+        "all-linear",
+        unit="NAMES",
+    )
+    load_lora: Folder | None = flag(
+        "Folder of adapters in PEFT's format to start from; flags of adapters that are not given "
+        "are those of its adapter_config.json."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """True if adapters are trained."""
+        return self.lora_rank is not None
+
+    @property
+    def scale(self) -> float:
+        """Factor of what adapters add."""
+        rank = self.lora_rank or 1
+        return (self.lora_alpha or rank) / rank

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,18 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
         return parse_json(text, once=True)
     except ValueError as caught:
         raise error(f"{path}: no JSON ({caught}); {hint}") from None
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Returns lines of columns, of which so many are flush left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def printable(text: str, *, lines: bool = False) -> str:

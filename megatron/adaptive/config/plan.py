@@ -104,18 +104,6 @@ def load_plan(path: Path, setting: str = _SETTING) -> Any:
         raise ConfigError(f"{setting}{error}") from None
 
 
-def read_plan(path: Path) -> dict[str, str]:
-    """Read a plan file.
-
-    Returns:
-        What it says, as variables of ``conf.sh``.
-
-    Raises:
-        ConfigError: the file is missing, no JSON, or breaks the schema; names the key.
-    """
-    return plan_variables(load_plan(path), str(path))
-
-
 def plan_flags(content: Any, where: str) -> list[str]:
     """Checks a plan and turns it into flags of the trainer.
 

@@ -173,17 +173,6 @@ def format_partition(layers_per_stage: Sequence[int]) -> str:
     return "-".join(str(layers) for layers in layers_per_stage)
 
 
-def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The same number of layers for each stage.
-
-    Raises:
-        ValueError: the layers do not divide evenly.
-    """
-    if num_stages < 1 or num_layers % num_stages != 0:
-        raise ValueError(f"{num_layers} layers do not divide evenly into {num_stages} stages")
-    return (num_layers // num_stages,) * num_stages
-
-
 def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers per stage that differ by one at most, the inner stages taking the remainder.
 
@@ -201,7 +190,7 @@ class ScheduleConfig:
     pipeline_schedule: str = flag(
         "Order of work: megatron-core's own code (megatron), a fixed order on our engine, or a "
         "choice made at run time from what has arrived (adaptive, hinted, dfc, bfc; auto takes "
-        "the best after a few steps).",
+        "the best after a few steps, with the layers of each stage that suit it).",
         "adaptive",
         choices=("megatron", *sorted(_FIXED), *RULES),
     )
@@ -227,7 +216,7 @@ class ScheduleConfig:
         "Layers of each stage in pipeline order, joined by '-'; 0 is allowed.",
         convert=parse_partition,
         unit="0-11-8-8",
-        derived="the same number for each stage",
+        derived="the same number for each stage, until auto has chosen",
     )
     pipeline_model_parallel_layout: str | None = flag(
         "Layers of each stage in Megatron-LM's letters: E embedding, t transformer, m multi-token "
@@ -265,7 +254,7 @@ class ScheduleConfig:
         unit="ITERATIONS",
     )
     repartition_gain: Annotated[float, Limits(above=0, below=1)] = flag(
-        "With --repartition auto: least share of a step that a move must save.", 0.05, unit="SHARE"
+        "Least share of a step that a move of layers must save.", 0.05, unit="SHARE"
     )
     balance_replicas: str | None = flag(
         "Deal the microbatches of each step to data-parallel replicas so that all take as long: by "

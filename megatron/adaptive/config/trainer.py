@@ -12,7 +12,7 @@ from megatron.adaptive.config.core import CoreConfig
 from megatron.adaptive.config.data import BatchConfig, DataConfig
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
-from megatron.adaptive.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.adaptive.config.optimizer import LoraConfig, OptimizerConfig, PrecisionConfig
 from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
 from megatron.adaptive.config.run import CheckpointConfig, LoggingConfig, RunConfig
 from megatron.adaptive.config.schedule import (
@@ -20,7 +20,7 @@ from megatron.adaptive.config.schedule import (
     PlacementKind,
     ScheduleConfig,
     default_placement,
-    even_split,
+    nearly_even_split,
     parse_layout,
 )
 from megatron.adaptive.errors import ConfigError
@@ -43,6 +43,7 @@ class TrainerConfig:
     transport: TransportConfig
     run: RunConfig
     core: CoreConfig = dataclasses.field(default_factory=CoreConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     @property
     def world_size(self) -> int:
@@ -59,7 +60,7 @@ class TrainerConfig:
         """Transformer layers of each stage in pipeline order."""
         if self.schedule.partition is not None:
             return self.schedule.partition
-        return even_split(self.model.num_layers, self.num_stages)
+        return nearly_even_split(self.model.num_layers, self.num_stages)
 
     @property
     def mtp_stage(self) -> int | None:
@@ -164,9 +165,11 @@ class TrainerConfig:
         """The settings as plain values that JSON can hold, by group.
 
         Those of megatron-core are left out where they have their defaults, so that another version
-        of it reads the rest.
+        of it reads the rest, and those of adapters where there are none.
         """
         saved = dataclasses.asdict(self)
+        if not self.lora.is_on:
+            del saved["lora"]
         defaults = vars(CoreConfig())
         core = {name: value for name, value in saved["core"].items() if value != defaults[name]}
         return {

@@ -155,12 +155,10 @@ class Leader(Agreement):
             thread.start()
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """Implements :class:`Agreement`."""
         self._is_static = is_static
         self._seen.clear()
 
     def is_everywhere(self, item: Item) -> bool:
-        """Implements :class:`Agreement`."""
         if self._is_static:
             return True
         action = item.label.action
@@ -175,7 +173,6 @@ class Leader(Agreement):
     def next_action(
         self, policy: Policy, state: RankState, timeout_s: float, *, may_pass: bool = False
     ) -> Action | None:
-        """Implements :class:`Agreement`."""
         action = policy.pick(state)
         if (may_pass or action is not None) and not self._is_static:
             word = _NOTHING if action is None else encode(action, action.piece)
@@ -183,7 +180,6 @@ class Leader(Agreement):
         return action
 
     def missing(self) -> str:
-        """Implements :class:`Agreement`."""
         lacking: dict[str, list[str]] = {}
         for action, seen in self._seen.items():
             if not seen & 1:
@@ -263,18 +259,15 @@ class Follower(Agreement):
 
     @property
     def decides(self) -> bool:
-        """Implements :class:`Agreement`."""
         return self._is_static
 
     def begin(self, step: int, *, is_static: bool) -> None:
-        """Implements :class:`Agreement`."""
         with self._lock:
             self._step = step
             self._is_static = is_static
             self._reported.clear()
 
     def is_everywhere(self, item: Item) -> bool:
-        """Implements :class:`Agreement`: reports what came before the step began."""
         if not self._is_static:
             self._report(item.label)
         return True
@@ -282,7 +275,6 @@ class Follower(Agreement):
     def next_action(
         self, policy: Policy, state: RankState, timeout_s: float, *, may_pass: bool = False
     ) -> Action | None:
-        """Implements :class:`Agreement`."""
         if self._is_static:
             return policy.pick(state)
         word = self._decisions.next(timeout_s)
@@ -294,7 +286,6 @@ class Follower(Agreement):
         return None if word == _NOTHING else Action(*decode(word))
 
     def close(self) -> None:
-        """Implements :class:`Agreement`."""
         with self._lock:
             self._is_closed = True
             if not self._has_ended:

@@ -274,13 +274,11 @@ class MemoryLinks(Links):
         self._place = Path(from_first("" if self._folder is None else self._folder.name, group))
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """Implements :class:`Links`."""
         log = self._module.DecisionLog.create(len(readers), _CAPACITY, self._local)
         _hand_out(log.fd, self._place / name, len(readers))
         return _MemoryWriter(log, ", ".join(map(self.describe, readers)), self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
-        """Implements :class:`Links`."""
         fd = _fetch(self._place / name, self.describe(writer))
         try:
             log = self._module.DecisionLog.attach(fd, index, self._local)
@@ -289,7 +287,6 @@ class MemoryLinks(Links):
         return _MemoryReader(log, self.describe(writer), self.describe)
 
     def close(self) -> None:
-        """Implements :class:`Links`."""
         dist.barrier(group=self._group)
         if self._folder is not None:
             self._folder.cleanup()

@@ -260,13 +260,13 @@ def _trained(layer: torch.nn.Module, prefix: str) -> list[torch.nn.Parameter]:
     return [each for name, each in named if name.startswith(prefix) and each.requires_grad]
 
 
-class _Deferring:
+class Deferring:
     """Holds the store of a deferring layer's chunk, if there is one."""
 
     weight_gradient_store: WeightGradientStore | None = None
 
 
-class _DeferringLinear(_Deferring):
+class _DeferringLinear(Deferring):
     is_expert: bool
 
     def _forward_impl(
@@ -302,7 +302,7 @@ class DeferringRowParallelLinear(_DeferringLinear, RowParallelLinear):  # type: 
     """``RowParallelLinear`` that puts its weight gradient off while its store is active."""
 
 
-class DeferringVocabParallelEmbedding(_Deferring, VocabParallelEmbedding):  # type: ignore[misc]
+class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):  # type: ignore[misc]
     """``VocabParallelEmbedding`` that puts its weight gradient off while its store is active."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -327,7 +327,7 @@ class DeferringVocabParallelEmbedding(_Deferring, VocabParallelEmbedding):  # ty
         return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
 
 
-class _DelayingLayer(_Deferring):
+class _DelayingLayer(Deferring):
     """A layer of Transformer Engine that delays its weight gradient while its store is active."""
 
     wgrad_store: Any
@@ -351,7 +351,7 @@ class _DelayingLayer(_Deferring):
         return answer
 
 
-class _DeferringGroupedExperts(_Deferring):
+class _DeferringGroupedExperts(Deferring):
     """megatron-core's ``GroupedMLP`` that puts its weight gradients off while its store is active.
 
     Versions from 0.17 on have none: their grouped experts are those of Transformer Engine.
@@ -429,7 +429,7 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
         if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
             captured = (*captured, f"{name}.")
         # An output layer may use the embedding's weight and have none of its own.
-        if isinstance(layer, _Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
+        if isinstance(layer, Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
             continue
         reason = _why_whole(layer)
         if name.startswith(captured):
@@ -481,7 +481,7 @@ def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
     """
     whole = [reason for chunk in chunks for reason in defer_layers(chunk)]
     layers = (layer for chunk in chunks for layer in chunk.modules())
-    return whole[0] if whole and not any(isinstance(each, _Deferring) for each in layers) else None
+    return whole[0] if whole and not any(isinstance(each, Deferring) for each in layers) else None
 
 
 def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> int:
@@ -490,7 +490,7 @@ def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> i
     Returns:
         The number of layers that defer.
     """
-    layers = [module for module in model.modules() if isinstance(module, _Deferring)]
+    layers = [module for module in model.modules() if isinstance(module, Deferring)]
     for layer in layers:
         layer.weight_gradient_store = store
     return len(layers)

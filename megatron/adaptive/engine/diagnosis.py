@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,8 +25,10 @@ _LAST_S = 10.0
 class RunningDiagnosis:
     """Reports each thing that slows the run, once.
 
+    It does nothing without a folder or an interval, or where the run ends before the first one.
+
     Args:
-        folder: where the ranks write their traces.
+        folder: where the ranks write their traces, ``None`` also on ranks that report nothing.
         interval: iterations between two diagnoses, each of the iterations since the one before.
         start_iteration: iterations done before this process began; its first one is left out.
         report: takes the text of a finding.
@@ -34,15 +37,17 @@ class RunningDiagnosis:
             the end of what was looked at, each time it is: ``slow_rank``, its number; ``times``,
             diagnoses in a row that found it; ``factor`` and ``cost_fraction``, see ``Finding``;
             ``pace_ns`` of all ranks, see ``Diagnosis``.
+        total_iterations: of the run, as far as that is known.
     """
 
     def __init__(
         self,
-        folder: str,
+        folder: str | None,
         interval: int,
         start_iteration: int,
         report: Callable[[str], None],
         note: Callable[..., None] | None = None,
+        total_iterations: float = math.inf,
     ) -> None:
         self._interval = interval
         self._next = start_iteration + 2
@@ -52,6 +57,9 @@ class RunningDiagnosis:
         self._slow: dict[int, int] = {}
         self._answers = b""
         self._waiting = False
+        self._process: subprocess.Popen[bytes] | None = None
+        if folder is None or not 0 < interval < total_iterations - start_iteration:
+            return
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -64,7 +72,7 @@ class RunningDiagnosis:
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process: subprocess.Popen[bytes] | None = process
+        self._process = process
         self._questions, self._found = process.stdin, process.stdout
         for pipe in (self._questions, self._found):
             os.set_blocking(pipe.fileno(), False)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.adaptive.engine.job import process_groups
+from megatron.adaptive.engine.job import Job, process_groups
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace import hang
 from megatron.adaptive.trace.live_state import NowFile
@@ -55,12 +55,10 @@ class HangGuard:
     where no private folder can be made.
 
     Args:
-        places: of each global rank, see ``liveness.here``.
-        rank: global rank of this process.
+        job: this process within the job.
         after_s: as ``--hang-after-s`` has it.
         on_hang: ``report`` or ``end``.
         page_folder: where pages go, the folder of temporary files where ``None``.
-        store: the job's, for jobs of several machines.
 
     Attributes:
         snapshot: returns what the rank does, called from the thread; may be replaced at any time.
@@ -68,14 +66,13 @@ class HangGuard:
 
     def __init__(
         self,
-        places: Sequence[Mapping[str, Any]],
-        rank: int,
+        job: Job,
         *,
         after_s: float | None,
         on_hang: str,
         page_folder: str | os.PathLike[str] | None,
-        store: Any = None,
     ) -> None:
+        places, rank = job.places, job.rank
         self.snapshot: Callable[[], Mapping[str, Any]] = dict
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -84,7 +81,8 @@ class HangGuard:
         self._machines = list(dict.fromkeys(machines))
         self._machine = self._machines.index(machines[rank])
         local = [peer for peer, one in enumerate(machines) if one == machines[rank]]
-        self._turn, self._store = (local.index(rank), len(local)), store
+        self._turn = local.index(rank), len(local)
+        self._store = dist.distributed_c10d._get_default_store()
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         # All ranks of a machine find it without a word to each other. Containers may share the
@@ -171,7 +169,7 @@ class HangGuard:
             if self._stop.wait(PERIOD_S):
                 return
             periods += 1
-            if self._store is None or len(self._machines) < 2:
+            if len(self._machines) < 2:
                 continue
             turn, of = self._turn
             if periods % of == turn:

@@ -292,7 +292,10 @@ class Lease:
 
     def _is_alive(self, number: int) -> bool:
         owner, first = self._facts(number), _read(self._path("beat", number))
-        if first == _ENDED or _is_gone(owner) or self._is_restart(owner):
+        own = self._own
+        is_same = bool(owner.get("job")) and owner.get("job") == own.get("job")
+        is_restart = is_same and owner.get("restarts", 0) < own["restarts"]
+        if first == _ENDED or _is_gone(owner) or is_restart:
             return False
         # Looks, not seconds: where storage stands still nobody can count up.
         for _ in range(round(STALE_S / _LOOK_S)):
@@ -303,10 +306,6 @@ class Lease:
             if now != first:
                 return now != _ENDED
         return False
-
-    def _is_restart(self, owner: Mapping[str, Any]) -> bool:
-        job, own = owner.get("job"), self._own
-        return bool(job) and job == own.get("job") and owner.get("restarts", 0) < own["restarts"]
 
     def _facts(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = {}

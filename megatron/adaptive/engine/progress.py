@@ -95,14 +95,9 @@ class ProgressFile:
             self._flush()
 
     def report(self, values: Mapping[str, Value]) -> None:
-        """Report something besides iterations, such as a checkpoint."""
+        """Report something besides iterations: a checkpoint, or why training ``ended``."""
         self._flush()
         self._write(values)
-
-    def ended(self, reason: str) -> None:
-        """Report why the training ended."""
-        self._flush()
-        self._write({"ended": reason})
 
     def close(self) -> None:
         """Report the last iteration and close the file; idempotent."""

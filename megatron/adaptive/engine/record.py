@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import read_json
 from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, actions_of
@@ -39,6 +39,7 @@ from megatron.adaptive.trace.read import describe_numbers
 
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
+_HINT = "name a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
 Shares = tuple[tuple[int, ...], ...]
@@ -149,15 +150,7 @@ class ScheduleRecord:
         Raises:
             ConfigError: there is none, it is damaged or of a newer version.
         """
-        try:
-            content = parse_json(Path(path).read_bytes())
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read the schedule {path}: {error.strerror}; name a file that "
-                "--record-schedule wrote"
-            ) from error
-        except ValueError as error:
-            raise _damaged(path, f"it is no JSON ({error})") from error
+        content = read_json(Path(path), _HINT)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise _damaged(path, f'its "format" is not "{_FORMAT}"')
         if content.get("version") != _VERSION:
@@ -322,13 +315,16 @@ class Replay:
         shape: of this run.
         place: of this rank's order among those of a step, as of :class:`Recording`.
 
+    Attributes:
+        record: as given.
+
     Raises:
         ConfigError: the record is of another shape.
     """
 
     def __init__(self, record: ScheduleRecord, shape: RecordShape, place: int) -> None:
         record.require_shape(shape)
-        self._record = record
+        self.record = record
         self._place = place
         self._step = 0
         self._policies: dict[Codes, Follow] = {}
@@ -337,23 +333,15 @@ class Replay:
         """Say which training step comes next."""
         self._step = step
 
-    def require_steps(self, first: int, last: int) -> None:
-        """Refuse a run whose steps the record lacks, see :meth:`ScheduleRecord.require_steps`."""
-        self._record.require_steps(first, last)
-
-    def dealt(self, step: int, num_microbatches: int) -> Shares:
-        """Return the microbatches of each replica, see :meth:`ScheduleRecord.dealt`."""
-        return self._record.dealt(step, num_microbatches)
-
     def policy(self, num_microbatches: int) -> Follow:
         """Return the policy of the step that was begun: a static order, for the agreement too.
 
         Raises:
             ConfigError: the record lacks the step, or had other microbatches in it.
         """
-        codes = self._record.codes(self._step, self._place, num_microbatches)
+        codes = self.record.codes(self._step, self._place, num_microbatches)
         if codes not in self._policies:
-            shape = self._record.shape
+            shape = self.record.shape
             order = actions_of(codes, shape.chunks, shape.weight_pieces)
             self._policies[codes] = Follow(order, "replay")
         return self._policies[codes]
@@ -414,7 +402,4 @@ def _is_count(value: object) -> bool:
 
 
 def _damaged(path: str | Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{path} is no record of a schedule or is damaged: {reason}; name a file that "
-        "--record-schedule wrote"
-    )
+    return ConfigError(f"{path} is no record of a schedule or is damaged: {reason}; {_HINT}")

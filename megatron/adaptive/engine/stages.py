@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import (
     backward_step,
     check_first_val_step,
@@ -35,20 +34,8 @@ from megatron.adaptive.schedule.placement import Placement
 
 def default_process_groups() -> ProcessGroupCollection:
     """Return the groups that megatron-core's schedules take from its global state."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
-    )
-    groups.dp = parallel_state.get_data_parallel_group(
-        with_context_parallel=False, partial_data_parallel=False
-    )
-    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return groups
+    names = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp", "dp", "tp_dp_cp"]
+    return ProcessGroupCollection.use_mpu_process_groups(names)
 
 
 class GradientSync:
@@ -141,7 +128,7 @@ def _as_list(value: Any, length: int) -> list[Any]:
 
 
 class MegatronStages:
-    """One step of a rank's megatron-core chunks.
+    """The ``Stages`` of one step: a rank's megatron-core chunks.
 
     Args:
         forward_step_func: megatron-core's user function ``(data_iterator, model) -> (output,
@@ -220,11 +207,9 @@ class MegatronStages:
             store.active = True
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         return self._sized(self._meter.bytes_of(chunk), microbatch)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         trains = not self._forward_only
         if received is not None and trains:
             received.requires_grad_()
@@ -266,7 +251,6 @@ class MegatronStages:
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         received, output = self._kept.pop((chunk, microbatch))
         given = (received, output, gradient, *self._backward_rest)
         if self._stores is not None:

@@ -71,6 +71,7 @@ from megatron.adaptive.gpt.local_layers import (
     completed,
     scale_output,
 )
+from megatron.adaptive.gpt.lora import freeze, freeze_layer
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     layout_of,
@@ -406,7 +407,7 @@ def build_chunks(
             first=stage == 0,
             last=stage == placement.num_stages - 1,
         )
-        chunks.append(model.to(accelerator.device))
+        chunks.append(freeze(model, config).to(accelerator.device))
     start_equal(chunks)
     if (widths := widths_of(config)) is not None:
         start_unequal(chunks, widths)
@@ -473,7 +474,7 @@ def build_layer(
         )
     finally:
         vars(core).update(kept)
-    return _ready(layer, core, accelerator)
+    return _ready(freeze_layer(layer, config), core, accelerator)
 
 
 def build_norm(core: TransformerConfig, accelerator: Accelerator, block: Any) -> torch.nn.Module:
@@ -681,8 +682,8 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     layer of multi-token prediction another layer, 2hh and hV; with experts f is the width of those
     that a token goes to and of the shared ones, and the router adds h for each; all times 2 for
     multiply and add, times 3 for forward, backward by inputs and by weights. Matrix products only;
-    what is computed again for lack of memory is not counted, nor are the optimizer and the lookup
-    of embeddings.
+    what is computed again for lack of memory is not counted, nor are the optimizer, the lookup of
+    embeddings and adapters; beside these, weights have no gradients.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
@@ -701,7 +702,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     predicted = model.mtp_num_layers or 0
     layers = sum(_layers(cfg)) + predicted * (_layer(cfg) + 2 * model.hidden_size**2)
     logits = (1 + predicted) * model.hidden_size * padded_vocab_size
-    return float(_PASSES * _MULTIPLY_ADD * (layers + logits))
+    return float((_PASSES - cfg.lora.is_on) * _MULTIPLY_ADD * (layers + logits))
 
 
 def layer_work(cfg: TrainerConfig) -> list[float]:

@@ -210,7 +210,7 @@ def add_up_copies(chunks: Sequence[torch.nn.Module]) -> None:
         chunks: this rank's model chunks, wrapped for data parallelism.
     """
     copies = local_copies(chunks)
-    if copies is not None:
+    if copies is not None and copies[0].requires_grad:
         embedding, output = (weight.main_grad for weight in copies)
         embedding.add_(output)
         output.copy_(embedding)
@@ -248,7 +248,7 @@ def finalize_gradients(
                 chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))  # type: ignore[operator]
         return
     weight = _tied_weight(chunks)
-    if weight is not None:
+    if weight is not None and weight.requires_grad:
         gradient: torch.Tensor = weight.main_grad
         if widths.place_of(dist.get_rank())[1]:
             gradient.zero_()

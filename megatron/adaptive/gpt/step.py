@@ -60,7 +60,9 @@ class Step:
         self._config = config
         dropout = DropoutKeys(
             config.run.seed,
-            enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
+            enabled=config.model.hidden_dropout > 0
+            or config.model.attention_dropout > 0
+            or config.lora.lora_dropout > 0,
         )
         dropout.attach(run.chunks)
         self._forward = GptForward(run.job.accelerator, dropout)

@@ -18,7 +18,7 @@ import torch
 from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import PipelineFolder, make_pipeline_manifest
-from megatron.adaptive.checkpoint.local_disk import LocalDisk, LocalSettings, hold
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, prepare
 from megatron.adaptive.checkpoint.saver import (
     CheckpointSaver,
     SaveRequest,
@@ -100,37 +100,28 @@ class Checkpointer:
         )
         return (self.saver.save_behind if is_behind else self.saver.save)(request)
 
-    def hold(self, folder: str | Path, *, has_local: bool) -> None:
-        """Let this job alone write to a folder of checkpoints.
+    def prepare(
+        self, folder: str | Path, base: str | Path | None, keep: int | None
+    ) -> LocalDisk | None:
+        """Prepares a folder of checkpoints for this job alone; see :func:`local_disk.prepare`.
 
         Args:
             folder: that is seen by all nodes.
-            has_local: checkpoints go to the nodes' own disks first: it may be there later.
-
-        Raises:
-            CheckpointError: another job writes there, or it cannot be written.
-        """
-        shared = PipelineFolder(folder)
-        hold(shared, self._mesh, self._ranks, _REMEDY, has_local=has_local)
-
-    def use_local_disks(self, base: str | Path, folder: str | Path, keep: int | None) -> LocalDisk:
-        """Write checkpoints to the nodes' own disks first; finish what was on its way from there.
-
-        Args:
-            base: the folder on each of them.
-            folder: of checkpoints, in shared storage; only those for it go to the disks first.
+            base: the folder on each node's own disk where those for it go first, ``None`` for none.
             keep: complete ones that stay in either, all in shared storage where ``None``.
         """
-        settings = LocalSettings(
-            base=Path(base),
-            option=f"local_folder {base}",
+        shared = PipelineFolder(folder)
+        self.saver.local = prepare(
+            shared,
+            self._mesh,
+            _REMEDY,
+            base,
+            lambda: shared.latest() or 0,
+            option="local_folder",
             patience="timeout_s of Pipeline",
             keep=keep,
         )
-        shared = PipelineFolder(folder)
-        local = self.saver.local = LocalDisk(self._mesh, shared, settings)
-        local.finish_former(lambda: shared.latest() or 0)
-        return local
+        return self.saver.local
 
     def apart(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return this rank's tensors by their names in a checkpoint, and what describes them.
@@ -205,14 +196,11 @@ class Checkpointer:
         path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust), name_rank=False)
         ranks.together(lambda: require_seen(path, self._mesh))
         save_id, files = str(manifest.get("save_id", "")), manifest["files"]
-        blocks = manifest.get("blocks", {})
         has_optimizer = optimizer and manifest["optimizer"] is not None
-        with self.saver.reading(path, int(manifest["step"]), save_id, files) as near:
-            reader = ranks.together(lambda: CheckpointReader(path, near, files, blocks))
-            with reader:
-                states = self._read(reader, manifest if has_optimizer else None)
-                content = ranks.together(lambda: _read_state(reader, files, state))
-                ranks.together(lambda: reader.check_rest(ranks.rank, ranks.size))
+        about = path, int(manifest["step"]), save_id, files, manifest.get("blocks", {})
+        with self.saver.reading(*about) as reader:
+            states = self._read(reader, manifest if has_optimizer else None)
+            content = ranks.together(lambda: _read_state(reader, files, state))
         if has_optimizer:
             self._restore_optimizer(states, manifest["options"])
         if self._update.scaler is not None and manifest["loss_scale"] is not None:

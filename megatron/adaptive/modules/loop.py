@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.folder import PipelineFolder
-from megatron.adaptive.checkpoint.snapshots import NoSnapshots, Snapshots, SnapshotSettings
+from megatron.adaptive.checkpoint.snapshots import SnapshotState, make_snapshots
 from megatron.adaptive.config.environment import JobOrder
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import COMPLETE, ProgressFile, saved_line
@@ -46,10 +47,7 @@ class Loop:
     Collective over all processes of the job, as each of its steps is.
 
     Args:
-        pipeline: whose steps are counted.
-        mesh: the job.
-        order: of the job, ``None`` without one; its folder counts.
-        batch_size: samples of a step over all replicas.
+        pipeline: whose steps are counted; in a job that changes its shape the job's folder counts.
         total_steps, folder, save_interval, keep, state, async_save, local_folder,
             diagnose_interval, trust_checkpoint: the user's, see :meth:`Pipeline.loop`.
 
@@ -62,10 +60,7 @@ class Loop:
     def __init__(
         self,
         pipeline: Any,
-        mesh: Mesh,
-        order: JobOrder | None,
         *,
-        batch_size: int,
         total_steps: int,
         folder: str | Path | None,
         save_interval: int | None,
@@ -85,8 +80,10 @@ class Loop:
                     f"state[{name!r}] is a {type(one).__name__}: give an object with state_dict()"
                     " and load_state_dict()"
                 )
-        self._pipeline, self._mesh = pipeline, mesh
-        self._batch_size, self._total, self._state = batch_size, total_steps, state
+        mesh: Mesh = pipeline._mesh
+        order: JobOrder | None = pipeline._order_of_job
+        self._pipeline, self._mesh, self._batch_size = pipeline, mesh, pipeline._batch_size
+        self._total, self._state, self._extra = total_steps, state, {_BATCH: self._batch_size}
         self._save_interval, self._keep, self._local_folder = save_interval, keep, local_folder
         self._folder = folder if order is None else order.checkpoints
         self._progress_folder = None if order is None else order.progress
@@ -105,17 +102,20 @@ class Loop:
         if loaded_s is not None:
             self._progress.report({"loaded_s": loaded_s})
             self._say(f"goes on after step {pipeline.steps} of {total_steps}")
-        self._snapshots = self._make_snapshots()
-        self._diagnosis: RunningDiagnosis | None = None
-        traces, left = pipeline._trace_dir, total_steps - pipeline.steps
-        if traces is not None and self._is_first and 0 < diagnose_interval < left:
-            self._diagnosis = RunningDiagnosis(
-                traces,
-                diagnose_interval,
-                pipeline.steps,
-                self._say,
-                lambda **values: self._progress.report(values),
-            )
+        self._snapshots = make_snapshots(
+            mesh,
+            self._taken_apart,
+            lambda text: self._progress.report({"copies": text}),
+            self._say,
+        )
+        self._diagnosis = RunningDiagnosis(
+            pipeline._trace_dir if self._is_first else None,
+            diagnose_interval,
+            pipeline.steps,
+            self._say,
+            lambda **values: self._progress.report(values),
+            total_steps,
+        )
 
     def __iter__(self) -> Loop:
         return self
@@ -182,14 +182,13 @@ class Loop:
     def close(self) -> None:
         """Give the signals back and end the progress file. Collective; idempotent."""
         self._snapshots.close()
-        if self._diagnosis is not None:
-            self._diagnosis.close()
+        self._diagnosis.close()
         if self._saves_behind:
             self._pipeline._checkpointer.saver.close()
         if not self._is_over:
             self._is_over = True
             self._stop.finish()
-            self._progress.ended(_LEFT)
+            self._progress.report({"ended": _LEFT})
         self._stop.close()
         self._progress.close()
         group, self._group = self._group, None
@@ -197,29 +196,13 @@ class Loop:
             dist.barrier(group=group)  # nobody waits in it any more
             dist.destroy_process_group(group)
 
-    def _make_snapshots(self) -> NoSnapshots:
-        """Return what takes snapshots of the state, if the node's agent keeps them."""
-        settings = self._mesh.environment.copies
-        if settings is None:
-            return NoSnapshots()
+    def _taken_apart(self) -> SnapshotState:
         # It imports much that most runs do without.
         from megatron.adaptive.modules.checkpoint import PipelineState
 
-        state = PipelineState(
-            self._pipeline._checkpointer,
-            lambda: self._pipeline._head(self._extra()),
-            self._state,
-        )
-        return Snapshots(
-            state,
-            self._mesh,
-            SnapshotSettings.read(settings),
-            lambda text: self._progress.report({"copies": text}),
-            self._say,
-        )
-
-    def _extra(self) -> dict[str, Any]:
-        return {_BATCH: self._batch_size}
+        pipeline = self._pipeline
+        head = partial(pipeline._head, self._extra)
+        return PipelineState(pipeline._checkpointer, head, self._state)
 
     def _resume(self, trust: bool) -> float | None:
         """Load the newest checkpoint; returns the seconds of it, ``None`` where there is none."""
@@ -232,12 +215,7 @@ class Loop:
                     " nodes share"
                 )
             return None
-        self._pipeline._checkpointer.hold(self._folder, has_local=local_folder is not None)
-        local = None
-        if local_folder is not None:
-            local = self._pipeline._checkpointer.use_local_disks(
-                local_folder, self._folder, self._keep
-            )
+        local = self._pipeline._checkpointer.prepare(self._folder, local_folder, self._keep)
         found = next(PipelineFolder(self._folder).candidates(), None) if self._is_first else None
         is_there = found is not None
         if local is not None:
@@ -273,8 +251,7 @@ class Loop:
             "grad_norm": pipeline.grad_norm,
         }
         self._progress.iteration(done, values, is_logged=False)
-        if self._diagnosis is not None:
-            self._diagnosis.after_iteration(done)
+        self._diagnosis.after_iteration(done)
         self._snapshots.take(done)
         if self._saves_behind:
             self._report_completed()
@@ -287,8 +264,7 @@ class Loop:
         self._is_over = True
         self._stop.finish()
         self._snapshots.close()
-        if self._diagnosis is not None:
-            self._diagnosis.close()
+        self._diagnosis.close()
         if self._saves_behind:
             try:
                 self._pipeline._checkpointer.saver.drain()
@@ -299,14 +275,14 @@ class Loop:
         if self._folder is not None and self._saved_at != self._pipeline.steps:
             self._save()
         self._say(f"training ends: {reason}")
-        self._progress.ended(reason)
+        self._progress.report({"ended": reason})
 
     def _save(self, *, is_behind: bool = False) -> None:
         begin_s = time.perf_counter()
         assert self._folder is not None
         path = self._pipeline._checkpointer.save(
             self._folder,
-            self._pipeline._head(self._extra()),
+            self._pipeline._head(self._extra),
             keep=self._keep,
             state=self._state,
             is_behind=is_behind,

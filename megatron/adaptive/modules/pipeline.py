@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from megatron.adaptive import accelerator as _accelerator
 
@@ -177,7 +176,7 @@ class Pipeline:
             raise
         self._made, self._update = made, made.update
         self.cut_points, self.partition = made.cut_points, made.partition
-        self.weights = made.weights
+        self.weights, costs = made.weights, iter(made.weights)
         if self._order_of_job is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
         self._trace_dir = trace_dir
@@ -188,7 +187,7 @@ class Pipeline:
             schedule=schedule,
             num_microbatches=max(1, samples // self.micro_batch_size),
             layers=self.partition,
-            work=_stage_sums(self.partition, self.weights) if self.weights else (),
+            work=[sum(itertools.islice(costs, size)) for size in self.partition if self.weights],
         )
         transport = transport or TransportConfig()
         if transport.transport_slot_bytes is None:
@@ -214,12 +213,7 @@ class Pipeline:
         if mixed_precision == "fp16":
             self._update.scaler = LossScale()
         self._guard = HangGuard(
-            self._mesh.places,
-            self._mesh.rank,
-            after_s=hang_after_s,
-            on_hang=on_hang,
-            page_folder=trace_dir,
-            store=dist.distributed_c10d._get_default_store(),
+            self._mesh, after_s=hang_after_s, on_hang=on_hang, page_folder=trace_dir
         )
         self._guard.snapshot = functools.partial(_evidence, self._tracing, self._wiring.executor)
         self._mesh.settle()
@@ -480,8 +474,6 @@ class Pipeline:
             raise ConfigError("Pipeline.loop was called already: one loop has all steps")
         self._loop = Loop(
             self,
-            self._mesh,
-            self._order_of_job,
             total_steps=total_steps,
             folder=folder,
             save_interval=save_interval,
@@ -491,7 +483,6 @@ class Pipeline:
             local_folder=local_folder,
             diagnose_interval=diagnose_interval,
             trust_checkpoint=trust_checkpoint,
-            batch_size=self._batch_size,
         )
         return self._loop
 
@@ -528,8 +519,3 @@ class Pipeline:
 def _evidence(tracing: Any, executor: Any) -> dict[str, Any]:
     """Returns what this process does; called from the thread of the hang guard."""
     return {**tracing.now(), **executor.evidence(), "may_pause": True}
-
-
-def _stage_sums(partition: Sequence[int], weights: Sequence[float]) -> list[float]:
-    ends = list(itertools.accumulate(partition))
-    return [sum(weights[end - size : end]) for end, size in zip(ends, partition, strict=True)]

@@ -318,7 +318,6 @@ class ProgramStages:
             store.active = True
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         program = self._programs[chunk]
         given = [] if received is None else program.forward_layout.unpack(received)
         if self._forward_only:
@@ -350,17 +349,14 @@ class ProgramStages:
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`; nothing is held on to."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         return self._meter.bytes_of(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         pending = self._pending.pop((chunk, microbatch))
         if self._stores is None:
             return self._backward(chunk, pending, gradient)
@@ -383,7 +379,6 @@ class ProgramStages:
         return program.backward_layout.pack(program.gradients_of(pending.leaves), self._device)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`."""
         if self._stores is None:
             raise ScheduleError(
                 f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "

@@ -667,13 +667,15 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     weights = kind.held_parameters(tp)
     # A lookup reads few rows; matrix products read all weights, however few samples there are.
     read_s = weights * sizes.parameter_bytes / moving if kind.forward_flops else 0.0
-    gradient_s = weights * (sizes.parameter_bytes + 2 * sizes.gradient_bytes) / moving
+    gradient_s = (
+        weights * (sizes.parameter_bytes * sizes.trained + 2 * sizes.gradient_bytes) / moving
+    )
     launches_s = LAUNCH_S * (_KERNELS if kind.attention_flops else _FEW_KERNELS)
     input_s = max(linear_s, read_s) + 2 * attention_s + 1.5 * elements_s
     return LayerTimes(
         forward_s=max(launches_s, max(linear_s, read_s) + attention_s + elements_s),
         backward_input_s=max(launches_s, input_s) if kind.forward_flops else launches_s,
-        backward_weight_s=max(LAUNCH_S * _FEW_KERNELS, linear_s + gradient_s),
+        backward_weight_s=max(LAUNCH_S * _FEW_KERNELS, linear_s * sizes.trained + gradient_s),
         source="estimated",
     )
 
@@ -685,5 +687,5 @@ def estimate_optimizer_s(model: Model, gpu: Gpu) -> float:
         model: for its precision.
         gpu: what it runs on.
     """
-    moved = 4 * _OPTIMIZER_MOVES + model.precision.parameter_bytes
+    moved = (4 * _OPTIMIZER_MOVES + model.precision.parameter_bytes) * model.precision.trained
     return moved / (gpu.memory_bytes_per_s * MEMORY_SHARE)

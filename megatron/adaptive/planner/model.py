@@ -39,17 +39,30 @@ class Precision:
         gradient_bytes: its gradient, as accumulated.
         optimizer_bytes: its optimizer state and master copy; what the distributed optimizer splits.
         reduce_bytes: its gradient on the wire between data-parallel replicas.
+        trained: weights that are trained, over all; the bytes of the others' gradients are 0.
     """
 
     name: str = "bf16"
     element_bytes: int = 2
-    parameter_bytes: int = 2
-    gradient_bytes: int = 4
-    optimizer_bytes: int = 12
-    reduce_bytes: int = 4
+    parameter_bytes: float = 2
+    gradient_bytes: float = 4
+    optimizer_bytes: float = 12
+    reduce_bytes: float = 4
+    trained: float = 1.0
 
     def __post_init__(self) -> None:
         _check("precision", self)
+
+    def beside_frozen(self, share: float) -> Precision:
+        """Returns the mean sizes of frozen weights and, for each, a share of trained ones."""
+        return replace(
+            self,
+            parameter_bytes=self.parameter_bytes * (1 + share),
+            gradient_bytes=self.gradient_bytes * share,
+            optimizer_bytes=self.optimizer_bytes * share,
+            reduce_bytes=self.reduce_bytes * share,
+            trained=share,
+        )
 
     @classmethod
     def named(cls, name: str) -> Precision:

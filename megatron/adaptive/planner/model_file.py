@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.adapters import adapted_parts
 from megatron.adaptive.config.arguments import only_groups, parse
 from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.hugging_face import config_arguments, is_config
 from megatron.adaptive.config.model import MODELS, ModelConfig
-from megatron.adaptive.config.optimizer import PrecisionConfig
+from megatron.adaptive.config.optimizer import LoraConfig, PrecisionConfig
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
@@ -141,6 +142,8 @@ def arguments_model(
         ConfigError: an argument is wrong, unknown or missing.
     """
     groups = (ModelConfig, PrecisionConfig, CoreConfig)
+    adapters = only_groups(arguments, (LoraConfig,), ("load_hf",))
+    adapters = adapters if "lora" in " ".join(adapters) else []
     kept = only_groups(arguments, groups, ("vocab_size",))
     names = {word.split("=")[0] for word in kept}
     if precision is not None:
@@ -148,7 +151,7 @@ def arguments_model(
         kept += [] if precision == "fp32" else [f"--{precision}"]
     if "--vocab-size" not in names:
         kept += ["--vocab-size", str(_vocabulary(only_groups(arguments, (), ("vocab_file",))))]
-    more = [*kept, *ANY_RUN]
+    more = [*kept, *adapters, *ANY_RUN]
     if not names & {"--transformer-impl", "--use-flash-attn", "--attention-backend"}:
         engine = Installed.detect().transformer_engine if fused is None else fused
         more += ["--transformer-impl", "transformer_engine" if engine else "local"]
@@ -159,7 +162,37 @@ def arguments_model(
         # The planner may run where the kernels of the run are not installed.
         installed=Installed(transformer_engine=True, apex=True),
     )
-    return build_model(replace(_trainer_shape(config, name, kept), imbalance=imbalance))
+    model = build_model(replace(_trainer_shape(config, name, kept), imbalance=imbalance))
+    if not config.lora.is_on:
+        return model
+    share = _adapter_parameters(config) / model.parameters
+    return replace(model, precision=model.precision.beside_frozen(share))
+
+
+def _adapter_parameters(config: TrainerConfig) -> int:
+    """Returns the weights of adapters: rank x (inputs + outputs) for each part of a layer."""
+    model, core, rank = config.model, config.core, config.lora.lora_rank or 0
+    hidden, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads
+    values = heads * (core.v_head_dim if core.multi_latent_attention else model.kv_channels)
+    pairs, down = [model.query_groups * model.kv_channels] * 2, core.q_lora_rank or 0
+    queries = heads * (core.qk_head_dim + core.qk_pos_emb_head_dim)
+    sizes = {  # inputs, and outputs of each part
+        "qkv": (hidden, [values, *pairs]),
+        "proj": (values, [hidden]),
+        "q_proj": (hidden, [queries]),
+        "q_down_proj": (hidden, [down]),
+        "q_up_proj": (down, [queries]),
+        "kv_down_proj": (hidden, [core.kv_lora_rank + core.qk_pos_emb_head_dim]),
+        "kv_up_proj": (core.kv_lora_rank, [values + heads * core.qk_head_dim]),
+        "fc1": (hidden, [ffn] * (1 + model.is_gated)),
+        "fc2": (ffn, [hidden]),
+    }
+    found = 0
+    for name, marks in adapted_parts(config).items():
+        inputs, outputs = sizes[name.partition("linear_")[2]]
+        outputs = outputs if len(marks) == len(outputs) else [sum(outputs)]
+        found += sum((inputs + one) * has for one, has in zip(outputs, marks, strict=True))
+    return rank * found * model.num_layers
 
 
 def _vocabulary(words: Sequence[str]) -> int:

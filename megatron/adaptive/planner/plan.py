@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.model import MODELS
+from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.plan import PLAN_FORMAT, plan_variables, run_flags
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
@@ -561,7 +562,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for value in numbers]
         cells = [one + more for one, more in zip(shown, ["", *change], strict=True)]
         lines += [[what, *cells]] * any(numbers)
-    text = _aligned(lines, left=1)
+    text = aligned(lines, left=1)
     first = seen[0]["parts_s"]
     for (name, _), one in zip(files[1:], seen[1:], strict=True):
         parts = one["parts_s"]
@@ -659,7 +660,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         cells += [seconds_text(steps * seen.seconds)] * bool(tokens)
         cells += [f"{steps * seen.price_per_step:,.0f}"] * (priced and tokens > 0)
         lines.append(cells)
-    text, indent = _aligned(lines), " " * len(str(len(rows)))
+    text, indent = aligned(lines), " " * len(str(len(rows)))
     for number, row in enumerate(rows, start=1):
         layers = format_partition(inputs.model.counted(row.plan.partition))
         places = placement_text(row.plan, inputs.cluster)
@@ -721,19 +722,7 @@ def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
                 *(f"{value / _GB:.2f}" for value in held),
             ]
         )
-    return "\n".join(_aligned(lines))
-
-
-def _aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Returns lines of columns, of which so many are flush left and the others right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if at < left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
+    return "\n".join(aligned(lines))
 
 
 def _replicas(plan: Plan) -> str:

@@ -243,12 +243,10 @@ class Engine:
         job, settings = self._job, self._settings
         assert job is not None
         guard = HangGuard(
-            job.places,
-            job.rank,
+            job,
             after_s=settings.hang_after_s,
             on_hang=settings.on_hang,
             page_folder=settings.trace_dir,
-            store=dist.distributed_c10d._get_default_store(),
         )
         guard.snapshot = self._evidence
         return guard

@@ -95,18 +95,17 @@ class StepTrace:
         dist_checkpointing.save = self._saving(self._save)
         # The rank that writes Megatron-LM's log, for it knows the losses.
         is_writer = dist.get_rank() == dist.get_world_size() - 1
-        self._progress = ProgressFile(settings.trace_dir if is_writer else None)
-        self._diagnosis: RunningDiagnosis | None = None
+        folder = settings.trace_dir if is_writer else None
+        self._progress = ProgressFile(folder)
         if is_writer:
             self._progress.begins(iteration, self._total, **_sizes())
-            if settings.trace_dir is not None and settings.diagnose_interval:
-                self._diagnosis = RunningDiagnosis(
-                    settings.trace_dir,
-                    settings.diagnose_interval,
-                    iteration,
-                    functools.partial(print, flush=True),
-                    lambda **values: self._progress.report(values),
-                )
+        self._diagnosis = RunningDiagnosis(
+            folder,
+            settings.diagnose_interval,
+            iteration,
+            functools.partial(print, flush=True),
+            lambda **values: self._progress.report(values),
+        )
 
     def begin(self, iteration: int, given: Mapping[str, Any]) -> None:
         """Begin a training step.
@@ -154,8 +153,7 @@ class StepTrace:
             },
             is_logged=False,
         )
-        if self._diagnosis is not None:
-            self._diagnosis.after_iteration(begun.iteration)
+        self._diagnosis.after_iteration(begun.iteration)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Trace the block as evaluation."""
@@ -173,11 +171,10 @@ class StepTrace:
         for hook in self._hooks:
             hook.remove()
         dist_checkpointing.save = self._save
-        if self._diagnosis is not None:
-            self._diagnosis.close()
+        self._diagnosis.close()
         if is_orderly:
             is_complete = self._total and self._done >= self._total
-            self._progress.ended(COMPLETE if is_complete else _ENDED)
+            self._progress.report({"ended": COMPLETE if is_complete else _ENDED})
         self._progress.close()
         self.tracing.close()
 

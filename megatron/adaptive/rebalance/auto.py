@@ -194,4 +194,7 @@ def memory_of(
 
 def held_bytes(module: torch.nn.Module) -> int:
     """Returns the bytes of weights, gradients and optimizer state of a module."""
-    return sum(p.numel() * (p.element_size() + _OPTIMIZER_BYTES) for p in module.parameters())
+    return sum(
+        p.numel() * (p.element_size() + _OPTIMIZER_BYTES * p.requires_grad)
+        for p in module.parameters()
+    )

@@ -116,7 +116,7 @@ class ReplicaDealing:
     def _deal(self, iteration: int, sizes: Sequence[Size]) -> Shares:
         self.finish()
         if self._run.replay is not None:
-            self.shares = self._run.replay.dealt(iteration, len(sizes))
+            self.shares = self._run.replay.record.dealt(iteration, len(sizes))
         else:
             self.shares = self._dealer.deal(sizes)
         self._own = [sizes[number] for number in self.shares[self._replica]]

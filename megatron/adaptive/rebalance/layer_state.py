@@ -146,8 +146,7 @@ def _named(
         for module in model.modules():
             if hasattr(module, "_maintain_float32_expert_bias"):
                 module._maintain_float32_expert_bias()  # 16-bit models are cast when built
-        parameters = [pair for pair in model.named_parameters() if pair[1].requires_grad]
-        for name, tensor in (*parameters, *_kept_buffers(model)):
+        for name, tensor in (*model.named_parameters(), *_kept_buffers(model)):
             part = spread if _is_spread(tensor) else dense
             if name.startswith(_LAYERS):
                 place, rest = name.removeprefix(_LAYERS).split(".", 1)
@@ -168,6 +167,8 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor | None, int, int]:
     """Returns the tensor that the optimizer updates for a parameter, and its range of elements."""
+    if not weight.requires_grad:
+        return None, 0, 0
     if not isinstance(leaf, DistributedOptimizer):
         main = getattr(weight, "main_param", None)
         return (weight if main is None else main), 0, weight.numel()

@@ -32,7 +32,8 @@ from megatron.adaptive.schedule.workload import StageProfile
 STATIC = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-v", "v-half", "dualpipe-v")
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
 """Names, each with and without chunk shares where these matter."""
-DRAWS = 6
+DRAWS, _MANY = 6, 20_000
+"""Draws of a step; one where the spread of so many forwards averages out."""
 GAIN = 0.005
 """Least gain of a rule over the best fixed order; simulated and measured steps differ by more."""
 
@@ -136,7 +137,8 @@ def choose(
         or profile.latency_sigma
         or profile.microbatch_factors
     )
-    seeds = range(DRAWS if spread and not quick else 1)
+    many = placement.num_stages * num_microbatches >= _MANY
+    seeds = range(DRAWS if spread and not (quick or many) else 1)
 
     def fitting(offered: Iterable[Candidate]) -> list[CandidateOutcome]:
         found = (evaluate(one, num_microbatches, profile, seeds) for one in offered)

@@ -51,9 +51,9 @@ class World(NamedTuple):
         delays: latency of each action's message, ``[F or B][stage][microbatch]``, flat.
         occupancy: ``[from * ranks + to]``, how long a message keeps its link busy.
         free: ``[from * ranks + to]``, when the link is free again.
-        heap_times, heap_codes, heap_size: the events: that a rank has computed up to an end or to a
-            communication is ``-1 - rank``, an arrival the index of its action in ``durations``.
-            Room for one per rank and one per message.
+        heap, heap_size: the events, each a time and a code: that a rank has computed up to an end
+            or to a communication is ``-1 - rank``, an arrival the index of its action in
+            ``durations``. Room for one per rank and one per message.
         turn: per rank the place that computes, -1 for none. A rank has two, its number and that
             plus ``ranks``: an action may run in one while that in the other communicates.
         last: per rank, the place that computed last.
@@ -80,8 +80,7 @@ class World(NamedTuple):
     delays: list[int]
     occupancy: list[int]
     free: list[int]
-    heap_times: list[int]
-    heap_codes: list[int]
+    heap: list[int]
     heap_size: list[int]
     turn: list[int]
     last: list[int]
@@ -108,40 +107,41 @@ def rule(s: State, hint: Sequence[int]) -> int:
 
 
 def heap_push(world: World, time: int, code: int) -> None:
-    """Add an event to the binary heap."""
-    times, codes = world.heap_times, world.heap_codes
-    at = world.heap_size[0]
+    """Add an event to the heap, whose nodes have four children each, side by side."""
+    heap, at = world.heap, world.heap_size[0]
     world.heap_size[0] = at + 1
     while at > 0:
-        parent = (at - 1) // 2
-        if times[parent] <= time:
+        parent = (at - 1) // 4
+        if heap[2 * parent] <= time:
             break
-        times[at] = times[parent]
-        codes[at] = codes[parent]
+        heap[2 * at] = heap[2 * parent]
+        heap[2 * at + 1] = heap[2 * parent + 1]
         at = parent
-    times[at] = time
-    codes[at] = code
+    heap[2 * at] = time
+    heap[2 * at + 1] = code
 
 
 def heap_pop(world: World) -> int:
     """Take the earliest event out of the heap and return its code."""
-    times, codes = world.heap_times, world.heap_codes
-    earliest = codes[0]
+    heap, earliest = world.heap, world.heap[1]
     last = world.heap_size[0] - 1
     world.heap_size[0] = last
-    time, code = times[last], codes[last]
+    time, code = heap[2 * last], heap[2 * last + 1]
     at = 0
-    while 2 * at + 1 < last:
-        child = 2 * at + 1
-        if child + 1 < last and times[child + 1] < times[child]:
-            child += 1
-        if times[child] >= time:
+    while 4 * at + 1 < last:
+        child = 4 * at + 1
+        least = heap[2 * child]
+        for other in range(child + 1, min(child + 4, last)):
+            if heap[2 * other] < least:
+                child = other
+                least = heap[2 * other]
+        if least >= time:
             break
-        times[at] = times[child]
-        codes[at] = codes[child]
+        heap[2 * at] = least
+        heap[2 * at + 1] = heap[2 * child + 1]
         at = child
-    times[at] = time
-    codes[at] = code
+    heap[2 * at] = time
+    heap[2 * at + 1] = code
     return earliest
 
 
@@ -322,8 +322,8 @@ def run(world: World) -> int:
         world.num_woken[0] = 0
         if world.heap_size[0] == 0:
             break
-        now = world.heap_times[0]
-        while world.heap_size[0] > 0 and world.heap_times[0] == now:
+        now = world.heap[0]
+        while world.heap_size[0] > 0 and world.heap[0] == now:
             happen(world, heap_pop(world), now)
     for rank in range(ranks):
         if world.states[rank][FINISHED] < world.states[rank][TOTAL]:

@@ -83,32 +83,45 @@ def startup_line(cfg: TrainerConfig) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterationReport(StepResult):
+class TrainedStep(StepResult):
+    """A training step that is done, for the hooks.
+
+    Attributes:
+        iteration: its number in the whole training, the first being 1.
+        global_batch_size: samples over all ranks.
+        num_microbatches: of this rank.
+        load: what all microbatches hold, with samples of different lengths.
+        begin_s: when it began, on :func:`time.perf_counter`.
+    """
+
+    iteration: int
+    global_batch_size: int
+    num_microbatches: int = 0
+    load: Load | None = None
+    begin_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationReport(TrainedStep):
     """Holds what was measured of one iteration, besides its results.
 
     Attributes:
-        iteration: number of the iteration, the first being 1.
         consumed_samples: samples of the whole training so far, this iteration's included.
         elapsed_s: wall time of the iteration.
         learning_rate: as the optimizer holds it after the iteration.
-        global_batch_size: samples of the iteration over all ranks.
         loss_scale: as the optimizer holds it after the iteration, 1 without one.
         params_norm: norm of all parameters, with ``--log-params-norm``.
         memory_bytes: in use on the device (on a CPU: of the process) after the iteration.
         peak_memory_bytes: largest value of ``memory_bytes`` so far.
-        load: what the microbatches hold, with samples of different lengths.
     """
 
-    iteration: int
     consumed_samples: int
     elapsed_s: float
     learning_rate: float
-    global_batch_size: int
     loss_scale: float
     params_norm: float | None
     memory_bytes: int
     peak_memory_bytes: int
-    load: Load | None = None
 
     @property
     def is_nan(self) -> bool:
@@ -266,7 +279,7 @@ class TrainingLog:
         folder = self._cfg.schedule.trace_dir
         if self._curves is not None and folder is not None:
             self._curves.draw(Path(folder), self._iteration)
-        self._progress.ended(reason)
+        self._progress.report({"ended": reason})
 
     def report(self, **values: Value) -> None:
         """Reports to ``progress.jsonl``, and what mending a finding would gain to TensorBoard."""

@@ -11,7 +11,6 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.local_disk import LocalDisk
-from megatron.adaptive.checkpoint.training import Checkpoints, Progress, make_snapshots
+from megatron.adaptive.checkpoint.snapshots import make_snapshots
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress, RunState
 from megatron.adaptive.config.run import RunConfig
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.lengths import Load
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
@@ -33,14 +32,14 @@ from megatron.adaptive.engine.progress import COMPLETE, saved_line
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
-from megatron.adaptive.gpt.step import Step, StepResult, gather_parameters, params_norm
+from megatron.adaptive.gpt.step import Step, gather_parameters, params_norm
 from megatron.adaptive.planner.repartition import Decision
 from megatron.adaptive.rebalance.auto import TunedPipeline, Tuner
 from megatron.adaptive.rebalance.dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.trace.files import Outage
-from megatron.adaptive.training.logging import IterationReport, TrainingLog
+from megatron.adaptive.training.logging import IterationReport, TrainedStep, TrainingLog
 
 
 class Trainer:
@@ -50,27 +49,28 @@ class Trainer:
         live: the run.
         profiler: profiles some of the iterations.
         stop: asks for an early end.
+
+    Attributes:
+        validation: runs validation and test.
     """
 
     def __init__(self, live: TrainingRun, profiler: Hook, stop: StopRequest) -> None:
         self._live, self._stop = live, stop
         run, config = live.run, live.config
         if run.replay is not None and not config.run.skip_train:
-            run.replay.require_steps(live.progress.iteration + 1, run.samples.iterations)
+            run.replay.record.require_steps(live.progress.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._steps_here = 0
-        self._validation = Validation(live, stop)
+        self.validation = Validation(live, stop)
         recorder = OrderRecorder(live)
         self._hooks: list[Hook] = [
             recorder,
             Rebalancing(live),
             profiler,
-            SettlingSnapshots(live),
             Reporting(live),
             Diagnosing(live),
             GarbageCollection(live),
-            self._validation,
-            TakingSnapshots(live),
+            self.validation,
             Saving(live, recorder),
         ]
 
@@ -98,14 +98,11 @@ class Trainer:
             for hook in self._hooks:
                 hook.close()
         self._stop.finish()
-        self._live.finish_dealing()
+        if self._live.dealing is not None:
+            self._live.dealing.finish()
         for hook in self._hooks:
             hook.at_end()
         return COMPLETE if early is None else early
-
-    def evaluate_at_end(self) -> None:
-        """Validates and tests once more, as Megatron-LM does after the last iteration."""
-        self._validation.after_training()
 
     def _train_step(self) -> TrainedStep:
         live, run, begin_s = self._live, self._live.run, time.perf_counter()
@@ -142,12 +139,12 @@ class Trainer:
         )
         self._steps_here += 1
         return TrainedStep(
+            **vars(result),
             iteration=iteration,
             begin_s=begin_s,
             global_batch_size=batch,
             num_microbatches=num_microbatches,
             load=getattr(microbatches, "load", None),
-            result=result,
         )
 
     def _early_end(self) -> str | None:
@@ -158,27 +155,6 @@ class Trainer:
         if interval and self._live.progress.iteration % interval == 0:
             return f"--exit-interval {interval}"
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedStep:
-    """A training step that is done, for the hooks.
-
-    Attributes:
-        iteration: its number in the whole training, the first being 1.
-        begin_s: when it began, on :func:`time.perf_counter`.
-        global_batch_size: samples over all ranks.
-        num_microbatches: of this rank.
-        load: what all microbatches hold, with samples of different lengths.
-        result: its losses and gradients.
-    """
-
-    iteration: int
-    begin_s: float
-    global_batch_size: int
-    num_microbatches: int
-    load: Load | None
-    result: StepResult
 
 
 class Hook:
@@ -258,8 +234,8 @@ class TrainingRun:
         if self.config.balance != "off" and not self.config.run.skip_train:
             self.dealing = ReplicaDealing(run, self.log.message)
         self.snapshots = make_snapshots(
-            run,
-            lambda: self.progress,
+            run.job,
+            lambda: RunState(run, lambda: self.progress),
             lambda text: self.log.report(copies=text),
             self.log.message,
         )
@@ -269,13 +245,9 @@ class TrainingRun:
         self.close_loader()
         self.snapshots.close()
         self.connect(None)
-        self.finish_dealing()
-        del self.run, self.step, self.checkpoints, self.snapshots, self.dealing
-
-    def finish_dealing(self) -> None:
-        """Waits for what all ranks report of the last step."""
         if self.dealing is not None:
             self.dealing.finish()
+        del self.run, self.step, self.checkpoints, self.snapshots, self.dealing
 
     @property
     def is_finished(self) -> bool:
@@ -461,37 +433,21 @@ def _tuned(run: Run, layers: Repartitioner | None) -> TunedPipeline:
     )
 
 
-class SettlingSnapshots(RunHook):
-    """Waits until the snapshot of the step before is kept everywhere, before a step is reported."""
-
-    def after_step(self, step: TrainedStep) -> None:
-        self._live.snapshots.settle(step.iteration)
-
-
-class TakingSnapshots(RunHook):
-    """Takes a snapshot of the state that a step and its validation left."""
-
-    def after_step(self, step: TrainedStep) -> None:
-        self._live.snapshots.take(step.iteration)
-
-    def at_end(self) -> None:
-        self._live.snapshots.close()
-
-
 class Reporting(RunHook):
-    """Hands every step to the log, and megatron-core's timers at its intervals."""
+    """Hands every step to the log, and megatron-core's timers at its intervals.
+
+    Waits before until the snapshot of the step before is kept everywhere.
+    """
 
     def after_step(self, step: TrainedStep) -> None:
         live, run, settings = self._live, self._live.run, self._live.config.logging
+        live.snapshots.settle(step.iteration)
         live.log.iteration(
             IterationReport(
-                **vars(step.result),
-                iteration=step.iteration,
+                **vars(step),
                 consumed_samples=live.progress.consumed_train_samples,
                 elapsed_s=time.perf_counter() - step.begin_s,
                 learning_rate=max(float(group["lr"]) for group in run.optimizer.param_groups),
-                global_batch_size=step.global_batch_size,
-                load=step.load,
                 loss_scale=float(run.optimizer.get_loss_scale()),
                 params_norm=params_norm(run) if settings.log_params_norm else None,
                 memory_bytes=run.job.accelerator.memory_in_use_bytes(),
@@ -521,22 +477,20 @@ class Diagnosing(Hook):
     def __init__(self, live: TrainingRun) -> None:
         run, done = live.run, live.progress.iteration
         schedule = run.job.config.schedule
-        interval = schedule.diagnose_interval
-        self._running: RunningDiagnosis | None = None
-        if schedule.trace_dir is None or run.tracing.recorder is None or not run.job.is_writer:
-            return
-        if interval and run.samples.iterations - done > interval:
-            self._running = RunningDiagnosis(
-                schedule.trace_dir, interval, done, live.log.message, live.log.report
-            )
+        self._running = RunningDiagnosis(
+            schedule.trace_dir if run.tracing.recorder is not None and run.job.is_writer else None,
+            schedule.diagnose_interval,
+            done,
+            live.log.message,
+            live.log.report,
+            run.samples.iterations,
+        )
 
     def after_step(self, step: TrainedStep) -> None:
-        if self._running is not None:
-            self._running.after_iteration(step.iteration)
+        self._running.after_iteration(step.iteration)
 
     def close(self) -> None:
-        if self._running is not None:
-            self._running.close()
+        self._running.close()
 
 
 class GarbageCollection(Hook):
@@ -616,7 +570,7 @@ class Validation(RunHook):
 
 
 class Saving(RunHook):
-    """Saves checkpoints at ``--save-interval`` and at the end."""
+    """Takes a snapshot of what each step left; saves at ``--save-interval`` and at the end."""
 
     def __init__(self, live: TrainingRun, recorder: OrderRecorder) -> None:
         super().__init__(live)
@@ -626,6 +580,7 @@ class Saving(RunHook):
         self._waited_s = 0.0  # for the last checkpoint
 
     def after_step(self, step: TrainedStep) -> None:
+        self._live.snapshots.take(step.iteration)
         settings = self._live.config.checkpoint
         if settings.save is None or not settings.save_interval:
             return
@@ -635,6 +590,7 @@ class Saving(RunHook):
 
     def at_end(self) -> None:
         live = self._live
+        live.snapshots.close()
         if live.config.checkpoint.save is not None and self._saved_at != live.progress.iteration:
             self._save(behind=False)
         live.checkpoints.saver.drain()
@@ -684,7 +640,9 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     run = cfg.run
     if not (run.profile or run.profile_execution):
         return Hook()
-    for_nsys = _is_for_nsys(run)
+    for_nsys = not (run.use_pytorch_profiler or run.profile_execution) and (
+        torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
+    )
     # Before ranks part ways, so that none of them goes on to wait for one that stopped here.
     if output_dir is None and not for_nsys:
         flag = "--profile-execution True" if run.profile_execution else "--profile"
@@ -705,12 +663,6 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
         record_shapes=True,
     )
     return ProfiledWindow(run, profile)
-
-
-def _is_for_nsys(run: RunConfig) -> bool:
-    if run.use_pytorch_profiler or run.profile_execution:
-        return False
-    return torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
 
 
 class ProfiledWindow(Hook):

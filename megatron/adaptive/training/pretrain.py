@@ -69,12 +69,10 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     schedule = config.schedule
     guard = HangGuard(
-        job.places,
-        environment.rank,
+        job,
         after_s=schedule.hang_after_s,
         on_hang=schedule.on_hang,
         page_folder=schedule.trace_dir or config.logging.progress_dir or config.checkpoint.save,
-        store=store,
     )
     lost: list[PeerLostError] = []
     watcher = Watcher(
@@ -104,12 +102,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
-    from megatron.adaptive.checkpoint.training import (
-        Checkpoints,
-        finish_former,
-        hold_folder,
-        make_local_disk,
-    )
+    from megatron.adaptive.checkpoint.training import Checkpoints, prepare_folder
     from megatron.adaptive.engine.progress import COMPLETE
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
@@ -121,10 +114,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
-        hold_folder(job, config)
-        local = make_local_disk(job, config)
-        if local is not None:
-            finish_former(local, config)
+        local = prepare_folder(job, config)
         job = resume_partition(job)
         run = build_run(job)
         connect = _connector(watcher, lost)
@@ -154,7 +144,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
             reason = trainer.train()
             log.ends(reason)
             if reason == COMPLETE:
-                trainer.evaluate_at_end()
+                trainer.validation.after_training()
         finally:
             log.close()
         live.run.tracing.close()

@@ -26,19 +26,18 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
-import psutil
 import torch
 
 from megatron.adaptive import extension
 from megatron.adaptive.config.parallel import NATIVE, PINNED, TransportConfig
 from megatron.adaptive.errors import AdaptiveError, SetupError, TransportError
+from megatron.adaptive.network import addresses, is_loopback, outside_address, source_towards
 from megatron.adaptive.transport.interface import Completions, Endpoint, Label, Transport
 from megatron.adaptive.transport.native import NativeTransport
 from megatron.adaptive.transport.select import (
     ChannelSize,
     Choice,
     choose,
-    is_loopback,
     log_lines,
     size_of_channel,
 )
@@ -49,9 +48,6 @@ Gather = Callable[[Any], list[Any]]
 # To open channels takes moments; ranks may come to it minutes apart.
 _OPEN_S = 300.0
 _ACTIVE = "ACTIVE"
-# Reserved for documentation: a socket connected to it shows the default route, nothing is sent.
-_ANYWHERE = "192.0.2.1"
-_PORT = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,17 +197,15 @@ def connect_ranks(
         if failure is not None:
             if options.forced is not None:
                 raise TransportError(failure)
-            choices = {pair: _instead(choice, failure) for pair, choice in choices.items()}
+            for pair, choice in choices.items():
+                if choice.kind in NATIVE:
+                    choices[pair] = Choice("gloo", f"no {choice.kind}: {failure}")
         for pair, way in ways.items():
             choices[pair] = replace(choices[pair], reason=f"{choices[pair].reason}; {way}")
     if own.rank == 0:
         for line in log_lines(choices):
             log(line)
     return _assemble(own.rank, choices, native, groups)
-
-
-def _instead(choice: Choice, failure: str) -> Choice:
-    return Choice("gloo", f"no {choice.kind}: {failure}") if choice.kind in NATIVE else choice
 
 
 def _assemble(
@@ -284,7 +278,11 @@ class _Opener:
         addresses: dict[str, str] = {}
         try:
             if kinds:
-                node = self._make_node()
+                module = extension.require("this transport")
+                # Ranks that are bound to processors of their own do not stand in each other's way.
+                here = sum(end.shares_cpus(self.own) for end in self.ends)
+                job = int.from_bytes(self.seed[16:24], "little")
+                node = module.Node(self.own.rank, self.seed[:16], job, here, self.describe)
                 addresses = self._listen(node, set(kinds.values()))
         except AdaptiveError as error:
             failure = self._failed(error)
@@ -294,7 +292,9 @@ class _Opener:
         if not any(failures):
             # In one order on all ranks. After a failure too: peers wait for this rank to come.
             for peer, kind in sorted(kinds.items()):
-                address = Endpoint.decode(others[peer]).addresses[_link_of(kind)]
+                address = Endpoint.decode(others[peer]).addresses[
+                    "unix" if kind == "shm" else "tcp"
+                ]
                 try:
                     node.open(kind, peer, address, self.limit_s, **self._channel_options(kind))
                 except (AdaptiveError, ValueError) as error:
@@ -318,13 +318,6 @@ class _Opener:
             least_free=self.size.least_free,
         )
         return made, None, ways
-
-    def _make_node(self) -> Any:
-        module = extension.require("this transport")
-        # Ranks that are bound to processors of their own do not stand in each other's way.
-        here = sum(end.shares_cpus(self.own) for end in self.ends)
-        job = int.from_bytes(self.seed[16:24], "little")
-        return module.Node(self.own.rank, self.seed[:16], job, here, self.describe)
 
     def _listen(self, node: Any, kinds: set[str]) -> dict[str, str]:
         addresses = {}
@@ -385,10 +378,6 @@ def _gpu_ways(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
     return ways
 
 
-def _link_of(kind: str) -> str:
-    return "unix" if kind == "shm" else "tcp"
-
-
 def _pci_address(device: torch.device) -> str:
     """Return where a GPU sits, as Linux names it; empty where torch does not say."""
     found: Any = torch.cuda.get_device_properties(device)
@@ -430,50 +419,21 @@ def network_address(interface: str | None, store_host: str | None, *, alone: boo
         SetupError: there is no such interface, or it has no address.
     """
     if interface is not None:
-        found = _addresses_of(interface)
-        if not found:
-            known = ", ".join(sorted(psutil.net_if_addrs()))
+        known = addresses()
+        if interface not in known:
             raise SetupError(
                 f"network interface {interface} is unknown on {socket.gethostname()} or has no "
-                f"address: it has {known}"
+                f"address: it has {', '.join(sorted(known))}"
             )
-        return found[0]
-    address = None if store_host is None else _source_towards(store_host)
+        return known[interface][0]
+    address = None if store_host is None else source_towards(store_host)
     if address is None or (is_loopback(address) and not alone):
-        address = _source_towards(_ANYWHERE) or next(iter(_outside_addresses()), address)
+        address = source_towards() or outside_address() or address
     return address or ("127.0.0.1" if alone else None)
 
 
-def _addresses_of(interface: str) -> list[str]:
-    """Return the addresses of an interface that need no scope, IPv4 first."""
-    entries = psutil.net_if_addrs().get(interface, [])
-    four = [entry.address for entry in entries if entry.family == socket.AF_INET]
-    six = [entry.address for entry in entries if entry.family == socket.AF_INET6]
-    return four + [address for address in six if "%" not in address]
-
-
-def _outside_addresses() -> list[str]:
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = [one for name in sorted(up & set(psutil.net_if_addrs())) for one in _addresses_of(name)]
-    return [address for address in found if not is_loopback(address)]
-
-
-def _source_towards(host: str) -> str | None:
-    """Return the address that packets to ``host`` leave from, ``None`` without a route."""
-    try:
-        for family, kind, protocol, _, target in socket.getaddrinfo(
-            host, _PORT, type=socket.SOCK_DGRAM
-        ):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)
-                return str(probe.getsockname()[0])
-    except OSError:
-        pass
-    return None
-
-
 class CompositeTransport:
-    """Hands every call to the transport of the peer.
+    """A ``Transport`` that hands every call to that of the peer.
 
     Args:
         parts: the transport of each peer; all of them put into ``completions``.
@@ -489,24 +449,19 @@ class CompositeTransport:
         self.name = "+".join(dict.fromkeys(part.name for part in parts.values()))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         self._part_of[peer].send(peer, label, tensor)
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return self._part_of[peer].reserve(peer, shape, dtype)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return {peer: part.describe_links()[peer] for peer, part in self._part_of.items()}
 
     def flush(self, timeout_s: float) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         end_s = time.monotonic() + timeout_s
         for part in self._parts:
             part.flush(max(0.0, end_s - time.monotonic()))
 
     def close(self) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         for part in self._parts:
             part.close()

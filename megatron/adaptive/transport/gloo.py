@@ -34,13 +34,16 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 from megatron.adaptive.transport.connect import Gather, Payloads
-from megatron.adaptive.transport.header import HEADER_WORDS, Header, Label, settled
 from megatron.adaptive.transport.interface import (
+    HEADER_WORDS,
     Arrival,
     CompletionQueue,
     Completions,
+    Header,
     HeldArrival,
+    Label,
     Transport,
+    settled,
 )
 
 _DEPTH = 4
@@ -71,7 +74,7 @@ class _Posted:
 
 
 class GlooTransport:
-    """Channels to all peers of one pipeline group over a gloo group made for them alone.
+    """A ``Transport`` to all peers of one pipeline group over a gloo group made for them alone.
 
     Args:
         group: a gloo process group of the pipeline's ranks, used by nothing else.
@@ -126,7 +129,6 @@ class GlooTransport:
             thread.start()
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         payload = settled(tensor.detach().to("cpu"))  # a CPU tensor stays what it is
         if not self._fits(tuple(payload.shape), payload.dtype):
             raise TransportError(
@@ -139,15 +141,12 @@ class GlooTransport:
             self._reap(self._send_limit)
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return torch.empty(shape, dtype=dtype)
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return {peer: {"kind": self.name} for peer in self._index}
 
     def flush(self, timeout_s: float) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         end = time.monotonic() + timeout_s
         while self._pending:
             peer, count = self._pending[0][0], len(self._pending)
@@ -166,7 +165,6 @@ class GlooTransport:
             )
 
     def close(self) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         if self._closing:
             return
         self._closing = True
@@ -329,7 +327,6 @@ class NcclTransport(GlooTransport):
         super().__init__(group, payload_shape=None, dtype=torch.float32, **options)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         payload = settled(tensor.detach())
         # Refuses what a header cannot carry before NCCL waits for a receive that will not come.
         Header(label, tuple(payload.shape), payload.dtype, 0).words()
@@ -438,7 +435,6 @@ class ProcessGroups:
     def make(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        """Implements :class:`~megatron.adaptive.transport.connect.TorchGroups`."""
         group = gloo_group(self.members, self.gather)
         common: dict[str, Any] = {
             "peers": peers,

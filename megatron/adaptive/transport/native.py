@@ -34,8 +34,18 @@ import torch.utils.dlpack
 from megatron.adaptive import extension
 from megatron.adaptive.errors import DeadlineError, TransportError
 from megatron.adaptive.schedule.action import Action
-from megatron.adaptive.transport.header import DTYPE_OF, KIND_CODE, KINDS, Label, code_of, settled
-from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Item, Listener
+from megatron.adaptive.transport.interface import (
+    DTYPE_OF,
+    KIND_CODE,
+    KINDS,
+    Arrival,
+    CompletionQueue,
+    Item,
+    Label,
+    Listener,
+    code_of,
+    settled,
+)
 from megatron.adaptive.transport.staging import Staging
 
 _CLOSE_S = 30.0
@@ -65,7 +75,7 @@ def _load() -> ModuleType:
 
 
 class NativeTransport:
-    """Channels of the C++ extension to some peers. ``connect.py`` makes it.
+    """A ``Transport`` over channels of the C++ extension to some peers. ``connect.py`` makes it.
 
     Args:
         node: the ``_C.Node``, with its channels open.
@@ -101,7 +111,6 @@ class NativeTransport:
         self.completions = NativeQueue(node, self._staging, least_free)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         if self._staging is not None:
             self._staging.send(peer, label, tensor)
             return
@@ -144,7 +153,6 @@ class NativeTransport:
         )
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         code, variant = code_of(dtype, len(shape))
         if self._staging is not None:
             return self._staging.empty(shape, dtype)
@@ -154,11 +162,9 @@ class NativeTransport:
         return tensor.view(dtype) if variant else tensor  # type: ignore[no-any-return]
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         return {peer: {"kind": kind, **self._node.info(peer)} for peer, kind in self._kinds.items()}
 
     def flush(self, timeout_s: float) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         end_s = time.monotonic() + timeout_s
         done = self._staging is None or self._staging.flush(timeout_s)
         if done and self._node.flush(max(0.0, end_s - time.monotonic())):
@@ -171,7 +177,6 @@ class NativeTransport:
         )
 
     def close(self) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Transport`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -210,7 +215,6 @@ def _arrival_class(module: ModuleType) -> type[Any]:
 
         @property
         def label(self) -> Label:  # type: ignore[override]
-            """Implements :class:`Arrival`."""
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
@@ -344,11 +348,9 @@ class NativeQueue:
         atexit.register(_stop, weakref.ref(self))
 
     def put(self, item: Item | Exception) -> None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Completions`."""
         (self._forwarded or self._node).put(item)
 
     def poll(self) -> Item | None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Completions`."""
         if self._forwarded is not None:
             return self._forwarded.poll()
         item = self._node.poll()
@@ -357,7 +359,6 @@ class NativeQueue:
         return item if ready else self._open(item)  # type: ignore[no-any-return]
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Implements :class:`~megatron.adaptive.transport.interface.Completions`."""
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
         # The time is not asked for here: in a virtual machine that may take as long as a message.

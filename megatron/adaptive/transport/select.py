@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from megatron.adaptive.config.parallel import MOST_SLOTS
 from megatron.adaptive.errors import SetupError
+from megatron.adaptive.network import is_loopback
 from megatron.adaptive.transport.interface import Endpoint
 
 DEFAULT_SLOT_BYTES = 1 << 20
@@ -188,8 +189,3 @@ def size_of_channel(
         affordable = max(_LEAST_SLOTS, _CHANNEL_BYTES // slot_bytes)
         slots = max(_LEAST_SLOTS, min(wanted, affordable, MOST_SLOTS))
     return ChannelSize(slot_bytes, slots)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address leads to its own machine only."""
-    return address.startswith("127.") or address == "::1"

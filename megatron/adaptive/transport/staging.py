@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from megatron.adaptive.accelerator import lock_pages
-from megatron.adaptive.transport.header import KIND_CODE, Label, code_of, settled
+from megatron.adaptive.transport.interface import KIND_CODE, Label, code_of, settled
 
 _DLPACK_HOST, _DLPACK_CUDA = (1, 0), 2
 

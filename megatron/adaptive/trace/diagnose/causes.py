@@ -591,9 +591,7 @@ def stage_costs(m: Measured) -> StageCosts | None:
     """Derives what layers take from a run; ``None`` where it does not say how many there are."""
     if not m.layers or not sum(m.layers):
         return None
-    stages = len(m.layers)
-    takes = np.zeros(stages)
-    rank_of = [0] * stages
+    takes, rank_of = np.zeros(len(m.layers)), [0] * len(m.layers)
     for column, place in enumerate(m.places):
         for chunk, stage in enumerate(m.stages[column]):
             mine = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))

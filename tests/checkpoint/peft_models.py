@@ -1,0 +1,82 @@
+"""Makes small models with adapters, and what training these with PEFT gives.
+
+Usage: ``peft_models.py FOLDER NAME ...``, each in a folder of its name. In a process of its own:
+what stands in for a GPU in tests changes how transformers loads models.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_models
+
+RANK, ALPHA, MICROBATCHES, STEPS = 3, 7, 8, 3
+# A model's name in the tests: its family, and PEFT's targets.
+MODELS: dict[str, tuple[str, Any]] = {
+    "llama": ("llama", "all-linear"),
+    "qwen3": ("qwen3", ["q_proj", "v_proj", "up_proj"]),
+    "gemma3_text": ("gemma3_text", ["q_proj", "o_proj", "down_proj"]),
+    "gpt2": ("gpt2", ["c_attn", "c_proj", "c_fc"]),
+    "gpt_neox": ("gpt_neox", ["query_key_value", "dense_4h_to_h"]),
+    "phi3": ("phi3", ["qkv_proj", "gate_up_proj", "down_proj"]),
+    "qwen3_moe": ("qwen3_moe", ["q_proj", "k_proj", "o_proj"]),
+    "deepseek_v3": ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]),
+}
+
+
+def make(folder: Path, family: str, targets: Any) -> None:
+    """Writes a model, adapters, and what training them with transformers and PEFT gives."""
+    tiny_models.make(folder, family)
+    torch.manual_seed(1)
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    kind = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2",
+    )
+    model = peft.get_peft_model(base, kind)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    with torch.no_grad():
+        for one in trained.values():
+            one.copy_(0.1 * torch.randn_like(one))
+    model.save_pretrained(folder / "adapters")
+    model.train()
+    tokens = torch.randint(0, base.config.vocab_size, (MICROBATCHES, 1, 13))
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.1)
+    losses: list[float] = []
+    found: dict[str, torch.Tensor] = {}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        each = []
+        for rows in tokens:
+            logits = model(rows[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            (loss / MICROBATCHES).backward()
+            each.append(float(loss))
+        losses.append(sum(each) / len(each))
+        if not found:
+            found = {
+                name.replace(".default", ""): one.grad.clone() for name, one in trained.items()
+            }
+        optimizer.step()
+    save_file(
+        found | {"tokens": tokens, "losses": torch.tensor(losses)}, folder / "trained.safetensors"
+    )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        make(Path(sys.argv[1]) / name, *MODELS[name])

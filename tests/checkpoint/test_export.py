@@ -1,0 +1,253 @@
+"""Adapters: trained as PEFT trains them, in its format in and out, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.adaptive.checkpoint.export import ADAPTERS
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.checkpoint.safetensors import SINGLE
+from megatron.adaptive.checkpoint.shards import CheckpointReader
+from megatron.adaptive.cli.checkpoint import export_hf, import_hf
+from megatron.adaptive.config.adapters import ADAPTER_CONFIG, adapter_arguments
+from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.gpt.lora import MARK
+
+from ..multiprocess.launch import run_ranks, tail
+
+WORKER = Path(__file__).parents[1] / "multiprocess" / "lora_worker.py"
+LOSSES, GRADIENTS = 1e-5, 1e-4
+MODELS = ("llama", "gemma3_text", "qwen3", "gpt2", "gpt_neox", "phi3", "qwen3_moe", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model of some families, adapters and their training."""
+    folder = tmp_path_factory.mktemp("models")
+    script = Path(__file__).with_name("peft_models.py")
+    subprocess.run([sys.executable, str(script), str(folder), *MODELS], check=True)
+    return folder
+
+
+def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None:
+    """Trains adapters in shapes and compares with PEFT; each case is to have said it."""
+    (folder / "cases.json").write_text(
+        json.dumps([{"model": name, "flags": flags.split()} for name, flags in cases])
+    )
+    log = folder.with_name(f"{folder.name}-{world_size}.log")
+    status = run_ranks([str(WORKER), str(folder)], world_size=world_size, log=log, limit_s=280.0)
+    assert status == 0, tail(log)
+    said = [line.split() for line in log.read_text().splitlines()]
+    losses = [line for line in said if line[:1] == ["LOSSES"]]
+    gradients = [line for line in said if line[:1] == ["GRADIENTS"]]
+    assert len(losses) == len(cases)
+    sharded = sum("--use-distributed-optimizer" in flags for _, flags in cases)
+    assert len(gradients) == len(cases) - sharded
+    assert [line for line in losses if not float(line[1]) < LOSSES] == []
+    assert [line for line in gradients if not float(line[1]) < GRADIENTS] == []
+
+
+@pytest.mark.multiprocess
+def test_one_rank_trains_as_peft_does(models: Path) -> None:
+    cases = [(name, "") for name in MODELS]
+    compare(models, [*cases, ("llama", "--recompute-activations")], 1)
+
+
+_TENSOR = "--tensor-model-parallel-size 2"
+_PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
+_V = "--num-virtual-stages-per-pipeline-rank 2 --pipeline-placement v"
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_train_as_peft_does(models: Path) -> None:
+    cases = [
+        ("llama", f"{_PIPELINE} 1f1b"),
+        ("llama", f"{_PIPELINE} zb-h1"),
+        ("llama", f"{_PIPELINE} adaptive {_V}"),
+        ("qwen3", f"{_PIPELINE} zb-v {_V}"),
+        ("qwen3", f"{_PIPELINE} adaptive --partition 0-4"),
+        ("llama", f"{_PIPELINE} interleaved --num-virtual-stages-per-pipeline-rank 2"),
+        ("llama", _TENSOR),
+        ("llama", f"{_TENSOR} --sequence-parallel"),
+        ("gpt2", _TENSOR),
+        ("phi3", f"{_TENSOR} --sequence-parallel"),
+        ("deepseek_v3", f"{_PIPELINE} zb-h1"),
+        ("deepseek_v3", f"{_TENSOR} --sequence-parallel"),
+        ("llama", "--use-distributed-optimizer"),
+        ("llama", "--context-parallel-size 2"),
+    ]
+    compare(models, cases, 2)
+
+
+@pytest.mark.multiprocess
+def test_four_ranks_train_as_peft_does(models: Path) -> None:
+    both = f"{_TENSOR} --sequence-parallel {_PIPELINE} adaptive {_V}"
+    sharded = f"{_PIPELINE} zb-h1 --use-distributed-optimizer --overlap-grad-reduce"
+    compare(models, [("llama", both), ("gpt2", sharded)], 4)
+
+
+# ---- files
+
+
+def _train(folder: Path, words: str, world_size: int = 2) -> list[str]:
+    """Trains a model; returns the loss of each iteration as it was printed."""
+    log = folder / "train.log"
+    command = ["-m", "megatron.adaptive", "pretrain-gpt", *shlex.split(words)]
+    assert run_ranks(command, world_size=world_size, log=log, limit_s=120.0) == 0, tail(log)
+    return re.findall(r"lm loss: (\S+)", log.read_text())
+
+
+_RUN = "--mock-data --micro-batch-size 1 --global-batch-size 4 --seq-length 12 --eval-iters 0"
+_RUN += " --log-interval 1 --vocab-size 95 --save-interval 2 --lr-decay-iters 4"
+_SHAPE = f"{_PIPELINE} adaptive {_V}"
+
+
+def _adapters(checkpoints: Path, output: Path) -> dict[str, torch.Tensor]:
+    export_hf([str(checkpoints), "--output", str(output), "--lora"])
+    return load_file(output / ADAPTERS)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Path) -> None:
+    given, saved = models / name / "adapters", tmp_path / "saved"
+    start = f"--load-hf {models / name} --load-lora {given} {_RUN} {_SHAPE}"
+    _train(tmp_path, f"{start} --lr 1e-30 --train-iters 2 --save {saved}")
+    adapters = _adapters(saved, tmp_path / "out")
+    for file in (ADAPTERS, ADAPTER_CONFIG):
+        assert (tmp_path / "out" / file).read_bytes() == (given / file).read_bytes()
+    # Nothing else is saved: the model is where it was.
+    path, manifest = CheckpointFolder(saved).open(2)
+    with CheckpointReader(path, manifest.files, manifest.blocks) as reader:
+        weights = [one for one in reader.tensors if not one.startswith("optimizer.")]
+        assert all(MARK in one for one in reader.tensors)
+    assert len(weights) == len(adapters) if name == "gpt2" else len(weights) < len(adapters)
+    export_hf([str(saved), "--output", str(tmp_path / "merged"), "--merge-lora"])
+    before, after = (load_file(one / SINGLE) for one in (models / name, tmp_path / "merged"))
+    config = json.loads((given / ADAPTER_CONFIG).read_text())
+    for key, weight in before.items():
+        module = f"base_model.model.{key.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapters:
+            first, second = (adapters[f"{module}.lora_{one}.weight"] for one in "AB")
+            change = second @ first * (config["lora_alpha"] / config["r"])
+            weight = weight + (change.t() if name == "gpt2" else change)
+        assert torch.allclose(after[key], weight, atol=1e-6), key
+
+
+@pytest.mark.multiprocess
+def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
+    start = f"--load-hf {models / 'llama'} --lora-rank 4 --lora-dropout 0.2 --bf16 --lr 1e-2"
+    start += f" --lora-targets q_proj,v_proj,down_proj --use-distributed-optimizer {_RUN}"
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    whole = _train(tmp_path, f"{start} {_SHAPE} --train-iters 4 --save {once}")
+    _train(tmp_path, f"{start} {_SHAPE} --train-iters 2 --save {twice}")
+    again = f"{start} {_SHAPE} --train-iters 4 --load {twice} --save {twice}"
+    assert _train(tmp_path, again) == whole[2:]
+    # In another shape, from the same checkpoint: as far as sums go in another order.
+    other = f"{start} {_TENSOR} --sequence-parallel --lora-dropout 0 --train-iters 3"
+    _train(tmp_path, f"{other} --load {twice} --ckpt-step 2")
+    first, second = (_adapters(one, one.with_name(f"{one.name}-out")) for one in (once, twice))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(one, second[key]) for key, one in first.items())
+    assert any(one.count_nonzero() for key, one in first.items() if "lora_B" in key)
+    assert not any("k_proj" in key for key in first)
+    # PEFT reads what is written without one of its own to start from.
+    check = "import peft, sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained"
+    check += "(sys.argv[1]); peft.PeftModel.from_pretrained(m, sys.argv[2])"
+    words = [str(models / "llama"), str(tmp_path / "once-out")]
+    done = subprocess.run([sys.executable, "-c", check, *words], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.multiprocess
+def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
+    """The model comes from a checkpoint: both are saved, and the whole is exported."""
+    import_hf([str(models / "llama"), "--output", str(tmp_path / "imported")])
+    flags = (tmp_path / "imported" / "model_flags.txt").read_text()
+    start = f"{flags} {_RUN} --lora-rank 2 --lr 1e-2"
+    saved = tmp_path / "saved"
+    first = f"{start} --load {tmp_path / 'imported'} --finetune --train-iters 2 --save {saved}"
+    losses = _train(tmp_path, first, world_size=1)
+    again = f"{start} --load {saved} --train-iters 4 --save {saved}"
+    assert _train(tmp_path, again, world_size=1)[0] < losses[0]
+    like = ["--config", str(models / "llama")]
+    with pytest.raises(CheckpointError, match="holds adapters: write them with --lora, or"):
+        export_hf([str(saved), "--output", str(tmp_path / "whole"), *like])
+    export_hf([str(saved), "--output", str(tmp_path / "whole"), "--merge-lora", *like])
+    export_hf([str(saved), "--output", str(tmp_path / "adapters"), "--lora", *like])
+    with pytest.raises(CheckpointError, match="holds no adapters: leave --lora"):
+        export_hf([str(tmp_path / "imported"), "--output", str(tmp_path / "no"), "--lora"])
+    before, after = (load_file(one / SINGLE) for one in (models / "llama", tmp_path / "whole"))
+    assert before.keys() == after.keys()
+    changed = {key for key, one in before.items() if not torch.equal(one, after[key])}
+    assert changed == {key for key in before if "proj" in key}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--lora-targets q_prj",
+            "--lora-targets q_prj: .* the nearest is q_proj, and there are q_",
+        ),
+        ("--lora-targets lm_head", "lm_head: layers of this architecture have no such linear"),
+        ("--lora-rank 0", "--lora-rank: 0 is too small, give at least 1"),
+        ("--lora-rank -2", "--lora-rank: -2 is too small"),
+        ("--lora-dropout 1", "--lora-dropout: 1.0 is too large"),
+        ("--num-experts 4", "experts have no adapters here; name .*: q_proj,k_proj,v_proj,o_proj$"),
+        (
+            "--mtp-num-layers 1 --position-embedding-type rope",
+            "--lora-rank 4 with --mtp-num-layers 1: such layers have no",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(flags: str, words: str) -> None:
+    model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 12"
+    model += " --seq-length 12 --vocab-size 90 --swiglu --micro-batch-size 1 --train-iters 1"
+    given = f"{model} --lr 1e-3 --mock-data --lora-rank 4 {flags}".split()
+    with pytest.raises(ConfigError, match=words) as info:
+        parse(given, world_size=1, last_wins=True)
+    assert "\n" not in str(info.value)
+    without = given[: given.index("--lora-rank")]
+    with pytest.raises(ConfigError, match="--lora-rank is missing, which other flags of adapters"):
+        parse([*without, "--lora-alpha", "2"], world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"use_dora": True}, "use_dora True asks for what adapters lack here"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* asks for what adapters lack"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' asks for"),
+        ({"something_new": 3}, "something_new 3 asks for"),
+        ({"peft_type": "IA3"}, "its peft_type is not LORA"),
+        ({"target_modules": ".*proj"}, "target_modules '.*proj' is no list of names"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(
+    keys: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **keys}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=words):
+        adapter_arguments(tmp_path)
+
+
+@pytest.mark.multiprocess
+def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    words = f"--load-hf {models / 'qwen3'} --load-lora {models / 'llama' / 'adapters'} {_RUN}"
+    words += " --lora-targets q_proj,v_proj --train-iters 2 --lr 1e-3"
+    command = ["-m", "megatron.adaptive", "pretrain-gpt", *words.split()]
+    assert run_ranks(command, world_size=1, log=log, limit_s=120.0) == 2
+    assert re.search(r"error: .*of .*lora_A.weight the shape is \[.*\] there and", log.read_text())

@@ -1,0 +1,140 @@
+"""Random small models of every Hugging Face family: the same numbers and bytes as transformers.
+
+One process makes a model with ``transformers`` and its logits and gradients, ranks of ours load it
+in a shape that is drawn too, and answer how far off they are. ``HF_EXAMPLES=50`` draws as many
+models of each family; without it there are few, the same each time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.adaptive.cli.checkpoint import export_hf, import_hf
+
+from ..multiprocess.launch import Ranks, tail
+from . import tiny_models
+from .test_hugging_face import GRADIENTS, LOGITS, WORKER
+
+EXAMPLES = int(os.environ.get("HF_EXAMPLES", "0"))
+LIMIT_S = 60.0
+
+
+class Answering:
+    """Ranks that load one model after the other."""
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        self._folder, self._world_size = folder, world_size
+        self._ranks: Ranks | None = None
+        self._starts = itertools.count()
+
+    def gaps(self, model: Path, flags: list[str]) -> dict[str, float]:
+        """Returns the largest differences of logits and gradients, relative to the largest."""
+        if self._ranks is None:
+            self._here = self._folder / f"start{next(self._starts)}"
+            self._here.mkdir(parents=True)
+            self._log, self._numbers = self._here / "log.txt", itertools.count()
+            command = [str(WORKER), str(self._here)]
+            size = self._world_size
+            self._ranks = Ranks(command, world_size=size, log=self._log, limit_s=3000.0)
+        number, read = next(self._numbers), self._log.stat().st_size
+        words = ["--load-hf", str(model), *flags]
+        order = self._here / "next"
+        order.write_text(json.dumps({"model": str(model), "flags": words}))
+        order.rename(self._here / f"{number}.json")
+        end_s = time.monotonic() + LIMIT_S
+        while not (self._here / f"{number}.done").exists():
+            if self._ranks.wait(0.005) or time.monotonic() > end_s:
+                self.close()
+                raise AssertionError(tail(self._log))
+        found: dict[str, float] = {}
+        for line in self._log.read_text()[read:].splitlines():
+            kind, *others = line.split() or [""]
+            if kind in ("LOGITS", "GRADIENTS"):
+                gap = float(others[0])
+                found[kind] = max(found.get(kind, 0.0), math.inf if math.isnan(gap) else gap)
+        return found
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.kill()
+        self._ranks = None
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
+    ranks = Answering(tmp_path_factory.mktemp("alone"), 1)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
+    ranks = Answering(tmp_path_factory.mktemp("four"), 4)
+    yield ranks
+    ranks.close()
+
+
+def shape(name: str, draw: random.Random) -> list[str]:
+    """Draws a shape of four ranks."""
+    tensor, pipeline = draw.choice([(t, p) for t in (1, 2) for p in (1, 2, 4) if t * p <= 4])
+    flags = ["--tensor-model-parallel-size", str(tensor)]
+    flags += ["--pipeline-model-parallel-size", str(pipeline)]
+    if pipeline == 2 and draw.random() < 0.5:
+        flags += ["--num-virtual-stages-per-pipeline-rank", "2"]
+        flags += ["--pipeline-placement", draw.choice(("v", "loop"))]
+    is_mixed = name in tiny_models.MIXED
+    if is_mixed and tensor * pipeline < 4 and draw.random() < 0.5:
+        flags += ["--expert-model-parallel-size", "2"]
+    if tensor > 1 and (is_mixed or draw.random() < 0.5):
+        flags.append("--sequence-parallel")
+    return flags
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", tiny_models.FAMILIES)
+def test_random_models_are_those_of_transformers(
+    name: str, alone: Answering, four: Answering, tmp_path: Path
+) -> None:
+    numbers = itertools.count()
+    worst: dict[str, float] = {}
+
+    @settings(
+        max_examples=EXAMPLES or 1,
+        derandomize=not EXAMPLES,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.randoms(use_true_random=True))
+    def check(draw: random.Random) -> None:
+        model = tmp_path / str(next(numbers))
+        sizes = tiny_models.random_sizes(name, draw)
+        tiny_models.make(model, name, draw.randrange(1 << 20), **sizes)
+        checkpoint, out = model.with_suffix(".checkpoint"), model.with_suffix(".out")
+        import_hf([str(model), "--output", str(checkpoint)])
+        export_hf([str(checkpoint), "--output", str(out)])
+        for file in out.iterdir():
+            assert file.read_bytes() == (model / file.name).read_bytes(), file.name
+        found = alone.gaps(model, [])
+        again = four.gaps(model, shape(name, draw))
+        found["LOGITS"] = max(found["LOGITS"], again["LOGITS"])
+        for kind, one in found.items():
+            worst[kind] = max(worst.get(kind, 0.0), one)
+        assert found["LOGITS"] < LOGITS, sizes
+        assert found.get("GRADIENTS", 0.0) < GRADIENTS, sizes
+
+    check()
+    print(f"WORST {name}: {next(numbers)} models, {worst}")
