@@ -82,6 +82,7 @@ def test_two_ranks_train_as_peft_does(models: Path) -> None:
         ("gpt2", _TENSOR),
         ("phi3", f"{_TENSOR} --sequence-parallel"),
         ("deepseek_v3", f"{_PIPELINE} zb-h1"),
+        ("deepseek_v3", f"{_TENSOR} --sequence-parallel"),
         ("llama", "--use-distributed-optimizer"),
         ("llama", "--context-parallel-size 2"),
     ]

@@ -43,6 +43,14 @@ def test_stages_of_unequal_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert results[0]["peak_microbatches"] == [3, 1, 1]
 
 
+def test_a_slow_rank_sets_the_pace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(f"{SMALL} --schedules 1f1b --slow-rank 3:2") == 0
+    # Eight microbatches of 6 s on the last rank, and the way there and back of the first ones.
+    assert "57" in capsys.readouterr().out.splitlines()[3]
+    assert simulate(f"{SMALL} --slow-rank 4:2") == 2
+    assert "with a rank from 0 to 3" in capsys.readouterr().err
+
+
 def test_jitter_is_the_same_for_all_and_for_a_second_call(tmp_path: Path) -> None:
     words = f"{SMALL} --jitter 0.3 --draws 3 --schedules zb-v,adaptive --json"
     assert simulate(f"{words} {tmp_path / 'one.json'}") == 0

@@ -55,35 +55,22 @@ ADAPTERS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
-class Exported(NamedTuple):
-    """An open checkpoint of ours that becomes a folder of theirs.
-
-    Attributes:
-        path: of the checkpoint.
-        reader: of its tensors.
-        config: its settings; ``vocab_size`` counts the rows of theirs.
-        like: folder of theirs with configuration and tokenizer.
-        document: the configuration.
-        tensors: of ours, by name.
-    """
+class _Exported(NamedTuple):
+    """Holds an open checkpoint, and the folder of theirs, ``like``, whose model it has."""
 
     path: Path
     reader: CheckpointReader
-    config: TrainerConfig
+    config: TrainerConfig  # whose vocab_size counts the rows of theirs
     like: Path
     document: Mapping[str, Any]
     tensors: Mapping[str, OurTensor]
 
 
 @contextlib.contextmanager
-def _exported(
+def _opened(
     checkpoints: Path, step: int | None, like: Path | None, output: Path, files: Sequence[str]
-) -> Iterator[Exported]:
-    """Opens a checkpoint, and makes the folder, which must have none of ``files``, within.
-
-    Raises:
-        AdaptiveError: see :func:`export_folder`.
-    """
+) -> Iterator[_Exported]:
+    """Opens a checkpoint and makes the folder, which must have none of ``files``."""
     found = CheckpointFolder(checkpoints)
     step = found.latest() if step is None else step
     if step is None:
@@ -112,22 +99,13 @@ def _exported(
     with CheckpointReader(path, manifest.files, manifest.blocks) as reader:
         try:
             output.mkdir(parents=True, exist_ok=True)
-            yield Exported(path, reader, config, like, document, tensors)
+            yield _Exported(path, reader, config, like, document, tensors)
         except OSError as error:
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
 
 
-class TheirTensors:
-    """Puts tensors of theirs together from those of a checkpoint of ours.
-
-    Args:
-        reader: of the checkpoint.
-        tensors: of ours, by name; all must be there.
-        copies: names of theirs that repeat another.
-
-    Attributes:
-        about: types and shapes by name, in the order of the model.
-    """
+class _TheirTensors:
+    """Puts tensors of theirs together from ``tensors`` of ours; ``copies`` name some again."""
 
     def __init__(
         self,
@@ -186,7 +164,7 @@ def export_folder(
         AdaptiveError: the checkpoint is of another model than the configuration, or damaged; or
             the output cannot be written.
     """
-    with _exported(checkpoints, step, like, output, (CONFIG, SINGLE, INDEX)) as found:
+    with _opened(checkpoints, step, like, output, (CONFIG, SINGLE, INDEX)) as found:
         if found.config.lora.is_on:
             raise CheckpointError(
                 f"{found.path} holds adapters: write them with --lora, or the model with "
@@ -201,13 +179,13 @@ def export_folder(
         _write_model(found, output, theirs.about, theirs.read_theirs, shard_bytes)
 
 
-def _whole(found: Exported) -> TheirTensors:
+def _whole(found: _Exported) -> _TheirTensors:
     copies = copies_of(found.config, str(found.document["model_type"]))
-    return TheirTensors(found.reader, found.tensors, copies)
+    return _TheirTensors(found.reader, found.tensors, copies)
 
 
 def _write_model(
-    found: Exported,
+    found: _Exported,
     output: Path,
     about: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     read: Callable[[str], torch.Tensor],
@@ -257,12 +235,7 @@ def require_same(config: TrainerConfig, words: Sequence[str], where: str, path: 
 def adapter_tensors(
     config: TrainerConfig, tensors: Mapping[str, OurTensor]
 ) -> dict[str, OurTensor]:
-    """Returns the adapters of a model by their names in a checkpoint.
-
-    Args:
-        config: settings.
-        tensors: of the model; see :func:`our_tensors`.
-    """
+    """Returns the adapters beside the tensors of a model, by their names in a checkpoint."""
     rank, found = config.lora.lora_rank or 0, dict[str, OurTensor]()
     parts = peft.adapted_parts(config)
     for name, our in tensors.items():
@@ -324,7 +297,7 @@ def export_adapters(checkpoints: Path, step: int | None, like: Path | None, outp
 
     Those that were loaded keep their ``adapter_config.json`` as it was.
     """
-    with _exported(checkpoints, step, like, output, (peft.ADAPTER_CONFIG, ADAPTERS)) as found:
+    with _opened(checkpoints, step, like, output, (peft.ADAPTER_CONFIG, ADAPTERS)) as found:
         theirs, size = _adapters_of(found), 1 << 62
         write_folder(output, theirs.about, theirs.read_theirs, shard_bytes=size, single=ADAPTERS)
         write_files(output, {peft.ADAPTER_CONFIG: _adapter_config(found)})
@@ -337,7 +310,7 @@ def export_merged(
 
     Weights that the checkpoint does not hold are those of ``like``.
     """
-    with _exported(checkpoints, step, like, output, (CONFIG, SINGLE, INDEX)) as found:
+    with _opened(checkpoints, step, like, output, (CONFIG, SINGLE, INDEX)) as found:
         turned = {one.name for our in found.tensors.values() for one in our.rows if one.turned}
         adapters, is_whole = _adapters_of(found), EMBEDDING in found.reader.tensors
         base = _whole(found) if is_whole else HuggingFaceReader(found.like, found.config)
@@ -356,12 +329,8 @@ def export_merged(
         _write_model(found, output, base.about, read, shard_bytes)
 
 
-def _adapters_of(found: Exported) -> TheirTensors:
-    """Returns the adapters that a checkpoint holds.
-
-    Raises:
-        CheckpointError: it holds none, or others than the model's layers can have.
-    """
+def _adapters_of(found: _Exported) -> _TheirTensors:
+    """Returns the adapters that a checkpoint holds, as layers of its model can have them."""
     if not found.config.lora.is_on:
         raise CheckpointError(f"{found.path} holds no adapters: leave --lora and --merge-lora out")
     ours = adapter_tensors(found.config, found.tensors)
@@ -372,10 +341,10 @@ def _adapters_of(found: Exported) -> TheirTensors:
                 f"{found.path} has {name} with shape {list(saved.size)}, and layers of {found.like}"
                 f" have {our.shape}: train adapters with --load-hf, for the names that they have"
             )
-    return TheirTensors(found.reader, ours, {})
+    return _TheirTensors(found.reader, ours, {})
 
 
-def _adapter_config(found: Exported) -> bytes:
+def _adapter_config(found: _Exported) -> bytes:
     """Returns the file that adapters came with, or one like those of PEFT."""
     lora = found.config.lora
     given = None if lora.load_lora is None else Path(lora.load_lora)

@@ -132,9 +132,8 @@ def node_report() -> dict[str, Any]:
         except (OSError, subprocess.TimeoutExpired):
             texts.append("")
     entry = describe_node(*texts)
-    rates = [port.gbit_per_s for port in rdma_ports() if port.state == "ACTIVE"]
-    rates = [rate for rate in rates if rate]
-    if rates:
+    ports = [port for port in rdma_ports() if port.state == "ACTIVE"]
+    if rates := [port.gbit_per_s for port in ports if port.gbit_per_s]:
         entry["network"] = {"bandwidth": f"{min(rates):g} Gbit/s", "latency": "5 us"}
         entry["network"] |= {"rails": len(rates)} if len(rates) > 1 else {}
         return entry

@@ -22,12 +22,7 @@ from typing import Any
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.doctor import node_report
-from megatron.adaptive.cli.plan_inputs import (
-    Inputs,
-    add_input_arguments,
-    parse_counts,
-    read_inputs,
-)
+from megatron.adaptive.cli.plan_inputs import Inputs, add_input_arguments, parse_counts, read_inputs
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cli.validate import main as check_runs
 from megatron.adaptive.config.command_parser import CommandParser, number
@@ -110,8 +105,8 @@ def _discover(files: Sequence[Path]) -> int:
         with suppress(SetupError):  # without a plugin for topologies
             texts.append(("scontrol show topology", slurm(["scontrol", "show", "topology"])))
     if not files and shutil.which("nvidia-smi"):
-        report = {"host": socket.gethostname(), "node": node_report()}
-        texts.append(("this node", json.dumps(report)))
+        report = json.dumps({"host": socket.gethostname(), "node": node_report()})
+        texts.append(("this node", report))
     known = [one for one in texts if one[1].strip() and "No topology" not in one[1]]
     if not known:
         raise ConfigError(

@@ -36,6 +36,7 @@ _UNKNOWN = {
     "exchange": 0.0,
     "microbatch_jitter": 0.0,
     "occupancy": 0.0,
+    "slow_rank": [],
     "weight_pieces": None,
     "placement": None,
     "timeline": 0,
@@ -119,6 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         add(f"--{name}", type=float, default=default, metavar=unit, help=text)
     add("--exchanges", type=count, default=4, help="all-to-alls in a chunk's forward")
+    slow = "a rank that takes so many times longer; may be repeated"
+    add("--slow-rank", action="append", default=[], metavar="R:FACTOR", help=slow)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
     add("--cap", type=float, metavar="MICROBATCHES", help="activations a rank may hold")
@@ -137,7 +140,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _profile(options: argparse.Namespace, fine: int) -> StageProfile:
+    factors = _rank_factors(options)
     if options.profile is not None:
+        if factors is not None:
+            raise ConfigError("--slow-rank was given with --profile: put rank_factors into it")
         return load_profile(options.profile, num_stages=fine)
     chunks = options.chunks
     return StageProfile(
@@ -150,6 +156,7 @@ def _profile(options: argparse.Namespace, fine: int) -> StageProfile:
             exchanges=options.exchanges if options.exchange else 0,
         ),
         link=Link(latency_s=options.latency, occupancy_s=options.occupancy),
+        rank_factors=factors,
         action_sigma=options.jitter,
         microbatch_sigma=options.microbatch_jitter,
     )
@@ -164,6 +171,21 @@ def _check_work(options: argparse.Namespace, draws: int) -> None:
             f" {options.microbatches} are {work:,} actions, drawn {draws} times: give at most"
             f" {_MAX_ACTIONS:,}, and {_MAX_WORK:,} in all draws"
         )
+
+
+def _rank_factors(options: argparse.Namespace) -> tuple[float, ...] | None:
+    if not options.slow_rank:
+        return None
+    factors = [1.0] * options.stages
+    for text in options.slow_rank:
+        rank, _, factor = text.partition(":")
+        try:
+            factors[int(rank)] = float(factor)
+        except (ValueError, IndexError):
+            raise ConfigError(
+                f"--slow-rank {text}: give RANK:FACTOR, with a rank from 0 to {options.stages - 1}"
+            ) from None
+    return tuple(factors)
 
 
 def _candidate(options: argparse.Namespace, name: str) -> Candidate:

@@ -28,11 +28,17 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import LayerNormImpl
@@ -149,6 +155,29 @@ class NormAroundZero(torch.nn.Module):
         return found.type_as(given)
 
 
+class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """megatron-core's latent attention, with the gradient of all heads for the keys they share.
+
+    Each tensor-parallel rank computes a part of what keys and values are made of, and gathers the
+    rest. Its heads' gradient for the rotated part of keys, one for all heads, is not that of the
+    other ranks' heads: megatron-core adds them up only where each computes the whole.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.tp_group.size() > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._gathered)
+
+    def _gathered(self, _module: Any, _given: Any, output: Any) -> Any:
+        whole = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
+        if self.config.sequence_parallel:  # it gathers sequences of that part, and adds up
+            return scatter_to_sequence_parallel_region(whole, group=self.tp_group), output[1]
+        widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        latent, rotated = whole.split(widths, dim=-1)
+        rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
+        return torch.cat([latent, rotated], dim=-1), output[1]
+
+
 class LocalNorm:
     """A norm of torch whose weights' gradients megatron-core adds up over parts of a sequence."""
 
@@ -261,7 +290,11 @@ def _normalize(norm: torch.nn.Module, block: Any, given: Any, output: Any) -> tu
     return norm(found if bias is None else found + bias), None
 
 
-_INSTEAD: Mapping[type, type] = {DotProductAttention: LocalAttention, WrappedTorchNorm: LocalNorm}
+_INSTEAD: Mapping[type, type] = {
+    DotProductAttention: LocalAttention,
+    MLASelfAttention: LocalLatentAttention,
+    WrappedTorchNorm: LocalNorm,
+}
 
 
 def completed(part: Any, instead: Mapping[type, type] = _INSTEAD) -> Any:

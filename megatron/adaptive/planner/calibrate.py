@@ -232,8 +232,7 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
             key = (run.hosts[host].gpu, run.tp, run.micro_batch)
             stage = _Stage(
-                layers=layers,
-                seconds=(float(whole[_F]), float(whole[_B]), float(whole[_W])),
+                layers=layers, seconds=(float(whole[_F]), float(whole[_B]), float(whole[_W]))
             )
             rows.setdefault(key, []).append(stage)
     return rows
@@ -491,11 +490,7 @@ def compare(name: str, runs: Sequence[MeasuredRun]) -> Comparison:
         ConfigError: no run has a time, or one cannot be predicted.
     """
     rows = tuple(
-        ComparedRun(
-            measured=one,
-            predicted=predict(one.plan, one, one.runtime),
-        )
-        for one in runs
+        ComparedRun(measured=one, predicted=predict(one.plan, one, one.runtime)) for one in runs
     )
     found = Comparison(name=name, rows=rows)
     if not found.timed:

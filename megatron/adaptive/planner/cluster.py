@@ -535,7 +535,7 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
             reports.append(_doctor_entry(text, where))
         elif "NodeName=" in text:
             fields = [_FIELD.findall(block) for block in re.split(r"(?=\bNodeName=)", text)]
-            slurm += [_slurm_entry(dict(one), where) for one in fields if one]
+            slurm += [_slurm_entry(dict(one)) for one in fields if one]
         elif "SwitchName=" in text or "BlockName=" in text:
             for line in text.splitlines():
                 one = dict(_FIELD.findall(line))
@@ -554,7 +554,8 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
     for at in range(max(len(logs), len(matrices))):
         log, matrix = (found[at] if at < len(found) else "" for found in (logs, matrices))
         reports.append(describe_node(log, matrix))
-    up = {one["hosts"][0]: one for one in slurm if not _is_down(one.pop("state"))}
+    states = [(one.pop("state").upper(), one) for one in slurm]
+    up = {one["hosts"][0]: one for state, one in states if not any(word in state for word in _DOWN)}
     entries = [_with_report(one, reports, assumed) for one in up.values()] if slurm else reports
     entries = [one for one in entries if one["gpus_per_node"]]
     if not entries:
@@ -573,10 +574,6 @@ _FIELD = re.compile(r"(\w+)=(\S*)")
 _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 
 
-def _is_down(state: str) -> bool:
-    return any(word in state.upper() for word in _DOWN)
-
-
 def _doctor_entry(text: str, where: str) -> dict[str, Any]:
     try:
         report = json.loads(text)
@@ -588,7 +585,7 @@ def _doctor_entry(text: str, where: str) -> dict[str, Any]:
         ) from error
 
 
-def _slurm_entry(fields: Mapping[str, str], where: str) -> dict[str, Any]:
+def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
     """Makes an entry of a node as Slurm knows it: its GPU may be but a family, or missing."""
     host, gres = fields["NodeName"], fields.get("Gres", "")
     gpu, count = "", 0
@@ -599,18 +596,17 @@ def _slurm_entry(fields: Mapping[str, str], where: str) -> dict[str, Any]:
     if count and known_gpu(gpu) is None:
         features = [one for one in fields.get("ActiveFeatures", "").split(",") if known_gpu(one)]
         gpu = features[0] if features else gpu
-    entry = {"gpu": gpu, "gpus_per_node": count, "hosts": [host]}
-    return {**entry, "state": fields.get("State", ""), "where": where}
+    state = fields.get("State", "")
+    return {"gpu": gpu, "gpus_per_node": count, "hosts": [host], "state": state}
 
 
 def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
     head, *lines = (line.split() for line in text.splitlines() if line.strip())
     if "GRES" not in head:
         raise ConfigError(f'{where}: no column GRES: ask for sinfo -N -o "%N %G %T"')
-    rows = [dict(zip(head, line, strict=False)) for line in lines]
     return [
-        _slurm_entry({"NodeName": host, "Gres": row["GRES"], "State": row.get("STATE", "")}, where)
-        for row in rows
+        _slurm_entry({"NodeName": host, "Gres": row["GRES"], "State": row.get("STATE", "")})
+        for row in (dict(zip(head, line, strict=False)) for line in lines)
         for host in expand_hosts(row["NODELIST"])
     ]
 
@@ -670,8 +666,7 @@ def _with_report(
     node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
 ) -> dict[str, Any]:
     """Returns Slurm's node with what a report of it, or of a node alike, adds."""
-    where, gpus = node.pop("where"), node["gpus_per_node"]
-    if not gpus:
+    if not (gpus := node["gpus_per_node"]):
         return node
     family = _plain(node["gpu"])
     alike = [
@@ -680,14 +675,13 @@ def _with_report(
         if one["gpus_per_node"] == gpus
         and (not one["gpu"] or _plain(one["gpu"]).startswith(family))
     ]
-    own = [one for one in alike if node["hosts"][0] in one.get("hosts", ())]
-    for one in own or alike[:1]:
-        gpu = one["gpu"] or node["gpu"]
-        node = {**one, "gpu": gpu, "hosts": node["hosts"]}
+    alike.sort(key=lambda one: node["hosts"][0] not in one.get("hosts", ()))
+    for one in alike[:1]:
+        node = {**one, "gpu": one["gpu"] or node["gpu"], "hosts": node["hosts"]}
     known = known_gpu(node["gpu"])
     if not node["gpu"] or (known is None and "memory" not in node):
         raise ConfigError(
-            f"{where}: Slurm does not say which GPU {node['hosts'][0]} has, only"
+            f"Slurm does not say which GPU {node['hosts'][0]} has, only"
             f" {node['gpu'] or 'how many'!r}: give nvidia-smi -q or doctor --json of such a node"
         )
     if known is not None:
@@ -696,43 +690,40 @@ def _with_report(
         node["gpu"] = known.name
     if "link" not in node:
         assumed.append(f"GPUs of a node of {node['gpu']} are {_ASSUMED_LINK['bandwidth']} apart")
-    return {"link": _ASSUMED_LINK, **node}
+    return node
 
 
 def _grouped(
     entries: Sequence[Mapping[str, Any]], switches: Sequence[tuple[int, set[str]]]
 ) -> list[dict[str, Any]]:
     """Returns equal nodes as groups, those of a switch one after the other."""
-    groups: list[tuple[dict[str, Any], list[str], int]] = []
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for entry in entries:
         plain = {"link": _ASSUMED_LINK, **entry}
-        hosts = plain.pop("hosts", [])
-        for at, (one, names, count) in enumerate(groups):
-            if one == plain:
-                groups[at] = (one, [*names, *hosts], count + 1)
-                break
-        else:
-            groups.append((plain, list(hosts), 1))
+        hosts = plain.pop("hosts", [""])
+        groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
     found = []
-    for at, (one, hosts, count) in enumerate(groups):
-        levels = sorted({level for level, _ in switches})
+    for at, (one, names) in enumerate(groups.values()):
+        count, hosts = len(names), [host for host in names if host]
+        levels = sorted({level for level, _ in switches}, reverse=True)
+        # Numbers of the switches above each host, the highest first.
         marks = {
-            host: [
-                next(
-                    (i for i, (at, held) in enumerate(switches) if at == level and host in held), -1
+            host: tuple(
+                tuple(
+                    i for i, (deep, held) in enumerate(switches) if deep == level and host in held
                 )
-                for level in reversed(levels)
-            ]
+                for level in levels
+            )
             for host in hosts
         }
         hosts = sorted(hosts, key=lambda host: marks[host])
         speed = one.get("network", _ASSUMED_NETWORK)
         islands = list(one.get("islands", ()))
         for depth in range(len(levels), 0, -1):
-            sizes = set(Counter(tuple(marks[host][:depth]) for host in hosts).values())
+            sizes = set(Counter(marks[host][:depth] for host in hosts).values())
             if len(sizes) == 1 and 1 < (size := sizes.pop()) < count:
                 islands.append({"nodes": size, **speed})
-        alike = [other["gpu"] for other, _, _ in groups].count(one["gpu"]) > 1
+        alike = [other["gpu"] for other, _ in groups.values()].count(one["gpu"]) > 1
         entry = {"type": f"{one['gpu']}-{at + 1}" if alike else one["gpu"], **one, "count": count}
         entry |= {"islands": islands} if islands else {}
         found.append(entry | ({"hosts": hosts} if len(hosts) == count else {}))

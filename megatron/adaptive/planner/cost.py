@@ -272,11 +272,7 @@ def _memory(
 
 
 def _messages(
-    plan: Plan,
-    placement: Placement,
-    bounds: Any,
-    inputs: PlanInputs,
-    runtime: Runtime,
+    plan: Plan, placement: Placement, bounds: Any, inputs: PlanInputs, runtime: Runtime
 ) -> tuple[Any, Any, Any]:
     """Returns latency, occupancy and bytes of the messages between stages, ``[2, stages]`` each."""
     latency, occupancy, whole = np.zeros((3, 2, placement.num_stages))

@@ -567,12 +567,12 @@ def reduction(
     alike = len({inputs.cluster.nodes[node].name for node in here}) == 1
     for one, other in _ring(replicas):
         node = inputs.cluster.nodes[one.node]
-        if one.node == other.node:
-            link, pairs = link_within(inputs, node, here[one.node] * one.tp), max(one.tp, other.tp)
-        elif alike:
-            link, pairs = link_within(inputs, node, len(here) * node.gpus), crossing[one.node]
-        else:
-            link, pairs = link_between(inputs, one.node, other.node), crossing[one.node]
+        same = one.node == other.node
+        pairs = max(one.tp, other.tp) if same else crossing[one.node]
+        span = here[one.node] * one.tp if same else len(here) * node.gpus
+        link = link_between(inputs, one.node, other.node)
+        if same or alike:
+            link = link_within(inputs, node, span)
         segments.add((link, pairs))
     return lambda size: max(
         all_reduce_s(link, size, len(replicas), pairs) for link, pairs in segments

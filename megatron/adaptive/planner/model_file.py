@@ -42,12 +42,7 @@ ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 
 
 def _only_planned(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    width: int = 64,
-    ffn: int = 0,
+    name: str, layers: int, hidden: int, heads: int, width: int = 64, ffn: int = 0
 ) -> TransformerShape:
     # Megatron's T5 learns positions, shares one embedding and has biases, unlike the original.
     family = name.partition("-")[0]

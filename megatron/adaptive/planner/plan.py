@@ -275,13 +275,7 @@ def place_ranks(
 
 
 def place_stage(
-    cluster: Cluster,
-    order: Sequence[int],
-    tp: int,
-    dp: int,
-    micro_batch: int,
-    *,
-    position: int = 0,
+    cluster: Cluster, order: Sequence[int], tp: int, dp: int, micro_batch: int, *, position: int = 0
 ) -> StagePlace:
     """Lays one stage on nodes, behind ``position`` equal ones; the rest is as in ``place_ranks``.
 
@@ -311,12 +305,7 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
         "format": PLAN_FORMAT,
         "model": inputs.model.name,
         "precision": inputs.model.precision.name,
-        "degrees": {
-            "tensor": plan.tp,
-            "pipeline": plan.pp,
-            "data": plan.dp,
-            "chunks": plan.chunks,
-        },
+        "degrees": {"tensor": plan.tp, "pipeline": plan.pp, "data": plan.dp, "chunks": plan.chunks},
         "placement": placement_groups(plan, inputs.cluster),
         "micro_batch_size": plan.micro_batch,
         "global_batch_size": plan.global_batch,

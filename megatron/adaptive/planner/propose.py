@@ -674,9 +674,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
 
 
 def _remedies(
-    found: Callable[[Cluster, SearchOptions], Plan | None],
-    cluster: Cluster,
-    options: SearchOptions,
+    found: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
     """Yields changes that make a plan fit, the smallest of each kind."""
     free = SearchOptions()

@@ -312,11 +312,7 @@ class Searcher:
     """
 
     def __init__(
-        self,
-        inputs: PlanInputs,
-        *,
-        global_batch: int,
-        options: SearchOptions | None = None,
+        self, inputs: PlanInputs, *, global_batch: int, options: SearchOptions | None = None
     ) -> None:
         self.inputs = inputs
         self.model, self.cluster, self.profile = inputs.model, inputs.cluster, inputs.profile

@@ -85,20 +85,16 @@ def stage_classes(
     gpus = [group.type.gpus for group in cluster.groups]
     usable = [group.type.gpus % tp == 0 for group in cluster.groups]
     size = tp * dp
-    found = []
-    for index, each in enumerate(gpus):
-        if usable[index] and each % size == 0:
-            nodes = tuple(int(i == index) for i in range(len(gpus)))
-            found.append(StageClass(nodes, tp, dp, micro_batch, each // size))
     limits = [count if fits else 0 for count, fits in zip(counts, usable, strict=True)]
-    whole = True
-    mixed: list[StageClass] = []
+    found, mixed, whole = list[StageClass](), list[StageClass](), True
     for index, each in enumerate(gpus):
-        if size % each == 0 and 1 < size // each <= limits[index]:
-            nodes = tuple(size // each * (i == index) for i in range(len(gpus)))
-            mixed.append(StageClass(nodes, tp, dp, micro_batch, 1))
+        alone = tuple(max(size // each, 1) * (i == index) for i in range(len(gpus)))
+        if usable[index] and each % size == 0:
+            found.append(StageClass(alone, tp, dp, micro_batch, each // size))
+        elif size % each == 0 and size // each <= limits[index]:
+            mixed.append(StageClass(alone, tp, dp, micro_batch, 1))
     for nodes in _mixtures(size, gpus, limits):
-        if sum(nodes) < 2 or sum(map(bool, nodes)) < 2:
+        if sum(map(bool, nodes)) < 2:
             continue
         if len(mixed) >= 4 * _MOST_MIXED:
             whole = False
@@ -672,16 +668,13 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
 
 
 def capacity_bound(
-    tables: Tables,
-    cluster: Cluster,
-    classes: Sequence[StageClass],
-    choice: ShapeChoice,
+    tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
     """Returns the seconds below which the stages of all nodes together cannot hold all layers.
 
     A stage holds at most so many layers as fit beside one microbatch, and as its GPUs get through,
     reduce and update in time. Of a type's stages, each waits for a layer more than the one before.
-    Mixed stages are no better than their parts.
+    A mixed stage is no better than one of its slowest type. Stages of several widths have no bound.
 
     Args:
         tables: for durations and bytes.
@@ -693,56 +686,28 @@ def capacity_bound(
         Seconds; infinite if they do not fit at all.
     """
     n = tables.model.num_layers - 2  # without the ends, which may be next to nothing
-    least: dict[int, list[tuple[Any, Any]]] = {}
-    widths = {one.widths for one in classes}
-    waits = math.inf
+    if n < 1 or len({one.widths for one in classes}) != 1:
+        return 0.0
+    types, waits = list[tuple[float, Any]](), math.inf
+    one = replace(classes[0], nodes=(), block=1)
     for index, group in enumerate(cluster.groups):
-        for tp, dp, micro_batch in widths:
-            one = StageClass((), tp, dp, micro_batch, 1)
-            sums = [
-                tables.totals(group.type, some, choice)
-                for some in classes
-                if some.nodes[index] and some.widths == one.widths
-            ]
-            if sums:
-                stages = group.count * group.type.gpus / (tp * dp)
-                row = _least_s(tables, group.type, one, choice, sums)
-                least.setdefault(index, []).append((stages, row))
-                waits = min(waits, min(some.least_s for some in sums))
-    # Microbatches are smaller where stages differ and these are dealt out.
-    waits = waits if len(widths) == 1 and math.isfinite(waits) else 0.0
-
-    def held(seconds: float) -> float:
-        if len(widths) == 1:
-            return _held_whole(seconds, [found[0] for found in least.values()], waits)
-        # Of several widths on the same nodes, the one that holds most.
-        return sum(
-            max(_held(seconds, stages, row, waits) for stages, row in found)
-            for found in least.values()
-        )
-
-    finite = [float(row[np.isfinite(row)].max(initial=0.0)) for f in least.values() for _, row in f]
+        sums = [tables.totals(group.type, some, choice) for some in classes if some.nodes[index]]
+        if sums:
+            stages = group.count * group.type.gpus / (one.tp * one.dp)
+            types.append((stages, _least_s(tables, group.type, one, choice, sums)))
+            waits = min(waits, min(some.least_s for some in sums))
+    waits = waits if math.isfinite(waits) else 0.0
+    finite = [float(row[np.isfinite(row)].max(initial=0.0)) for _, row in types]
     low, high = 0.0, max(finite, default=0.0) + waits * n
-    if n > 0 and (not high or held(high) < n):
+    if not high or _held(high, types, waits) < n:
         return math.inf
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if held(middle) >= n else (middle, high)
+        low, high = (low, middle) if _held(middle, types, waits) >= n else (middle, high)
     return low
 
 
-def _held(seconds: float, stages: float, row: Any, waits: float) -> float:
-    """Returns the layers that stages of one type get through, of which each waits longer."""
-    count = min(math.ceil(stages), len(row) + 2)
-    # The first may hold no inner layer.
-    left = seconds - waits * np.maximum(np.arange(count) - 1, 0)
-    layers = np.searchsorted(row, left, side="right").astype(np.float64)
-    if count > stages:
-        layers[-1] *= stages - math.floor(stages)
-    return float(layers.sum())
-
-
-def _held_whole(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> float:
+def _held(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> int:
     """Returns the layers that whole stages get through, a mixed one at its slowest type's pace.
 
     The nodes of the fastest types limit how many stages have none but these. Within such limits
@@ -752,15 +717,15 @@ def _held_whole(seconds: float, types: Sequence[tuple[float, Any]], waits: float
     rooms = [int(each + 1e-9) for each in itertools.accumulate(stages for stages, _ in order)]
     gains = []
     for index, (_, row) in enumerate(order):
+        # The first may hold no inner layer.
         left = seconds - waits * np.maximum(np.arange(min(rooms[index], len(row) + 2)) - 1, 0)
-        layers = np.searchsorted(row, left, side="right")
-        gains += [(int(each), index) for each in layers[layers > 0]]
+        gains += [(int(each), index) for each in np.searchsorted(row, left, side="right")]
     total = 0
     for each, index in sorted(gains, reverse=True):
         if min(rooms[index:]) > 0:
             total += each
             rooms[index:] = [room - 1 for room in rooms[index:]]
-    return float(total)
+    return total
 
 
 def _least_s(

@@ -113,12 +113,7 @@ def _inputs(kind: int, stage: int, microbatch: int, stages: int) -> list[tuple[i
 
 
 def step_times(
-    steps: Steps,
-    durations_s: Any,
-    latency_s: Any,
-    occupancy_s: Any,
-    *,
-    launch_s: Any = None,
+    steps: Steps, durations_s: Any, latency_s: Any, occupancy_s: Any, *, launch_s: Any = None
 ) -> ScheduleTimes:
     """Times one step.
 
