@@ -121,7 +121,9 @@ def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[i
                 number = int(match[2])
                 found[number] = max(found.get(number, ("", "")), (match[1], name))
     known = [found.get(number, ("", f"node {number}"))[1] for number in range(len(processes))]
-    return [name for name, count in zip(known, processes, strict=True) for _ in range(count)]
+    # No node has more; a damaged file may say so.
+    counts = [min(count, 1 << 12) for count in processes]
+    return [name for name, count in zip(known, counts, strict=True) for _ in range(count)]
 
 
 def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
