@@ -19,6 +19,7 @@ from megatron.adaptive.cli.report import MAX_POINTS, gather
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
 
 from ..browser import complaints, opened_browser
+from ..trace.views.test_page import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 180.0
@@ -41,10 +42,20 @@ return [document.body.dataset.ready, Object.fromEntries(charts), document.title,
   document.getElementById("settings").textContent];
 """
 RANKS_OF_NODE = """
-const node = document.getElementById("node");
+const page = document.querySelector("#pipeline iframe").contentDocument;
+const node = page.getElementById("node"), done = arguments[1];
 node.selectedIndex = arguments[0];
 node.dispatchEvent(new Event("change"));
-return document.getElementById("timeline").layout.yaxis.ticktext;
+requestAnimationFrame(() => requestAnimationFrame(() =>
+  done(page.getElementById("chart").layout.yaxis.ticktext)));
+"""
+BARS = """
+const [done] = arguments;
+const page = document.querySelector("#pipeline iframe").contentDocument;
+const wait = () => page.body && page.body.dataset.ready === "yes"
+  ? done(page.getElementById("chart").data.filter((one) => one.visible && one.x.length).length)
+  : setTimeout(wait, 50);
+wait();
 """
 
 
@@ -108,7 +119,7 @@ def large(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_real_run(job: Path) -> None:
+def test_a_real_run(job: Path, tmp_path: Path) -> None:
     told = gather(job.name, job.parent)
     settings = {one["name"]: one for one in told["settings"]}
     sizes = {name: settings[name]["effective"] for name in ("WORLD_SIZE", "PIPELINE_MP_SIZE")}
@@ -129,12 +140,17 @@ def test_a_real_run(job: Path) -> None:
         assert len(row) == 5
         assert min(row) > 0
         assert 0.2 < sum(row) / sum(told["curves"]["ms"]) < 1.5
-    forwards = [
-        number for number, one in enumerate(traces["categories"]) if one["kind"] in ("F", "B")
-    ]
-    for step in traces["steps"]:
-        for number in forwards:  # four microbatches on each of two ranks
-            assert sorted(step["bars"][str(number)]["row"]) == [0] * 4 + [1] * 4
+    page = tmp_path / "page.html"
+    page.write_text(traces["page"])
+    drawn = Page(page)
+    kinds = [one["kind"] for one in drawn.head["categories"]]
+    assert drawn.head["iterations"] == [1, 2, 3, 4, 5]
+    for place in range(5):
+        block = drawn.block(0, place)
+        for row in (0, 1):
+            bars = slice(*block["offset"][row : row + 2])
+            done = [kinds[number] for number in block["category"][bars]]
+            assert (done.count("F"), done.count("B")) == (4, 4)
 
 
 def test_a_large_run_that_went_on(large: Path) -> None:
@@ -199,9 +215,10 @@ def test_the_page_of_a_real_run_in_a_browser(
     page = Path(capsys.readouterr().out.strip())
     assert page == job / "report.html"
     assert "http-equiv" in page.read_text()
-    ready, charts, title, settings = show(page).execute_script(SHOWN)
+    shown = show(page)
+    ready, charts, title, settings = shown.execute_script(SHOWN)
     assert (ready, title) == ("yes", f"Job {job.name}: <b>a name</b>")
-    assert charts["timeline"] > 3
+    assert shown.execute_async_script(BARS) > 3
     assert {name: charts[name] for name in ("loss", "throughput", "times", "memory")} == {
         "loss": 1,
         "throughput": 1,
@@ -219,6 +236,8 @@ def test_the_page_of_many_ranks_in_a_browser(large: Path, show: Callable[[Path],
     assert ready == "yes"
     assert (charts["times"], charts["percent"]) == (1, 6)
     assert "64 (differs)" in settings
-    assert len(page.execute_script(RANKS_OF_NODE, 0)) == 20
-    (first, *_), last = page.execute_script(RANKS_OF_NODE, 3), page.execute_script(RANKS_OF_NODE, 3)
-    assert (first.split(":")[0], len(last)) == ("rank 16", 4)
+    assert page.execute_async_script(BARS) > 3
+    assert complaints(page) == []
+    assert len(page.execute_async_script(RANKS_OF_NODE, 0)) == 20
+    last = page.execute_async_script(RANKS_OF_NODE, 3)
+    assert (last[0].split(":")[0], len(last)) == ("rank 16", 4)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.live_state import ProgressTail
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.views.page import merged, rows_of, write_html
-from megatron.adaptive.trace.views.palette import IDLE, Category, categories
+from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,8 +93,9 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
             "--log-dir"
         )
     lines = progress.records
-    traces, notes = traced(folder / "traces")
     processes = record.get("processes", [])
+    nodes = _spans_of_nodes(processes, _names_of_ranks(folder, names))
+    traces, notes = traced(folder / "traces", nodes)
     drawn = _thinned(lines)
     if len(drawn) < len(lines):
         notes.append(f"curves show {len(drawn)} of {len(lines)} iterations, evenly spaced")
@@ -107,7 +107,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
         "curves": _curves(drawn),
         "starts": [line["start_iteration"] + 1 for line in starts[1:]],
         "use": {name: use for name in names if (use := _use(folder / f"{name}.gpu"))},
-        "nodes": _spans_of_nodes(processes, _names_of_ranks(folder, names)),
+        "nodes": nodes,
         "traces": traces,
         "messages": messages,
         "notes": [*notes, *more],
@@ -253,19 +253,19 @@ def _messages(
     return found, notes
 
 
-MAX_BARS = 60_000
-"""Of all iterations together; short ones are merged where there are more."""
-MAX_STEPS = 4
 MAX_CELLS = 200_000
 """Iterations times ranks of the times; of more, evenly spaced iterations are shown."""
 _NS_PER_MS = 1e6
 
 
-def traced(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def traced(
+    folder: Path, nodes: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any] | None, list[str]]:
     """Reads the traces of a job.
 
     Args:
         folder: that of the traces; need not exist.
+        nodes: name, first rank and number of ranks of each.
 
     Returns:
         What the page draws, ``None`` without traces; and notes for the reader.
@@ -275,21 +275,26 @@ def traced(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     try:
         run = read_run(folder)
         figures = run_figures(run, workers=1)
-        steps, typical = _steps(figures)
+        labels = {rank: _label(run, rank) for rank in figures.ranks.tolist()}
+        rows = {}
+        for one in nodes:
+            ranks = range(one["first"], one["first"] + one["count"])
+            if own := [row for row, rank in enumerate(labels) if rank in ranks]:
+                rows[one["name"]] = own
+        with tempfile.TemporaryDirectory() as place:
+            page, every = Path(place) / "page.html", figures.iterations.tolist()
+            write_page(run, page, every, figures=figures, labels=labels, nodes=rows)
+            text = page.read_text(encoding="utf-8")
     except TraceError as error:
         return None, [f"no timeline: {error}"]
-    colors = categories(run.num_chunks)
-    drawn = [_step(run, iteration, colors, len(steps)) for iteration in steps]
     found = {
-        "ranks": figures.ranks.tolist(),
-        "labels": [_label(run, int(rank)) for rank in figures.ranks],
-        "idle": f"#{IDLE}",
-        "categories": [asdict(category) for category in colors],
-        "steps": drawn,
-        "typical": typical,
+        "ranks": list(labels),
+        "labels": list(labels.values()),
+        # Its library is in the report already.
+        "page": text.replace(plotly_js(), "{{plotly}}"),
         **_times(figures),
     }
-    return found, [*run.notes(), *figures.notes()]
+    return found, []
 
 
 def _label(run: RunTrace, rank: int) -> str:
@@ -309,46 +314,3 @@ def _times(figures: RunFigures) -> dict[str, Any]:
         for row, here in zip(ms[shown].T, known[shown].T, strict=True)
     ]
     return {"iterations": figures.iterations[shown].tolist(), "rank_ms": rows}
-
-
-def _steps(figures: RunFigures) -> tuple[list[int], int]:
-    """Chooses iterations to draw: one in the middle of the times, the slowest, the first, the last.
-
-    Returns:
-        The iterations, and the place of the one in the middle among them.
-    """
-    recorded = np.flatnonzero((figures.num_actions > 0).all(axis=1))
-    if not len(recorded):
-        raise TraceError("no iteration is complete")
-    order = recorded[np.argsort(figures.step_ns[recorded].max(axis=1), kind="stable")]
-    wanted = [order[len(order) // 2], order[-1], recorded[0], recorded[-1]]
-    places = sorted(dict.fromkeys(int(place) for place in wanted[:MAX_STEPS]))
-    typical = places.index(int(order[len(order) // 2]))
-    return [int(figures.iterations[place]) for place in places], typical
-
-
-def _step(run: RunTrace, iteration: int, colors: Sequence[Category], share: int) -> dict[str, Any]:
-    """Returns the bars of all ranks in an iteration, in milliseconds from its first one."""
-    tables = [run.ranks[rank].table([iteration]) for rank in sorted(run.ranks)]
-    rows = merged(rows_of(tables, run.num_chunks), MAX_BARS // share)
-    columns = rows.columns
-    if not len(rows):
-        return {"iteration": iteration, "bars": {}, "merged_below_ms": 0}
-    # What was done within something else is drawn by that alone.
-    keep = columns["category"] != rows.within
-    start_ns = int(columns["start"].min())
-    bars: dict[str, dict[str, list[float]]] = {}
-    for number in range(len(colors)):
-        chosen = keep & (columns["category"] == number)
-        if chosen.any():
-            bars[str(number)] = {
-                "row": columns["row"][chosen].tolist(),
-                "start": np.round((columns["start"][chosen] - start_ns) / _NS_PER_MS, 4).tolist(),
-                "length": np.round(columns["length"][chosen] / _NS_PER_MS, 4).tolist(),
-                "microbatch": columns["microbatch"][chosen].tolist(),
-            }
-    return {
-        "iteration": iteration,
-        "bars": bars,
-        "merged_below_ms": rows.merged_below_ns / _NS_PER_MS,
-    }

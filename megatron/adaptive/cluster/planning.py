@@ -29,7 +29,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +49,7 @@ from megatron.adaptive.planner.cluster import (
     make_cluster,
 )
 from megatron.adaptive.planner.files import read_file
-from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
+from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import PlanRow, plan_document
@@ -553,9 +553,6 @@ class Planning:
         )
 
 
-_UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
-
-
 class ScriptPlanning:
     """Plans layouts of one measured module.
 
@@ -627,7 +624,8 @@ class ScriptPlanning:
             host = _host(offer)
             hosts[host, offer.slowness] = hosts.get((host, offer.slowness), 0) + count
             on_host[host] = on_host.get(host, 0) + count
-        types = _types(module.hosts, whole)
+        base = measured_cluster(module.hosts, whole)
+        types = {one.type.name: one.type for one in base.groups}
         known = {one.host: types[one.type] for one in module.hosts}
         other = types[module.hosts[0].type]
         kinds = [
@@ -646,18 +644,11 @@ class ScriptPlanning:
             for kind in kinds
         ]
         counts = Counter(kinds)
-        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-        order = []
-        for kind in kinds:
-            order.append(starts[kind])
-            starts[kind] += 1
-        groups = tuple(NodePool(type=one, count=1) for one in types.values())
-        base = Cluster(groups=groups, network=_UNMEASURED, links=whole.links)
         split = None if module.split is None else module.profile(split=True)
         return Running(
             model=module.model,
             cluster=cluster_of(base, counts),
-            order=tuple(order),
+            order=node_numbers(kinds),
             batch=module.batch_size,
             schedule=module.schedule,
             chunks=module.chunks,
@@ -700,18 +691,3 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
     if module.partition is not None and len(module.partition) == stages:
         return module.partition
     return None if module.weights is None else least_largest_of(module.weights, stages)
-
-
-def _types(hosts: Sequence[MeasuredHost], whole: Profile) -> dict[str, NodeType]:
-    """Returns the types of nodes by name; of several nodes the one with the least memory counts."""
-    least_first = sorted(hosts, key=lambda one: one.memory_bytes)
-    return {
-        host.type: NodeType(
-            name=host.type,
-            gpu=host.gpu,
-            gpus=host.processes,
-            memory_bytes=host.memory_bytes,
-            intra=whole.intra_links.get(host.type, _UNMEASURED),
-        )
-        for host in least_first[::-1]
-    }

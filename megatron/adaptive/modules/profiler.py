@@ -44,8 +44,11 @@ from megatron.adaptive.modules.segments import (  # noqa: E402
     tied_parameters,
 )
 from megatron.adaptive.planner import profile_file  # noqa: E402
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType  # noqa: E402
-from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, module_model  # noqa: E402
+from megatron.adaptive.planner.measured_module import (  # noqa: E402
+    MESSAGE_ELEMENT_BYTES,
+    MeasuredHost,
+    module_model,
+)
 from megatron.adaptive.planner.model import Model  # noqa: E402
 from megatron.adaptive.planner.profile import Profile  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
@@ -57,8 +60,6 @@ from megatron.adaptive.profiling.memory import (  # noqa: E402  # noqa: E402
     node_facts,
 )
 from megatron.adaptive.profiling.timing import spread  # noqa: E402
-
-_UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -202,8 +203,9 @@ class Profiler:
 
     def _about(self, job: Job) -> dict[str, Any]:
         """Returns what this process knows of itself and its node."""
-        machine = job.places[job.rank]["machine"]
-        processes = sum(place["machine"] == machine for place in job.places)
+        place = job.places[job.rank]
+        machine = place["machine"]
+        processes = sum(one["machine"] == machine for one in job.places)
         limit = self.memory_limit_bytes
         if limit is None:
             limit = free_memory_bytes(job.accelerator, processes) * (1 - KEPT_FREE)
@@ -211,6 +213,8 @@ class Profiler:
                 limit += torch.cuda.memory_allocated(job.accelerator.device)
         return {
             "machine": machine,
+            "host": place["host"],
+            "shares_memory": not job.accelerator.is_cuda,
             "processes": processes,
             "facts": node_facts(job.accelerator, processes),
             "limit": limit,
@@ -419,38 +423,21 @@ class ModuleProfile:
         """
         return profile_file.make_profile(self.document(split=split))
 
-    @cached_property
-    def cluster(self) -> Cluster:
-        """Describes the job's nodes; memory is what a process may use."""
-        profile = self.times(split=False)
-        groups: dict[str, list[Mapping[str, Any]]] = {}
-        for name, node in zip(self.names, self.nodes, strict=True):
-            groups.setdefault(name, []).append(node)
-        made = [
-            NodePool(
-                type=NodeType(
-                    name=name,
-                    gpu=nodes[0]["facts"]["gpu"],
-                    gpus=nodes[0]["processes"],
-                    memory_bytes=min(one["limit"] for one in nodes),
-                    intra=profile.intra_links.get(name, _UNMEASURED),
-                ),
-                count=len({one["machine"] for one in nodes}),
-            )
-            for name, nodes in groups.items()
-        ]
-        return Cluster(groups=tuple(made), network=_UNMEASURED, links=profile.links)
-
     @property
-    def order(self) -> tuple[int, ...]:
-        """Numbers of the cluster's nodes in the order of the ranks."""
-        types: Sequence[str] = list(dict.fromkeys(self.names))
-        machines = dict.fromkeys(
-            (types.index(name), str(node["machine"]))
-            for name, node in zip(self.names, self.nodes, strict=True)
-        )
-        ordered = sorted(machines, key=lambda one: one[0])  # stable: as ranks meet them
-        return tuple(ordered.index(one) for one in machines)
+    def hosts(self) -> tuple[MeasuredHost, ...]:
+        """Describes the job's nodes in the order of the ranks; memory is what a process may use."""
+        found: dict[str, MeasuredHost] = {}
+        for name, node in zip(self.names, self.nodes, strict=True):
+            former = found.get(node["machine"])
+            found[node["machine"]] = MeasuredHost(
+                host=node["host"],
+                type=name,
+                gpu=node["facts"]["gpu"],
+                processes=node["processes"],
+                memory_bytes=min(node["limit"], former.memory_bytes if former else math.inf),
+                shares_memory=node["shares_memory"],
+            )
+        return tuple(found.values())
 
 
 def _layer_row(gpu: str, one: SegmentSample, split: bool) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from megatron.adaptive.modules.cutting import (
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
 from megatron.adaptive.modules.profiler import ModuleProfile, Profiler
 from megatron.adaptive.modules.recording import CutPoint
-from megatron.adaptive.planner.measured_module import MeasuredHost, MeasuredModule
+from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
 from megatron.adaptive.planner.running import Option, Running, choose_option
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import is_rule, placement_for, splits_backward
@@ -280,15 +280,16 @@ def _plan(profile: ModuleProfile, request: PipelineRequest, chunks: int, *, spli
         return None if request.weights is None else balanced(request.weights, num_stages)
 
     given = request.micro_batch_size
+    whole = profile.times(split=False)
     best, *others = choose_option(
         Running(
             model=profile.model,
-            cluster=profile.cluster,
-            order=profile.order,
+            cluster=measured_cluster(profile.hosts, whole),
+            order=node_numbers([host.type for host in profile.hosts]),
             batch=request.batch_size,
             schedule=request.schedule,
             chunks=chunks,
-            whole=profile.times(split=False),
+            whole=whole,
             split=profile.times(split=True) if splits else None,
             cap=request.activation_cap,
         ),
@@ -336,26 +337,13 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineRequest) -> Non
         )
     profile, chunks, splits = _measure(job, request)
     check_weights(request.weights, len(profile.cut_points) + 1)
-    hosts: dict[str, MeasuredHost] = {}
-    for place, name, node in zip(job.places, profile.names, profile.nodes, strict=True):
-        hosts.setdefault(
-            place["host"],
-            MeasuredHost(
-                host=place["host"],
-                type=name,
-                gpu=node["facts"]["gpu"],
-                processes=node["processes"],
-                memory_bytes=node["limit"],
-                shares_memory=not job.accelerator.is_cuda,
-            ),
-        )
     made = MeasuredModule(
         signature=_signature(request),
         name=profile.name,
         whole=profile.document(split=False),
         split=profile.document(split=True) if splits else None,
         element_bytes=profile.parts[0].element_bytes,
-        hosts=tuple(hosts.values()),
+        hosts=profile.hosts,
         batch_size=request.batch_size,
         most=profile.micro_batch_sizes[-1],
         schedule=request.schedule,

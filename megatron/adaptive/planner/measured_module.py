@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import Model, Precision
 from megatron.adaptive.planner.model_file import listed_model
 from megatron.adaptive.planner.profile import Profile
@@ -24,6 +26,7 @@ FORMAT = 1
 MESSAGE_ELEMENT_BYTES = 4
 """Bytes of an element, in which a profile gives the sizes of messages between pieces."""
 _FORMER_HOST_KEYS = ("cores",)
+_UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class MeasuredModule:
         whole: a profile with whole backwards.
         split: one with split backwards, ``None`` where the schedule splits none.
         element_bytes: of most parameters.
-        hosts: the nodes that it was measured on, one of each name.
+        hosts: the nodes that it was measured on.
         batch_size: samples of a step over all replicas.
         most: samples of the largest microbatch that was measured.
         schedule: order of work.
@@ -164,6 +167,44 @@ class MeasuredModule:
             for one in read["hosts"]
         )
         return cls(**{**read, "hosts": hosts})
+
+
+def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster:
+    """Returns the cluster of some hosts; of each type the one with the least memory counts.
+
+    Args:
+        hosts: its nodes.
+        profile: of links between them.
+    """
+    counts = Counter(host.type for host in hosts)
+    # The last of a type stays, at the place of the first.
+    least_last = sorted(hosts, key=lambda one: -one.memory_bytes)
+    smallest = {host.type: host for host in (*hosts, *least_last)}
+    groups = tuple(
+        NodePool(
+            type=NodeType(
+                name=name,
+                gpu=host.gpu,
+                gpus=host.processes,
+                memory_bytes=host.memory_bytes,
+                intra=profile.intra_links.get(name, _UNMEASURED),
+            ),
+            count=counts[name],
+        )
+        for name, host in smallest.items()
+    )
+    return Cluster(groups=groups, network=_UNMEASURED, links=profile.links)
+
+
+def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
+    """Returns the number of each node in a cluster, which has the nodes of a kind together.
+
+    Args:
+        kinds: of the nodes.
+    """
+    first = list(dict.fromkeys(kinds))
+    together = sorted(range(len(kinds)), key=lambda node: first.index(kinds[node]))
+    return tuple(together.index(node) for node in range(len(kinds)))
 
 
 def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:

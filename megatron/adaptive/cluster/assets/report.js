@@ -1,7 +1,7 @@
 "use strict";
 const DATA = JSON.parse(document.getElementById("report-data").textContent);
 const at = (id) => document.getElementById(id);
-const MANY_RANKS = 16, ROW_PX = 22, CONFIG = { responsive: true, displaylogo: false };
+const MANY_RANKS = 16, CONFIG = { responsive: true, displaylogo: false };
 
 function element(parent, name, text, kind) {
   const made = document.createElement(name);
@@ -89,32 +89,10 @@ function use() {
   draw("memory", memory, layout("", "memory, GiB"), none);
 }
 
-function timeline() {
-  const traces = DATA.traces, step = traces.steps[at("step").selectedIndex];
-  const node = DATA.nodes[at("node").selectedIndex - 1];
-  const shown = (row) => !node ||
-    (traces.ranks[row] >= node.first && traces.ranks[row] < node.first + node.count);
-  const rows = traces.ranks.map((_, row) => row).filter(shown), bars = [];
-  for (const [number, columns] of Object.entries(step.bars)) {
-    const category = traces.categories[number], x = [], base = [], y = [], text = [];
-    columns.row.forEach((row, place) => {
-      if (!shown(row)) return;
-      x.push(columns.length[place]);
-      base.push(columns.start[place]);
-      y.push(row);
-      const microbatch = columns.microbatch[place];
-      text.push(category.name + (microbatch < 0 ? "" : `, microbatch ${microbatch}`));
-    });
-    bars.push({ type: "bar", orientation: "h", name: category.name, x, base, y, text, width: 0.8,
-      textposition: "none", marker: { color: category.color, line: { width: 0 } },
-      showlegend: category.in_legend, hovertemplate: "%{text}<br>%{base:.2f} ms, %{x:.3f} ms long" +
-      "<extra></extra>" });
-  }
-  draw("timeline", bars, layout("ms", "", { barmode: "overlay", hovermode: "closest",
-    height: 110 + ROW_PX * Math.max(3, rows.length), plot_bgcolor: "#fff",
-    margin: { l: 220, r: 12, t: 36, b: 40 }, yaxis: { tickmode: "array", tickvals: rows,
-      ticktext: rows.map((row) => traces.labels[row]), autorange: false,
-      range: [rows[rows.length - 1] + 0.6, rows[0] - 0.6] } }), "No rank of it wrote a trace.");
+// The page of the traces, with the plotly.js of this one.
+function pipeline() {
+  const frame = element(at("pipeline"), "iframe"), code = document.querySelector("script:not([type])");
+  frame.srcdoc = DATA.traces.page.replace("{{plotly}}", () => code.textContent);
 }
 
 function choices(id, names, redraw) {
@@ -140,12 +118,7 @@ curve("throughput", "tokens_per_s", "tokens/s", "tokens/s of all ranks");
 times();
 choices("used", [["all", ""], ...Object.keys(DATA.use).map((name) => [name, name])], use);
 use();
-if (DATA.traces) {
-  choices("step", DATA.traces.steps.map((step) => [step.iteration, step.iteration]), timeline);
-  choices("node", [["all nodes", ""], ...DATA.nodes.map((node) => [node.name, node.name])],
-    timeline);
-  at("step").selectedIndex = DATA.traces.typical;
-  timeline();
-} else at("pipeline").remove();
+if (DATA.traces) pipeline();
+else at("pipeline").remove();
 for (const note of DATA.notes) element(at("notes"), "p", note);
 document.body.dataset.ready = "yes";

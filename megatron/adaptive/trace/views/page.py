@@ -72,6 +72,10 @@ def write_page(
     target: str | os.PathLike[str],
     iterations: Sequence[int],
     dp_rank: int | None = None,
+    *,
+    figures: RunFigures | None = None,
+    labels: Mapping[int, str] | None = None,
+    nodes: Mapping[str, Sequence[int]] | None = None,
 ) -> list[str]:
     """Write the page, replacing the file.
 
@@ -81,6 +85,9 @@ def write_page(
         iterations: those that the page may show; of many it shows some.
         dp_rank: only this data-parallel replica; ``None`` for some of them and, where there are
             several, the mean over all.
+        figures: of these iterations of all ranks, where they are known.
+        labels: of the global ranks; where given, all of them are one chart in place of replicas.
+        nodes: rows of that chart by the name of their node; the reader may choose one of them.
 
     Returns:
         What was merged or left out, a line each.
@@ -94,16 +101,19 @@ def write_page(
         run.require_iteration(iteration)
     plotly_js()  # refuses before the run is read
     ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
-    figures = run_figures(run, iterations, ranks=ranks)
-    choice = choose(run, figures, iterations, dp_rank)
+    figures = figures or run_figures(run, iterations, ranks=ranks)
+    choice = choose(run, figures, iterations, dp_rank, whole=labels is not None)
     groups = _groups(run, choice)
+    if labels is not None:
+        groups = [_Group("all ranks", list(labels.values()), [run.ranks[rank] for rank in labels])]
     colors = categories(run.num_chunks)
     notes = [*choice.notes]
 
     def blocks() -> Iterator[tuple[str, Any]]:
         yield from _blocks(run, figures, choice, groups, len(colors), notes)
         head = _head(run, figures, choice, groups, colors)
-        yield "page", {**head, "notes": [*run.notes(), *figures.notes(), *notes]}
+        said = [*run.notes(), *figures.notes(), *notes]
+        yield "page", {**head, "nodes": nodes or {}, "notes": said}
 
     write_html(target, f"Trace of {run.run}", __package__, "page", blocks(), SCRIPTS)
     return notes
@@ -152,12 +162,12 @@ def write_html(
             text = _UNPRINTABLE.sub(r"\1\\\\\2", json.dumps(content)).replace("<", "\\u003c")
             file.write(f'<script type="application/json" id="{block}">{text}</script>\n')
         for part in (plotly, "\n".join(map(asset, scripts))):
-            file.write("<script>" + part.replace("</script", "<\\/script") + "</script>\n")
+            file.write(f"<script>{part}</script>\n")
         file.write(after)
 
 
 def plotly_js() -> str:
-    """Return the code of plotly.js.
+    """Return the code of plotly.js, as it stands in a page.
 
     Raises:
         SetupError: plotly is not installed.
@@ -168,7 +178,7 @@ def plotly_js() -> str:
         raise SetupError(
             "the page needs plotly, which is not installed; pip install plotly"
         ) from error
-    text: str = get_plotlyjs()
+    text: str = get_plotlyjs().replace("</script", "<\\/script")
     return text
 
 
@@ -390,7 +400,12 @@ class PageSelection:
 
 
 def choose(
-    run: RunTrace, figures: RunFigures, iterations: Sequence[int], dp_rank: int | None
+    run: RunTrace,
+    figures: RunFigures,
+    iterations: Sequence[int],
+    dp_rank: int | None,
+    *,
+    whole: bool = False,
 ) -> PageSelection:
     """Choose what a page holds.
 
@@ -399,6 +414,7 @@ def choose(
         figures: of it.
         iterations: those that may be shown.
         dp_rank: the only replica, ``None`` for any.
+        whole: draw all ranks, and no replica by itself.
 
     Raises:
         TraceError: nothing was recorded in these iterations.
@@ -417,6 +433,8 @@ def choose(
             f"{len(shown)} of {len(asked)} iterations: first, last, the {SLOWEST} slowest and "
             "evenly spaced ones"
         )
+    if whole:
+        return PageSelection(tuple(shown), (), (), 0, tuple(notes))
     present = sorted({trace.header.dp_rank for trace in run.ranks.values()})
     tensor = sorted({trace.header.tp_rank for trace in run.ranks.values()})
     mean_of: tuple[int, ...] = ()

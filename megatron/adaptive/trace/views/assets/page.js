@@ -69,8 +69,9 @@ function makeTraces(view) {
 function makeLayout(view) {
   const names = PAGE.groups[state.group].rows;
   const memory = options().memory;
-  const every = Math.ceil(names.length / 40);
-  const ticks = names.map((_, row) => row).filter((row) => row % every === 0);
+  const every = Math.ceil((view.foot - view.top + 1) / 40);
+  const ticks = names.map((_, row) => row).filter((row) =>
+    row >= view.top && row <= view.foot && (row - view.top) % every === 0);
   const longest = Math.max(...names.map((name) => name.length));
   const floor = !memory ? 0 : namesMemory(names) ? 0.32 : 0.29;
   const legend = { orientation: "h", x: 0, yanchor: "bottom" };
@@ -132,6 +133,14 @@ async function show(place, group) {
 
 function showAll() {
   [state.from, state.to, state.rows] = [null, null, null];
+  element("node").selectedIndex = 0;
+  redraw();
+}
+
+// Shows the rows of the chosen node, or all.
+function showNode() {
+  const rows = Object.values(PAGE.nodes)[element("node").selectedIndex - 1];
+  state.rows = rows ? [rows[rows.length - 1] + 0.5, rows[0] - 0.5] : null;
   redraw();
 }
 
@@ -284,10 +293,17 @@ async function begin() {
   const select = element("group");
   PAGE.groups.forEach((group, i) => select.add(new Option(group.name, i)));
   select.hidden = PAGE.groups.length < 2;
+  const nodes = element("node");
+  const names = Object.keys(PAGE.nodes);
+  for (const name of ["all nodes", ...names]) nodes.add(new Option(name));
+  nodes.hidden = !names.length;
+  nodes.addEventListener("change", showNode);
   element("slider").max = PAGE.iterations.length - 1;
   for (const id of ["slider", "previous", "next"]) element(id).hidden = PAGE.iterations.length < 2;
   const height = Math.min(1100, Math.max(400, 220 + 18 * PAGE.groups[0].rows.length));
   chart.style.minHeight = `${height}px`;
+  // A curve for each of very many rows takes long.
+  if (PAGE.groups[0].rows.length > 64) element("memory").checked = false;
   await drawOverview();
   await drawHeat();
   await show(PAGE.iterations.length - 1, 0);
