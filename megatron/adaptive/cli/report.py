@@ -94,8 +94,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
         )
     lines = progress.records
     processes = record.get("processes", [])
-    nodes = _spans_of_nodes(processes, _names_of_ranks(folder, names))
-    traces, notes = traced(folder / "traces", nodes)
+    traces, notes = traced(folder / "traces", _node_of_each_rank(folder, names, processes))
     drawn = _thinned(lines)
     if len(drawn) < len(lines):
         notes.append(f"curves show {len(drawn)} of {len(lines)} iterations, evenly spaced")
@@ -107,22 +106,24 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
         "curves": _curves(drawn),
         "starts": [line["start_iteration"] + 1 for line in starts[1:]],
         "use": {name: use for name in names if (use := _use(folder / f"{name}.gpu"))},
-        "nodes": nodes,
         "traces": traces,
         "messages": messages,
         "notes": [*notes, *more],
     }
 
 
-def _names_of_ranks(folder: Path, names: Sequence[str]) -> dict[int, str]:
-    """Returns the node of each rank in the latest start that it had."""
+def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
+    """Returns the name of the node of each rank, by the latest start of each node's number."""
     found: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
             if line.startswith("===") and (match := _NODE_START.match(line)):
-                rank = int(match[2])
-                found[rank] = max(found.get(rank, ("", "")), (match[1], name))
-    return {rank: name for rank, (_, name) in found.items()}
+                number = int(match[2])
+                found[number] = max(found.get(number, ("", "")), (match[1], name))
+    known = [found.get(number, ("", f"node {number}"))[1] for number in range(len(processes))]
+    # No node has more; a damaged file may say so.
+    counts = [min(count, 1 << 12) for count in processes]
+    return [name for name, count in zip(known, counts, strict=True) for _ in range(count)]
 
 
 def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -221,15 +222,6 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
     return float(round(sum(one.get(key, 0) for one in sample.get("processes", [])), 1))
 
 
-def _spans_of_nodes(processes: Sequence[int], names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Returns which ranks are each node's: name, first rank, number of them."""
-    found, first = [], 0
-    for rank, count in enumerate(processes):
-        found.append({"name": names.get(rank, f"node {rank}"), "first": first, "count": count})
-        first += count
-    return found
-
-
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
@@ -258,14 +250,12 @@ MAX_CELLS = 200_000
 _NS_PER_MS = 1e6
 
 
-def traced(
-    folder: Path, nodes: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any] | None, list[str]]:
+def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Reads the traces of a job.
 
     Args:
         folder: that of the traces; need not exist.
-        nodes: name, first rank and number of ranks of each.
+        nodes: name of the node of each rank, as far as it is known.
 
     Returns:
         What the page draws, ``None`` without traces; and notes for the reader.
@@ -276,11 +266,10 @@ def traced(
         run = read_run(folder)
         figures = run_figures(run, workers=1)
         labels = {rank: _label(run, rank) for rank in figures.ranks.tolist()}
-        rows = {}
-        for one in nodes:
-            ranks = range(one["first"], one["first"] + one["count"])
-            if own := [row for row, rank in enumerate(labels) if rank in ranks]:
-                rows[one["name"]] = own
+        rows: dict[str, list[int]] = {}
+        for row, rank in enumerate(labels):
+            if rank < len(nodes):
+                rows.setdefault(nodes[rank], []).append(row)
         with tempfile.TemporaryDirectory() as place:
             page, every = Path(place) / "page.html", figures.iterations.tolist()
             write_page(run, page, every, figures=figures, labels=labels, nodes=rows)
