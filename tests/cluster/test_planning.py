@@ -18,6 +18,7 @@ from megatron.adaptive.cluster.planning import Planning
 from megatron.adaptive.cluster.ranks import assign
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.gpt.placement import placement_of
 
 from .jobs import FLAGS, TRAINER
 from .planning_files import cluster_file, profile_file
@@ -39,8 +40,11 @@ def planning(tmp_path: Path) -> Planning:
 
 def layers_of(layout: ParallelLayout, name: str) -> int:
     """Layers on a node of one process."""
-    at = [node for node, _ in layout.places].index(name)
-    return layout.partition[at // (layout.data * layout.tensor)]
+    at = [node for node, _ in layout.places].index(name) // (layout.data * layout.tensor)
+    config = parse([*MODEL, *layout.flags], world_size=layout.world_size, last_wins=True)
+    placement = placement_of(config)
+    held = (placement.stage_of(at, chunk) for chunk in range(placement.num_chunks))
+    return sum(layout.partition[stage] for stage in held)
 
 
 def test_nodes_get_layers_by_their_speed(planning: Planning) -> None:
