@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.jobs import JobFolder
+from tests.trace.views.test_page import Page
 
 from . import slurm_lab
 from .slurm_lab import Kind, Lab
@@ -196,7 +197,9 @@ def test_a_job_on_two_equal_nodes_and_its_report(lab: Lab, conf: Path) -> None:
     told = page_of(lab, conf, job)
     facts = dict(told["facts"])
     assert (facts["state"], facts["nodelist"], facts["exitcode"]) == ("COMPLETED", "n[3-4]", "0:0")
-    assert [(node["name"], node["first"]) for node in told["nodes"]] == [("n3", 0), ("n4", 1)]
+    drawn = conf.parent / "pipeline.html"
+    drawn.write_text(told["traces"]["page"])
+    assert Page(drawn).head["nodes"] == {"n3": [0], "n4": [1]}
     assert len(told["traces"]["rank_ms"]) == len(told["use"]) == 2
     assert len(told["curves"]["loss"]) == 3
     assert not any(one["differs"] for one in told["settings"])
