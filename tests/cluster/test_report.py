@@ -101,8 +101,10 @@ def large(tmp_path: Path) -> Path:
     (folder / "progress.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"iter')
     for rank, (name, count) in enumerate((("n1", 8), ("n2", 8), ("n3", 4))):
         starts = f"=== {stamp(1000)} node {rank} starts\n", f"=== {stamp(400)} node {rank} starts\n"
-        told = ("", "") if rank == 2 else ("error: no luck\n" * count, "UserWarning: ha\n")
-        (folder / f"{name}.out").write_text(starts[0] + told[0] + starts[1] + told[1] + "half a li")
+        logged = ("", "") if rank == 2 else ("error: no luck\n" * count, "UserWarning: ha\n")
+        (folder / f"{name}.out").write_text(
+            starts[0] + logged[0] + starts[1] + logged[1] + "half a li"
+        )
         (folder / f"{name}.err").write_text("".join(starts))
         gpu = {"index": 0, "used_percent": 90, "memory_used_bytes": 1 << 30, "pids": [1]}
         samples = [
@@ -117,36 +119,36 @@ def large(tmp_path: Path) -> Path:
     return folder
 
 
-def page_of(told: dict[str, Any], folder: Path) -> Page:
+def page_of(report: dict[str, Any], folder: Path) -> Page:
     """Returns the data of the pipeline's page."""
     path = folder / "page.html"
-    path.write_text(told["traces"]["page"])
+    path.write_text(report["traces"]["page"])
     return Page(path)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_real_run(job: Path, tmp_path: Path) -> None:
-    told = gather(job.name, job.parent)
-    settings = {one["name"]: one for one in told["settings"]}
+    report = gather(job.name, job.parent)
+    settings = {one["name"]: one for one in report["settings"]}
     sizes = {name: settings[name]["effective"] for name in ("WORLD_SIZE", "PIPELINE_MP_SIZE")}
     assert sizes == {"WORLD_SIZE": "2", "PIPELINE_MP_SIZE": "2"}
     assert settings["GLOBAL_BATCH_SIZE"]["effective"] == "4"
-    assert not any(one["differs"] for one in told["settings"])
-    assert told["curves"]["iteration"] == [1, 2, 3, 4, 5]
-    assert all(4 < loss < 7 for loss in told["curves"]["loss"])
-    assert all(value > 0 for value in told["curves"]["tokens_per_s"])
-    ((name, use),) = told["use"].items()
+    assert not any(one["differs"] for one in report["settings"])
+    assert report["curves"]["iteration"] == [1, 2, 3, 4, 5]
+    assert all(4 < loss < 7 for loss in report["curves"]["loss"])
+    assert all(value > 0 for value in report["curves"]["tokens_per_s"])
+    ((name, use),) = report["use"].items()
     assert max(use["gib"]) > 0.1
-    traces = told["traces"]
+    traces = report["traces"]
     assert (traces["ranks"], traces["iterations"]) == ([0, 1], [1, 2, 3, 4, 5])
     # A rank's own parts of the iterations make up most of what the log has for all of them; a rank
     # that the system let wait has part of one more in the next.
     for row in traces["rank_ms"]:
         assert len(row) == 5
         assert min(row) > 0
-        assert 0.2 < sum(row) / sum(told["curves"]["ms"]) < 1.5
-    drawn = page_of(told, tmp_path)
+        assert 0.2 < sum(row) / sum(report["curves"]["ms"]) < 1.5
+    drawn = page_of(report, tmp_path)
     assert drawn.head["nodes"] == {name: [0, 1]}
     kinds = [one["kind"] for one in drawn.head["categories"]]
     assert drawn.head["iterations"] == [1, 2, 3, 4, 5]
@@ -159,22 +161,22 @@ def test_a_real_run(job: Path, tmp_path: Path) -> None:
 
 
 def test_a_large_run_that_went_on(large: Path, tmp_path: Path) -> None:
-    told = gather(large.name, large.parent)
-    assert told["starts"] == [5001]
-    assert 1000 < len(told["curves"]["iteration"]) <= MAX_POINTS
-    assert told["curves"]["tokens_per_s"][0] == 5000.0
-    (differing,) = (one for one in told["settings"] if one["differs"])
+    report = gather(large.name, large.parent)
+    assert report["starts"] == [5001]
+    assert 1000 < len(report["curves"]["iteration"]) <= MAX_POINTS
+    assert report["curves"]["tokens_per_s"][0] == 5000.0
+    (differing,) = (one for one in report["settings"] if one["differs"])
     named = (differing["name"], differing["requested"], differing["effective"])
     assert named == ("GLOBAL_BATCH_SIZE", "32", "64")
-    rows = page_of(told, tmp_path).head["nodes"]
+    rows = page_of(report, tmp_path).head["nodes"]
     spans = {name: (own[0], len(own)) for name, own in rows.items()}
     assert spans == {"n1": (0, 8), "n2": (8, 8), "n3": (16, 4)}
-    first, second = told["messages"][:2]
+    first, second = report["messages"][:2]
     assert (first["node"], first["kind"], first["count"]) == ("n1", "error", 8)
     assert (second["text"], second["count"]) == ("error: no luck", 8)
-    assert {one["kind"] for one in told["messages"]} == {"error", "warning"}
-    assert told["use"]["n1"]["gpus"][0]["percent"] == [None, 90, 90]
-    assert any("curves show" in note for note in told["notes"])
+    assert {one["kind"] for one in report["messages"]} == {"error", "warning"}
+    assert report["use"]["n1"]["gpus"][0]["percent"] == [None, 90, 90]
+    assert any("curves show" in note for note in report["notes"])
 
 
 def test_mistakes(large: Path, tmp_path: Path) -> None:
@@ -191,9 +193,9 @@ def test_mistakes(large: Path, tmp_path: Path) -> None:
 def test_damaged_traces_and_a_place_that_cannot_be_written(large: Path) -> None:
     for path in (large / "traces").iterdir():
         path.write_text('{"half')
-    told = gather(large.name, large.parent)
-    assert told["traces"] is None
-    assert any(note.startswith("no timeline: ") for note in told["notes"])
+    report = gather(large.name, large.parent)
+    assert report["traces"] is None
+    assert any(note.startswith("no timeline: ") for note in report["notes"])
     with pytest.raises(TraceError):
         command.main([str(large), "--output", "/proc/report.html"])
 

@@ -194,15 +194,15 @@ def test_a_job_on_two_equal_nodes_and_its_report(lab: Lab, conf: Path) -> None:
         lambda: "COMPLETED" in lab.output("sacct", "-n", "-X", "-j", str(job), "-o", "state"),
         lambda: states,
     )
-    told = page_of(lab, conf, job)
-    facts = dict(told["facts"])
+    report = page_of(lab, conf, job)
+    facts = dict(report["facts"])
     assert (facts["state"], facts["nodelist"], facts["exitcode"]) == ("COMPLETED", "n[3-4]", "0:0")
     drawn = conf.parent / "pipeline.html"
-    drawn.write_text(told["traces"]["page"])
+    drawn.write_text(report["traces"]["page"])
     assert Page(drawn).head["nodes"] == {"n3": [0], "n4": [1]}
-    assert len(told["traces"]["rank_ms"]) == len(told["use"]) == 2
-    assert len(told["curves"]["loss"]) == 3
-    assert not any(one["differs"] for one in told["settings"])
+    assert len(report["traces"]["rank_ms"]) == len(report["use"]) == 2
+    assert len(report["curves"]["loss"]) == 3
+    assert not any(one["differs"] for one in report["settings"])
 
 
 def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_over(

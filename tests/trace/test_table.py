@@ -79,7 +79,7 @@ def test_both_ends_of_each_message() -> None:
     assert found.bytes.tolist() == [8, 8, 8]
 
 
-def test_iterations_are_told_apart() -> None:
+def test_iterations_are_distinguished() -> None:
     tables = {
         rank: TraceTable.from_spans(
             [

@@ -146,7 +146,7 @@ def test_a_slow_rank_of_a_made_up_run_mended_or_under_a_rule(schedule: str, tmp_
     )
 
 
-def test_a_slow_rank_is_told_from_the_loss_beside_its_layers(tmp_path: Path) -> None:
+def test_a_slow_rank_is_distinguished_from_the_loss_beside_its_layers(tmp_path: Path) -> None:
     fault = Fault(kind="slow-rank", rank=1, factor=2.0)
     made = SyntheticRun(
         num_ranks=2, layers=4, head=1.28, schedule="1f1b", faults=(fault,), action_sigma=0.02
