@@ -22,7 +22,7 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
 from megatron.adaptive.engine.job import Job, gather, meet, no_rendezvous
 from megatron.adaptive.errors import SetupError, TransportError
-from megatron.adaptive.profiling.links import NO_STEP, connect, measure_link, own_end, receive
+from megatron.adaptive.profiling.links import NO_STEP, measure_link, process_groups, receive
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Endpoint, Label, Transport
 from megatron.adaptive.transport.liveness import here
@@ -89,7 +89,8 @@ class TransportCheck:
             control_group=dist.group.WORLD,
             places=gather(here(0)),
         )
-        self._own = own_end(self._job, options)
+        self._groups = process_groups(self._job, in_flight=2 * _BURST, timeout_s=_LIMIT_S)
+        self._own = self._groups.own_end(self._job.places, options, environment.master_addr)
         self._ends = [Endpoint.decode(text) for text in gather(self._own.encode())]
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -129,9 +130,7 @@ class TransportCheck:
         options = TransportConfig(
             **{**vars(self._options), "transport": kind, "transport_slot_bytes": slot_bytes}
         )
-        transport = connect(
-            self._job, self._own, peers, options, in_flight=2 * _BURST, timeout_s=_LIMIT_S
-        )
+        transport = self._groups.connect(self._own, peers, options)
         mine: dict[str, Any] = {}
         if transport is not None:
             try:
