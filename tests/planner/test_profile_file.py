@@ -87,6 +87,24 @@ def test_a_profile_of_another_model_is_refused() -> None:
         profile_file.check_model(measured(), preset("t5-small"), "p")
 
 
+def test_experts_on_ranks_that_were_not_measured_take_what_the_nearest_do() -> None:
+    rows = [
+        {"kind": kind, "gpu": "cpu", "tp": 1, "micro_batch": 1, "forward_s": seconds}
+        | {"backward_input_s": seconds, "kept_bytes": 1.0}
+        for kind, seconds in (("experts", 1.0), ("experts/8", 2.0), ("head", 3.0), ("embedding", 0))
+    ]
+    content = {**measured("mixtral-8x7b"), "layers": rows}
+    model = preset("mixtral-8x7b", imbalance=1.5)
+    profile_file.check_model(content, model, "p")
+    profile = profile_file.make_profile(content)
+    found = {ranks: profile.times(f"experts/{ranks}", "cpu", 1, 1) for ranks in (2, 4, 8)}
+    assert {ranks: times.forward_s for ranks, times in found.items()} == {2: 1.0, 4: 2.0, 8: 2.0}
+    assert [times.source for times in found.values()] == ["estimated", "estimated", "measured"]
+    assert profile.times("experts/8", "cpu", 1, 1, load=1.5).forward_s == 3.0
+    assert profile.knows("experts/2", "cpu", 1)
+    assert not profile.knows("transformer", "cpu", 1)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

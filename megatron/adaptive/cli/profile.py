@@ -88,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=("fp32", "fp16", "bf16"), help="bf16 on a GPU, fp32 on a CPU")
     add("--tp", metavar="1,2,4", help="tensor-parallel widths; every power of two that fits")
     add("--micro-batch-sizes", default="1,2,4", metavar="1,2,4", help="samples (%(default)s)")
+    ranks = "as of a rank of experts spread over so many (%(default)s)"
+    add("--expert-parallel-size", default="1", metavar="1,8", help=ranks)
     repeats = number(int, 1, 100_000)
     add("--repeats", type=repeats, default=7, help="microbatches that count (%(default)s)")
     add("--node-type", default="", metavar="NAME", help="of this node; its GPU's by default")
@@ -141,11 +143,18 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
             f"--model {options.model}: the trainer builds GPT and Llama models alone; time its"
             " pieces yourself and give them with --cut-points"
         )
-    if len({*model.layers}) > 3 or model.has_experts or "--mtp-num-layers" in model.arguments:
+    spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)
+    if strange := set(spreads) - set(model.expert_ranks):
         raise ConfigError(
-            f"--model {options.model}: it has layers that differ, experts or layers that predict"
-            " further tokens, of which none are measured; plan without --profile"
+            f"--expert-parallel-size {min(strange)}: the experts of {model.name} divide by"
+            f" {', '.join(map(str, model.expert_ranks))}; give of these"
         )
+    spread = {name for name, mark, _ in (kind.partition("/") for kind in model.kinds) if mark}
+    kinds = [
+        kind
+        for kind in model.kinds
+        if int(kind.partition("/")[2] or 1) in spreads or not spread & {kind.partition("/")[0]}
+    ]
     for width in widths:
         if model.max_tp % width:
             raise ConfigError(
@@ -157,6 +166,8 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
             ProfileOptions(
                 name=model.name,
                 arguments=model.arguments,
+                kinds=tuple(kinds),
+                last=model.layers[-2],
                 widths=widths,
                 widest=model.max_tp,
                 micro_batches=sizes,

@@ -224,6 +224,7 @@ def layer_table(
         part_s = ring(kind.context_bytes * samples / tp)
         rows[name] = _kind_row(
             kind,
+            inputs.model.kinds[name],
             inputs,
             node,
             tp,
@@ -240,6 +241,7 @@ def layer_table(
 
 def _kind_row(
     kind: LayerKind,
+    alone: LayerKind,
     inputs: PlanInputs,
     node: NodeType,
     tp: int,
@@ -252,10 +254,12 @@ def _kind_row(
 ) -> tuple[tuple[float, ...], bool]:
     """Returns a row of the table.
 
+    ``alone``: the kind where experts are not spread over ranks, of which all have as much to do;
     ``once``: seconds that tokens are on their way to experts and back in a forward; ``part_s``:
     those in which each of the ranks that share a sequence sends its keys and values to the next.
     """
-    times = inputs.profile.times(kind.name, node.gpu, tp, micro_batch)
+    load = kind.forward_flops / (alone.forward_flops or 1)
+    times = inputs.profile.times(kind.name, node.gpu, tp, micro_batch, load or 1.0)
     if tp > 1 and not times.tp_included and kind.tp_bytes:
         once += all_reduce_s(link_within(inputs, node, tp), kind.tp_bytes * micro_batch, tp)
     attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
@@ -276,9 +280,10 @@ def _kind_row(
         comm += passed
     shared = tp if sequence_parallel else 1
     whole = times.kept_bytes
-    if whole is None:
-        whole = kind.kept_bytes(tp) * micro_batch
-    whole -= kind.replicated_activation_bytes * micro_batch * (1 - 1 / shared)
+    if whole is None or not inputs.model.has_experts:
+        # Models with experts were measured with sequence parallelism.
+        whole = kind.kept_bytes(tp) * micro_batch if whole is None else whole
+        whole -= kind.replicated_activation_bytes * micro_batch * (1 - 1 / shared)
     # Parts that were gathered are kept as the scores are.
     whole += 0.0 if fused else kind.context_bytes / tp * micro_batch * turns
     kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * micro_batch

@@ -6,6 +6,7 @@ stands. Reading and writing of profile files is not done here.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -103,24 +104,34 @@ class Profile:
     allocator_share: Mapping[str, float] = field(default_factory=dict)
     estimator: Callable[[str, str, int, float], LayerTimes] | None = None
 
-    def times(self, kind: str, gpu: str, tp: int, micro_batch: float) -> LayerTimes:
+    def times(
+        self, kind: str, gpu: str, tp: int, micro_batch: float, load: float = 1.0
+    ) -> LayerTimes:
         """Returns durations of one layer.
 
         A microbatch size between two measured ones is interpolated, one above the largest lies on
         the line through the two largest, and one below the smallest shrinks in proportion; where
-        one size was measured, all but the launching is in proportion. The result is then
-        estimated.
+        one size was measured, all but the launching is in proportion. Experts spread over a number
+        of ranks that was not measured take what the nearest does. The result is then estimated.
+
+        Args:
+            kind: of the layer.
+            gpu: that it is on.
+            tp: tensor-parallel ranks.
+            micro_batch: samples.
+            load: operations over those of what is measured, where one rank has more than others.
 
         Raises:
             ConfigError: neither measured nor to be estimated.
         """
-        # A whole number is found whatever its type.
-        found = self.layers.get((kind, gpu, tp, micro_batch))  # type: ignore[arg-type]
-        if found is not None:
-            return found
-        sizes = self._sizes.get((kind, gpu, tp), ())
-        if sizes:
-            return self._between(kind, gpu, tp, micro_batch, sizes)
+        near = self._nearest(kind, gpu, tp)
+        if near is not None:
+            sizes = self._sizes[near, gpu, tp]
+            # A whole number is found whatever its type.
+            found = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
+            found = found or self._between(near, gpu, tp, micro_batch, sizes)
+            found = found if near == kind else replace(found, source="estimated")
+            return found if load == 1 else found.scaled(load)
         if self.estimator is not None:
             return self.estimator(kind, gpu, tp, micro_batch)
         known = sorted({one for name, one, _ in self._sizes if name == kind})
@@ -138,7 +149,21 @@ class Profile:
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
         """Returns whether ``times`` has an answer."""
-        return self.estimator is not None or (kind, gpu, tp) in self._sizes
+        return self.estimator is not None or self._nearest(kind, gpu, tp) is not None
+
+    def _nearest(self, kind: str, gpu: str, tp: int) -> str | None:
+        """Returns a kind, or what was measured instead: its experts on other numbers of ranks."""
+        if (kind, gpu, tp) in self._sizes:
+            return kind
+        name, _, ranks = kind.partition("/")
+        alike = {
+            int(one.partition("/")[2] or 1): one
+            for one, *at in self._sizes
+            if at == [gpu, tp] and re.fullmatch(rf"{re.escape(name)}(/\d+)?", one)
+        }
+        spread = int(ranks) if ranks.isdigit() else 1
+        nearest = min(alike, key=lambda one: max(one / spread, spread / one), default=1)
+        return alike.get(nearest)
 
     @cached_property
     def _sizes(self) -> dict[tuple[str, str, int], tuple[int, ...]]:

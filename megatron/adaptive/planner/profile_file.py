@@ -386,8 +386,9 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
     measured = content["model"]
     of = f"{where} is of model {measured['name']}"
     advice = "measure the model that is planned, or leave --profile out"
-    kinds = {row["kind"] for row in content["layers"]}
-    missing = [kind for kind in model.kinds if kind not in kinds]
+    # Experts may be spread over another number of ranks.
+    kinds = {row["kind"].partition("/")[0] for row in content["layers"]}
+    missing = [kind for kind in model.kinds if kind.partition("/")[0] not in kinds]
     if missing:
         raise ConfigError(
             f"{of}, which has no layers of kind {missing[0]!r} as {model.name} does: {advice}"
@@ -395,7 +396,8 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
     arguments = measured.get("arguments", ())
     if arguments and model.arguments:
         other = arguments_model(arguments, measured["name"], model.precision.name)
-        for name, kind in model.kinds.items():
+        for name in set(model.layers):
+            kind = model.kinds[name]
             for field in ("parameters", "output_elements", "forward_flops"):
                 theirs, own = getattr(other.kinds[name], field), getattr(kind, field)
                 if not math.isclose(theirs, own, rel_tol=_SAME):

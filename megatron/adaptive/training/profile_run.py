@@ -3,8 +3,8 @@
 A model of few layers is cut into three stages, so that every kind is alone in one::
 
     stage 0     embedding
-    stage 1     transformer layers: once 1 of them, once 3; the difference is 2 layers
-    stage 2     last normalization, logits and loss
+    stage 1     layers of one kind: once 1 of them, once 3; the difference is 2 layers
+    stage 2     last normalization, logits and loss, after layers that predict further tokens
 
 One process takes the part of each stage in turn; no pipeline is needed. Ranks of a tensor-parallel
 group work together, and all ranks of the job measure at the same time, as they would train. Owns
@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.accelerator import Accelerator  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.core import CoreConfig  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.engine.deferred_layers import attach_stores  # noqa: E402
@@ -79,6 +81,8 @@ class ProfileOptions:
     Attributes:
         name: of the model.
         arguments: the trainer's arguments that give the model its shape, vocabulary included.
+        kinds: of layers as ``planner.model`` names them, embedding and head included.
+        last: kind of the last layer, which layers that predict further tokens are like.
         widths: tensor-parallel ranks; empty for every power of two that nodes and model allow.
         widest: what every width must divide, as the model's shape wants it.
         micro_batches: samples of a microbatch.
@@ -90,6 +94,8 @@ class ProfileOptions:
 
     name: str
     arguments: tuple[str, ...]
+    kinds: tuple[str, ...] = ("embedding", "transformer", "head")
+    last: str = "transformer"
     widths: tuple[int, ...] = ()
     widest: int = 1
     micro_batches: tuple[int, ...] = (1, 2, 4)
@@ -119,7 +125,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
     widths = _widths(options, environment)
     world = environment.world_size
     try:
-        job = start_job(_mesh_config(options, 1, world), environment, accelerator)
+        job = start_job(_config(options, 1, 1, world), environment, accelerator)
     except (dist.DistError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
     try:
@@ -130,7 +136,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         layers: list[dict[str, Any]] = []
         others: dict[str, dict[str, list[float]]] = {"launch": {}, "optimizer": {}, "sigma": {}}
         for tp in widths:
-            job = replace(job, config=_mesh_config(options, tp, world))
+            job = replace(job, config=_config(options, tp, 1, world))
             remake_mesh(job)
             for size in options.micro_batches:
                 layers += _measure(options, job, gpu, tp, size, others, first=not layers)
@@ -164,7 +170,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
 
 
 def _medians(values: dict[str, list[float]]) -> dict[str, float]:
-    return {gpu: statistics.median(each) for gpu, each in values.items()}
+    return {gpu: statistics.median(each) for gpu, each in values.items() if each}
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
@@ -182,16 +188,32 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
     return list(options.widths)
 
 
-def _config(options: ProfileOptions, size: int, world: int, more: str) -> TrainerConfig:
+def _config(
+    options: ProfileOptions, tp: int, size: int, world: int, more: str = ""
+) -> TrainerConfig:
     run = "--mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-4"
-    run += f" --micro-batch-size {size} {more}"
+    run += f" --micro-batch-size {size} --tensor-model-parallel-size {tp} {more}"
     if options.backend is not None:
         run += f" --distributed-backend {options.backend}"
+    if tp > 1 and any(kind.startswith("experts") for kind in options.kinds):
+        run += " --sequence-parallel"
     return parse([*options.arguments, *run.split()], world_size=world, last_wins=True)
 
 
-def _mesh_config(options: ProfileOptions, tp: int, world: int) -> TrainerConfig:
-    return _config(options, 1, world, f"--tensor-model-parallel-size {tp}")
+def _alone(kind: str, layers: int, core: CoreConfig) -> str:
+    """Returns arguments that make so many layers of one kind.
+
+    A rank of experts that are spread over 4 ranks, ``experts/4``, computes as many tokens with as
+    many experts as one that has a quarter of them, all by itself; their way is not measured.
+    """
+    name, _, spread = kind.partition("/")
+    more = f" --num-layers {layers}"
+    if core.num_moe_experts:
+        more += f" --num-experts {core.num_moe_experts // int(spread or 1)}"
+        more += f" --moe-layer-freq [{int(name.startswith('experts'))}]*{layers}"
+    if core.window_attn_skip_freq is not None:
+        more += f" --window-attn-skip-freq [{int(name.endswith('-window'))}]*{layers}"
+    return more
 
 
 def _measure(
@@ -205,47 +227,49 @@ def _measure(
     first: bool,
 ) -> list[dict[str, Any]]:
     """Measures all kinds for one width and size; returns the rows of all GPUs, on every rank."""
+    core, optimizer = job.config.core, first
 
-    def stage(number: int, layers: int, *, optimizer: bool = False) -> Figures:
+    def stage(number: int, kind: str, layers: int = FEW, *, optimizer: bool = False) -> Figures:
         # The middle one of three stages holds the layers. Each is alone here; a head of its own
         # costs what a copy of the embedding does.
-        more = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {STAGES}"
-        more += f" --partition 0-{layers}-0 --num-layers {layers}"
-        more += " --untie-embeddings-and-output-weights"
-        config = _config(options, size, STAGES * job.environment.world_size, more)
+        more = f"--pipeline-model-parallel-size {STAGES} --partition 0-{layers}-0"
+        more += f" --untie-embeddings-and-output-weights{_alone(kind, layers, core)}"
+        config = _config(options, tp, size, STAGES * job.environment.world_size, more)
         return _measure_stage(config, job.accelerator, number, options.repeats, optimizer=optimizer)
 
-    _report(job, f"tp {tp}, microbatch {size}")
-    mine = None
-    try:
-        few, many = stage(1, FEW, optimizer=first), stage(1, MANY)
-        samples, launch_s = layer_samples(stage(0, FEW), few, many, stage(STAGES - 1, FEW))
-        mine = {
-            "gpu": gpu,
-            "kinds": samples,
-            "launch": launch_s,
-            "sigma": (few["sigma"] + many["sigma"]) / 2,
-            "optimizer": few.get("optimizer_s", 0.0) / few["parameters"],
-        }
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-    gathered = [one for one in job.gather(mine) if one is not None]
-    if mine is None:
-        _report(job, f"tp {tp}, microbatch {size}: not enough memory for {MANY} layers, left out")
+    mine: dict[str, Figures] = {}
+    its_others: dict[str, list[float]] = {"launch": [], "optimizer": [], "sigma": []}
+    for kind in options.kinds:
+        _report(job, f"tp {tp}, microbatch {size}, {kind}")
+        name, mark, spread_over = kind.partition("/")
+        try:
+            if name == "embedding":
+                mine[kind] = stage(0, options.last)
+            elif name == "head":
+                mine[kind] = stage(STAGES - 1, options.last + mark + spread_over)
+            else:
+                few = stage(1, kind, optimizer=optimizer)
+                many = stage(1, kind, MANY)
+                mine[kind], launch_s = layer_sample(few, many)
+                its_others["launch"].append(launch_s)
+                its_others["sigma"] += [few["sigma"], many["sigma"]]
+                if optimizer:
+                    its_others["optimizer"].append(few["optimizer_s"] / few["parameters"])
+                optimizer = False
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            _report(job, f"tp {tp}, microbatch {size}, {kind}: not enough memory, left out")
     rows = []
-    for name in dict.fromkeys(one["gpu"] for one in gathered):
-        its = [one for one in gathered if one["gpu"] == name]
-        for key in ("launch", "sigma"):
-            others[key].setdefault(name, []).append(statistics.fmean(one[key] for one in its))
-        if first:
-            others["optimizer"].setdefault(name, []).extend(one["optimizer"] for one in its)
-        for kind in its[0]["kinds"]:
-            means = {
-                figure: statistics.fmean(one["kinds"][kind][figure] for one in its)
-                for figure in _FIGURES
-            }
+    gathered = job.gather((gpu, mine, its_others))
+    for name in dict.fromkeys(gpu for gpu, _, _ in gathered):
+        for key, found in others.items():
+            values = [value for gpu, _, one in gathered if gpu == name for value in one[key]]
+            found.setdefault(name, []).extend(values)
+        for kind in options.kinds:
+            its = [one[kind] for gpu, one, _ in gathered if gpu == name and kind in one]
+            means = {key: statistics.fmean(one[key] for one in its) for key in _FIGURES if its}
             row = {"kind": kind, "gpu": name, "tp": tp, "micro_batch": size, "tp_included": True}
-            rows.append({**row, **means})
+            rows += [{**row, **means}] if its else []
     return rows
 
 
@@ -255,29 +279,18 @@ def _report(job: Any, text: str) -> None:
         print(f"profile: {text}", file=sys.stderr, flush=True)
 
 
-def layer_samples(
-    first: Figures, few: Figures, many: Figures, last: Figures
-) -> tuple[dict[str, Figures], float]:
-    """Derives what layers take from what stages took.
-
-    Args:
-        first: of the stage with the embedding.
-        few: of the stage with ``FEW`` layers.
-        many: of that with ``MANY``.
-        last: of the stage with the loss.
+def layer_sample(few: Figures, many: Figures) -> tuple[Figures, float]:
+    """Derives what a layer takes from what a stage of ``FEW`` and one of ``MANY`` took.
 
     Returns:
-        A sample of one layer by kind, ``embedding``, ``transformer`` or ``head``, and the seconds
-        that a forward costs beyond its layers.
+        Figures of one layer, and the seconds that a forward costs beyond its layers.
     """
-
     layer = {
         # Noise may make the difference small; a layer is never far from the mean.
         name: max((many[name] - few[name]) / (MANY - FEW), _LEAST_SHARE * many[name] / MANY)
         for name in _FIGURES
     }
-    launch_s = max(0.0, few["forward_s"] - FEW * layer["forward_s"])
-    return {"embedding": first, "transformer": layer, "head": last}, launch_s
+    return layer, max(0.0, few["forward_s"] - FEW * layer["forward_s"])
 
 
 def _measure_stage(
@@ -303,11 +316,16 @@ def _measure_stage(
     rows = -(-config.data.vocab_size // multiple) * multiple
     parallel_state.set_pipeline_model_parallel_rank(stage)
     parallel_state.set_pipeline_model_parallel_world_size(STAGES)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    # Modules ask their pipeline's group alone which stage they are on.
+    place = SimpleNamespace(rank=lambda: stage, size=lambda: STAGES)
+    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = place
     try:
         core = transformer_config(config, accelerator)
         chunks = build_chunks(config, core, accelerator, placement, rows)
         sample = _run(config, core, accelerator, placement, stage, chunks, groups, repeats)
     finally:
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline
         parallel_state.set_pipeline_model_parallel_rank(None)
         parallel_state.set_pipeline_model_parallel_world_size(None)
     sample["parameters"] = float(sum(one.numel() for one in chunks[0].parameters()))
