@@ -133,6 +133,8 @@ def load_as_rank(model: Path, output: Path) -> None:
     Checkpoints(run).load()
     found = sum(one.numel() * one.element_size() for one in weights), _memory("VmHWM") - before
     (output / f"rank{environment.rank}.json").write_text(json.dumps(found))
+    if run.wiring is not None:
+        run.wiring.close()
     end_job()
 
 
@@ -165,7 +167,7 @@ def _make_up(folder: Path, gigabytes: float) -> int:
 
     hidden, inner, rows = 2048, 5632, 32000
     layer = 2 * (2 * hidden * hidden + 2 * 256 * hidden + 3 * hidden * inner)
-    layers = max(1, round((gigabytes * 1e9 - 4 * rows * hidden) / layer))
+    layers = max(2, 2 * round((gigabytes * 1e9 - 4 * rows * hidden) / layer / 2))
     config = {
         "model_type": "llama",
         "hidden_size": hidden,

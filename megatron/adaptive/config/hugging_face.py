@@ -246,7 +246,8 @@ def _arguments(
                 raise ConfigError(f"{where}: {' or '.join(keys)} is missing; a model has it")
             is_number = isinstance(found, int | float) and abs(found) < math.inf
             if not is_number and found is not None and not flag.endswith("score-function"):
-                raise ConfigError(f"{where}: {keys[0]} is {found!r}: it must be a number")
+                kind = "whole number" if "num" in flag else "number"
+                raise ConfigError(f"{where}: {keys[0]} is {found!r}: it must be a {kind}")
             if found is None:
                 found = _DEFAULTS.get(flag)
             of_groups = flag.endswith(("groups", "group-topk"))
