@@ -194,7 +194,7 @@ class MicrobatchLoader:
         def read(index: int) -> Microbatch:
             if self._next_block != end:
                 raise RuntimeError("a microbatch of an earlier step was asked for after the next")
-            return self._read(first * self._dp_size + own[index])
+            return self._fetch(first * self._dp_size + own[index])
 
         return StepMicrobatches(read, len(own), pin_memory=self._pin_memory, on_read=self._on_read)
 
@@ -207,7 +207,7 @@ class MicrobatchLoader:
         start = self._first_sample + number * self._micro_batch_size
         return range(start, start + self._micro_batch_size)
 
-    def _read(self, number: int) -> Microbatch:
+    def _fetch(self, number: int) -> Microbatch:
         block, rank = divmod(number, self._dp_size)
         if self._read_ahead is None or rank != self._dp_rank or block < self._read_block:
             arrays = _collate([self._dataset[index] for index in self._samples(number)])
