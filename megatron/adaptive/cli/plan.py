@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _discover(files: Sequence[Path]) -> int:
     """Prints a cluster file, from outputs of tools or by asking those of this machine."""
-    texts = [(str(path), read_text(path, "give a text that a tool printed")) for path in files]
+    texts = [(str(path), read_text(path, "give what a tool printed; see --help")) for path in files]
     if not files and shutil.which("scontrol"):
         texts.append(("scontrol show node", slurm(["scontrol", "show", "node"])))
         with suppress(SetupError):  # without a plugin for topologies
@@ -107,7 +107,7 @@ def _discover(files: Sequence[Path]) -> int:
     if not files and shutil.which("nvidia-smi"):
         report = json.dumps({"host": socket.gethostname(), "node": node_report()})
         texts.append(("this node", report))
-    known = [one for one in texts if one[1].strip() and "No topology" not in one[1]]
+    known = [one for one in texts if "No topology" not in one[1] and (files or one[1].strip())]
     if not known:
         raise ConfigError(
             "--discover: neither scontrol nor nvidia-smi is here: run doctor --json on each node,"
