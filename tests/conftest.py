@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import platform
@@ -92,6 +93,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         real = real or item.path.name in FORKING
         if real and not exact:
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what all tests import out of every later search for garbage, which tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -64,8 +65,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a job of one pod with two processes."""
     folder = tmp_path_factory.mktemp("a run")
     (folder / "conf.sh").write_text(CONF)
+    with socket.create_server(("", 0)) as probe:
+        port = str(probe.getsockname()[1])
     done = subprocess.run(
-        ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh"), "--master-port", "29641"],
+        ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh"), "--master-port", port],
         env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -183,6 +183,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **own, **more}
 
 
+def forking() -> dict[str, str]:
+    """Returns an environment in which ranks of the trainer that a launcher starts are forked."""
+    return environment(**forkserver().nodes()[1])
+
+
 def run_ranks(
     command: Sequence[str],
     *,
