@@ -7,9 +7,10 @@ Parts: ``fasop``, its cases and Pareto run; ``measured``, predictions against pu
 ``literature``, against runs that papers print; ``memory``, peaks of 24 short runs on this machine;
 ``large``, a cluster of 1,024 GPUs; ``small``, problems against every plan of theirs; ``own``, plans
 of a small GPT run on this machine against their predictions, which wants a machine that does
-nothing else; ``experts``, the same of one with experts, predicted of what ``profile`` measures. ``DIR`` holds the published sets (``fasop``, ``amp``, ``sailor``); those that are
-missing are left out. Rows are printed as soon as a part is done; a part that fails has a row that
-says why, and those of the others stay. Exits with status 1 where a part failed or a goal is missed.
+nothing else; ``experts``, the same of one with experts, by what ``profile`` measures of it.
+``DIR`` holds the published sets (``fasop``, ``amp``, ``sailor``); those that are missing are left
+out. Rows are printed as soon as a part is done; a part that fails has a row that says why, and
+those of the others stay. Exits with status 1 where a part failed or a goal is missed.
 """
 
 from __future__ import annotations

@@ -58,10 +58,9 @@ MODEL_FLAGS = (
     f" --vocab-size {VOCABULARY - 1} --tokenizer-type NullTokenizer --eval-iters 0"
     f" --global-batch-size {BATCH} --log-interval 100 --trace-interval 1"
 ).split()
-EXPERTS = 4
 EXPERT_FLAGS = [
     *MODEL_FLAGS,
-    *f"--num-layers 4 --num-experts {EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 512".split(),
+    *"--num-layers 4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512".split(),
     *"--disable-bias-linear --position-embedding-type rope".split(),
 ]
 QUIET = 0.06

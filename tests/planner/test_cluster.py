@@ -52,7 +52,9 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
     assert fast.intra.bytes_per_s == 300e9
     assert not fast.intra.shared
     assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[1]).bytes_per_s == 100e9 / 8
-    assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[1]).latency_s == pytest.approx(15e-6)
+    assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[1]).latency_s == pytest.approx(
+        15e-6
+    )
     assert cluster.link_of_types(cluster.nodes[2], cluster.nodes[3]).bytes_per_s == 25e9 / 8
     assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[2]).bandwidth(2**16) == 0.5e9
     assert cluster.price_per_hour == pytest.approx(65.54)

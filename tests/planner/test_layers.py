@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType, make_cluster
-from megatron.adaptive.planner.layers import boundary_s, layer_table, make_estimator
+from megatron.adaptive.planner.layers import (
+    MATRIX_SHARE,
+    boundary_s,
+    layer_table,
+    make_estimator,
+    stage_memory,
+)
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model, preset
 from megatron.adaptive.planner.plan import Replica, StagePlace
@@ -82,7 +89,12 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
                 "islands": [
                     {"gpus": 4, "bandwidth": "400 GB/s", "latency": "3 us"},
                     {"nodes": 2, "bandwidth": "400 Gbit/s", "latency": "5 us"},
-                    {"nodes": 6, "bandwidth": "400 Gbit/s", "latency": "9 us", "oversubscription": 4},
+                    {
+                        "nodes": 6,
+                        "bandwidth": "400 Gbit/s",
+                        "latency": "9 us",
+                        "oversubscription": 4,
+                    },
                 ],
             },
         ],
@@ -98,7 +110,7 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
             StagePlace(replicas=tuple(Replica(node=n, gpu=g, tp=1) for n, g in each), micro_batch=1)
             for each in (one, other)
         ]
-        return boundary_s(*ends, inputs, 1e6)
+        return pytest.approx(boundary_s(*ends, inputs, 1e6))
 
     # GPUs of a part of a node, of a node, of nodes on a leaf, on a pod with a quarter of the
     # bandwidth, on two pods; and of two types.
@@ -111,3 +123,21 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
     # The slowest replica counts, and those that leave a node share its way out.
     assert sent([(1, 0), (2, 0)], [(2, 1), (3, 0)]) == (9e-6, 1e6 / 12.5e9)
     assert sent([(1, 0), (1, 1)], [(2, 0), (2, 1)]) == (5e-6, 2e6 / 50e9)
+
+
+def test_weights_in_fp8_are_kept_twice_more_and_products_take_half_as_long() -> None:
+    model = preset("gpt3-6.7b", "bf16", fused=True)
+    small = replace(model, precision=model.precision.with_fp8())
+    whole, half = (make_estimator(one)("transformer", "h100", 1, 4) for one in (model, small))
+    saved = whole.backward_weight_s - half.backward_weight_s
+    kind = model.kinds["transformer"]
+    linear_s = 4 * (kind.forward_flops - kind.attention_flops) / (989.5e12 * MATRIX_SHARE)
+    assert saved == pytest.approx(linear_s / 2)
+    heads = [make_estimator(one)("head", "h100", 1, 4).forward_s for one in (model, small)]
+    assert heads[0] == heads[1]
+    sizes = {"kept_bytes": 0.0, "held": 1.0, "workspace_bytes": 0.0, "dp": 1, "limit_bytes": 1.0}
+    held = [
+        stage_memory(one, parameters=1e9, distributed_optimizer=False, **sizes).parameter_bytes
+        for one in (model, small)
+    ]
+    assert held == [2e9, 4e9]

@@ -564,7 +564,9 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
     entries = [one for one in entries if one["gpus_per_node"]]
     if not entries:
         names = ", ".join(where for where, _ in texts)
-        raise ConfigError(f"{names}: no node with GPUs is up: give the outputs of nodes that have some")
+        raise ConfigError(
+            f"{names}: no node with GPUs is up: give the outputs of nodes that have some"
+        )
     document: dict[str, Any] = {"format": 1, "nodes": _grouped(entries, switches)}
     without = [one["gpu"] for one in document["nodes"] if "network" not in one]
     if without and sum(one["count"] for one in document["nodes"]) > 1:
@@ -577,8 +579,8 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
 
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _TOOLS = (
-    "scontrol show node or topology, sinfo -N, nvidia-smi -q or topo -m, or doctor --json; write what"
-    " one of them prints on a node into a file, and give that"
+    "scontrol show node or topology, sinfo -N, nvidia-smi -q or topo -m, or doctor --json; write"
+    " what one of them prints on a node into a file, and give that"
 )
 _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 

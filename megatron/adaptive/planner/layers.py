@@ -134,7 +134,8 @@ def stage_memory(
     besides = context + parameters * runtime.parameter_copies_bytes
     sizes = model.precision
     return StageMemory(
-        parameter_bytes=parameters * sizes.parameter_bytes,
+        # In fp8 each weight is there as it is and transposed.
+        parameter_bytes=parameters * (sizes.parameter_bytes + 2 * sizes.fp8),
         gradient_bytes=parameters * sizes.gradient_bytes,
         optimizer_bytes=(parameters if divided is None or not distributed_optimizer else divided)
         * (sizes.optimizer_bytes / (dp if distributed_optimizer else 1)),
@@ -694,6 +695,8 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     pace = gpu.peak(sizes.name) * MATRIX_SHARE
     moving = gpu.memory_bytes_per_s * MEMORY_SHARE
     linear_s = micro_batch * (kind.forward_flops - kind.attention_flops) / tp / pace
+    if sizes.fp8 and kind.counted:
+        linear_s *= gpu.peak(sizes.name) / gpu.peak("fp8")
     attention_s = micro_batch * kind.attention_flops / tp / pace
     # What is kept was written once and read once at least, as is the output.
     kept = micro_batch * kind.kept_bytes(tp)
