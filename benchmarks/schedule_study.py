@@ -3,9 +3,12 @@
 Part (f) of ``benchmarks/schedules.py``. A cell is a pipeline of p ranks with two chunks each, m
 microbatches, a kind of work and a latency. Every order of a cell gets the same draws.
 
-The lower bound: the first action of a rank waits for the first forward of all stages before; then
-the rank has all its work to do, and what follows its last backward comes after the others of these
-and its forwards. And a step takes as long as each microbatch alone.
+The lower bound: no action starts before the longest way to it through stages and microbatches, nor
+ends the step sooner than the longest way from it; between them each rank alone has all its work to
+do, one action at a time and freely interrupted, and the slowest rank counts.
+
+Source: the bound of one machine with heads and tails, Carlier 1982; interrupted, Jackson's rule
+gives it exactly.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,7 @@ from megatron.adaptive.planner.repartition import (
 )
 from megatron.adaptive.schedule.auto import STATIC, choose
 from megatron.adaptive.schedule.compare import Candidate, evaluate, make_candidate
+from megatron.adaptive.schedule.machine import B, F, W
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.workload import (
     PS_PER_S,
@@ -110,18 +116,83 @@ def cells(latency: float) -> Iterator[Cell]:
 def lower_bound_s(placement: Placement, work: Workload) -> float:
     """The bound of the module's docstring."""
     times: Any = work.durations_ps
-    hops = work.delays_ps[:, :, 0].copy()
-    hops[0, -1] = hops[1, 0] = 0
-    chain = (times[:2].sum(axis=(0, 1)) + hops.sum()).max()
-    head = np.concatenate(([0], np.cumsum(times[0, :, 0] + hops[0])))
-    tail = np.concatenate(([0], np.cumsum(times[1, :, -1] + np.roll(hops[1], -1))))
-    best = int(chain)
-    for rank in range(placement.num_ranks):
-        stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-        first = min(stages)
-        own = times[:, stages].sum(axis=(1, 2))
-        best = max(best, int(head[first] + max(own.sum(), own[:2].sum() + tail[first])))
-    return best / PS_PER_S
+    stages, microbatches = times.shape[1:]
+    ranks = np.array([placement.locate(stage)[0] for stage in range(stages)])
+    # Of the message from each stage to the one behind it, and back.
+    forth, back = work.delays_ps[0, :-1].copy(), work.delays_ps[1, 1:].copy()
+    forth[ranks[1:] == ranks[:-1]] = back[ranks[1:] == ranks[:-1]] = 0
+    heads = _starts(times, forth, back)
+    # The way from an action to the end is the way to it with time and microbatches reversed.
+    reverse = times[:, :, ::-1]
+    tails = np.zeros_like(times)
+    none = np.zeros(microbatches, dtype=np.int64)
+    after = none
+    for stage in range(stages):
+        tails[W, stage] = _in_turn(none, reverse[W, stage])
+        after = np.maximum(after, tails[W, stage] + reverse[W, stage])
+        tails[B, stage] = _in_turn(after, reverse[B, stage])
+        if stage < stages - 1:
+            after = tails[B, stage] + reverse[B, stage] + back[stage, ::-1]
+    after = none
+    for stage in reversed(range(stages)):
+        if stage < stages - 1:
+            after = after + forth[stage, ::-1]
+        after = np.maximum(after, tails[B, stage] + reverse[B, stage])
+        tails[F, stage] = _in_turn(after, reverse[F, stage])
+        after = tails[F, stage] + reverse[F, stage]
+    tails = tails[:, :, ::-1]
+    of_ranks = (
+        [each[:, ranks == rank].ravel() for each in (heads, times, tails)] for rank in set(ranks)
+    )
+    return max(_one_machine(*of_rank) for of_rank in of_ranks) / PS_PER_S
+
+
+def _starts(times: Any, forth: Any, back: Any) -> Any:
+    """Returns the earliest starts ``[kind, stage, microbatch]`` if ranks ran all side by side."""
+    stages = times.shape[1]
+    found = np.zeros_like(times)
+    ready = np.zeros(times.shape[2], dtype=np.int64)
+    for stage in range(stages):
+        found[F, stage] = _in_turn(ready, times[F, stage])
+        ready = found[F, stage] + times[F, stage]
+        if stage < stages - 1:
+            ready = ready + forth[stage]
+    for stage in reversed(range(stages)):
+        ready = np.maximum(ready, found[F, stage] + times[F, stage])
+        found[B, stage] = _in_turn(ready, times[B, stage])
+        ready = found[B, stage] + times[B, stage]
+        found[W, stage] = _in_turn(ready, times[W, stage])
+        if stage > 0:
+            ready = ready + back[stage - 1]
+    return found
+
+
+def _in_turn(ready: Any, durations: Any) -> Any:
+    """Returns the starts of actions that run one after the other, none before it is ready."""
+    before = durations.cumsum() - durations
+    return before + np.maximum.accumulate(ready - before)
+
+
+def _one_machine(heads: Any, durations: Any, tails: Any) -> int:
+    """Returns the least end of all work that may be interrupted: the longest tail goes first."""
+    order = np.argsort(heads, kind="stable")
+    coming = deque(zip(*(each[order].tolist() for each in (heads, durations, tails)), strict=True))
+    waiting: list[tuple[int, int]] = []
+    now = end = 0
+    while coming or waiting:
+        if not waiting:
+            now = max(now, coming[0][0])
+        while coming and coming[0][0] <= now:
+            _, duration, tail = coming.popleft()
+            heappush(waiting, (-tail, duration))
+        tail, duration = heappop(waiting)
+        until = min(now + duration, coming[0][0] if coming else now + duration)
+        if until < now + duration:
+            heappush(waiting, (tail, now + duration - until))
+        else:
+            end = max(end, until - tail)
+        now = until
+    return end
 
 
 def _rule(name: str, kind: PlacementKind, cell: Cell, per_rank: float, shares: bool) -> Candidate:
@@ -209,12 +280,13 @@ def worst_draws() -> list[Row]:
             if cell.work != work or cell.microbatches < 2 * cell.ranks:
                 continue
             rule = _rule("adaptive", "v", cell, 2, True)
-            for seed in FRESH:
+            # Small pipelines differ most from draw to draw.
+            for seed in range(FRESH.start, FRESH.start + max(4, 800 // cell.ranks)):
                 bound_s = cell.bound_s(rule.placement, (seed,))
                 found.append((_step_s(rule, cell, (seed,)) / bound_s, seed, cell))
     worst, seed, cell = max(found, key=lambda one: one[0])
     where = f"p {cell.ranks}, m {cell.microbatches}, {cell.work}, draw {seed}"
-    label = f"adaptive, V, cap 2p, m >= 2p: over the bound, worst ({where})"
+    label = f"adaptive, V, cap 2p, m >= 2p: over the bound, worst of {len(found)} ({where})"
     return [Row(what=label, value=worst, goal=1.05)]
 
 

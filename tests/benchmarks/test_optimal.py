@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks import optimal
+from benchmarks.schedule_study import lower_bound_s
+from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
 FILE = Path(optimal.__file__).with_suffix(".json")
 MEAN, WORST = 1.01, 1.05
@@ -146,6 +149,18 @@ def test_recorded_optimum_lies_between_its_bounds(name: str) -> None:
     assert record["proven"] is True
     assert record["lower_bound"] == optimal.lower_bound(case)
     assert record["lower_bound"] <= record["optimum"] <= optimal.makespan(case, starts)
+
+
+def test_the_study_s_bound_is_no_lower_than_the_file_s_and_below_every_optimum() -> None:
+    for name, record in RECORDS.items():
+        case = CANDIDATES[name]
+        times = StageTimes(
+            **{f"{kind}_s": getattr(case, kind) for kind in ("forward", "backward", "weight")}
+        )
+        placement = Placement(num_ranks=case.ranks, num_chunks=2, kind="v")
+        link = Link(latency_s=case.latency)
+        bound_s = lower_bound_s(placement, draw(placement, case.microbatches, times, link=link))
+        assert record["lower_bound"] <= bound_s <= record["optimum"], name
 
 
 @pytest.mark.parametrize("name", ["p2-m4-less-weight-l3-cap2", "p3-m4-less-weight-l3"])
