@@ -24,8 +24,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
 # Markers of suites that need packages or rights which a machine may lack.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
-# Folders whose files take minutes come first: a file that starts last leaves the others idle.
-LONGEST_FIRST = ("labs", "multiprocess", "cluster", "modules", "plugin", "cli")
+# What takes minutes comes first: a file that starts last leaves the others idle.
+LONGEST_FIRST = (
+    *("labs", "multiprocess", "cluster", "modules", "plugin", "examples", "benchmarks"),
+    *("test_extension.py", "test_imports.py", "checkpoint", "cli", "transport"),
+)
 
 
 # Folders with functions that numba compiles, for half a minute of processor time each.

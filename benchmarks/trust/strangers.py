@@ -40,7 +40,7 @@ from megatron.adaptive import extension
 from megatron.adaptive.cli.doctor import check_way
 from megatron.adaptive.handshake import Handshake, Session, StrangerError, new_secret
 from tests.cluster.jobs import ElasticJob
-from tests.multiprocess.launch import ROOT, environment
+from tests.multiprocess.launch import ROOT, environment, free_port
 
 LIMIT_S = 200.0
 HELD = 200
@@ -521,7 +521,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[st
     conf, logs = folder / "pods" / "conf.sh", folder / "pods" / "logs"
     conf.parent.mkdir()
     conf.write_text(_CONF)
-    port, begun_s = _free_port(), time.monotonic()
+    port, begun_s = free_port(), time.monotonic()
     waiting, end_s = logs / "master.json", time.monotonic() + LIMIT_S
     variables = {"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with _Programs(**variables) as pods:
@@ -548,7 +548,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[st
 
 def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
     """Lets strangers talk to ``doctor`` as it waits for another node, which then comes."""
-    secret, port = new_secret(), _free_port()
+    secret, port = new_secret(), free_port()
     with _Programs(MEGATRON_ADAPTIVE_SECRET=secret) as programs:
         words = ["doctor", "--master-addr", "127.0.0.1", "--master-port", str(port)]
         words += ["--timeout", "3000", "--json"]
@@ -602,11 +602,6 @@ def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str,
         closing = [pool.submit(one.close, 10.0) for one in (low, high)]
         for one in closing:
             one.result(LIMIT_S)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _is_open(port: int) -> bool:

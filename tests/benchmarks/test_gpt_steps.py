@@ -71,7 +71,7 @@ def test_all_competitors_compute_the_same(
     monkeypatch.chdir(tmp_path)
     for name, value in forking().items():
         monkeypatch.setenv(name, value)
-    result = gpt_steps.measure(job, rounds=1)
+    result = gpt_steps.measure(job, rounds=1, width=64)
     assert tuple(result["differences"]) == JOBS[job].competitors
     assert disagreements({job: result}) == []
     assert all(seconds > 0 for (seconds,) in result["times"].values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from megatron.adaptive.cli.report import MAX_POINTS, gather
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
 
 from ..browser import complaints, opened_browser
+from ..multiprocess.launch import free_port
 from ..trace.views.test_page import Page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,10 +65,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a job of one pod with two processes."""
     folder = tmp_path_factory.mktemp("a run")
     (folder / "conf.sh").write_text(CONF)
-    with socket.create_server(("", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    words = ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh")]
     done = subprocess.run(
-        ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh"), "--master-port", port],
+        [*words, "--master-port", str(free_port())],
         env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.transport.liveness import here
 
+from ..multiprocess.launch import free_port
 from .pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -31,13 +32,6 @@ def port() -> Iterator[int]:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     yield store.port
     del store
-
-
-def free_port() -> int:
-    """Return a port for a store of the ranks' own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def check_line(text: str, dead: int, pid: int, survivor: int, what: str, host: str = "") -> None:
