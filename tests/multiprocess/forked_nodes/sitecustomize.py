@@ -24,7 +24,7 @@ import sys
 from typing import Any
 
 MODULE = "megatron.adaptive.cluster.rank_forkserver"
-SCRIPTS = ("pretrain_gpt.py", "slow_rank.py", "gpt_steps.py", "gpu_steps.py")
+SCRIPTS = ("pretrain_gpt.py", "slow_rank.py", "gpt_steps.py", "gpu_steps.py", "watched.py")
 PROGRAM = ["-m", "megatron.adaptive", "pretrain-gpt"]
 SOCKET = "TESTS_NODE_FORKSERVERS"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
