@@ -6,8 +6,9 @@
 Parts: ``morphs``, a small GPT on four processes of this machine through six planned morphs and a
 node that is killed; ``start``, what process start, import and load take under torchrun, which a
 morph is measured by; ``checkpoint``, what a checkpoint every ten steps that is written behind
-training costs; ``soak``, nodes (namespaces; needs root) that are killed, stopped, cut off and
-filled up at random, after each of which the job must go on or end with the reason;
+training costs; ``copies``, what copies in memory cost, and how many steps a node that is killed at
+a random moment costs with them; ``soak``, nodes (namespaces; needs root) that are killed, stopped,
+cut off and filled up at random, after each of which the job must go on or end with the reason;
 ``repartition``, what a slow rank regains by giving layers away, and what moving one takes;
 ``pieces``, steps of models with cut points as predicted from a profile and as measured. Exits with
 status 1 where a goal is missed.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import statistics
 import sys
@@ -36,10 +38,11 @@ from benchmarks.ranks import train  # noqa: E402
 from benchmarks.report import Result, Row, finish, measured, parser_of, run  # noqa: E402
 from tests.cluster.jobs import FLAGS, ElasticJob  # noqa: E402
 
-PARTS = ("morphs", "start", "checkpoint", "repartition", "pieces", "soak")
+PARTS = ("morphs", "start", "checkpoint", "copies", "repartition", "pieces", "soak")
 SAVE_INTERVAL = 15
 LIMIT_S = 400.0
 GOAL_RATIO, GOAL_S, GOAL_LOSS, GOAL_SAVING = 1.5, 10.0, 1e-5, 0.03
+GOAL_LOST, GOAL_COPIES = 1, 0.05
 TRAINER = str(ROOT / "pretrain_gpt.py")
 ENDLESS = ["--train-iters", "9999"]
 PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step", "whole")
@@ -62,6 +65,7 @@ def main() -> int:
             "morphs": lambda: morphs(folder / "morphs", quick=quick),
             "start": lambda: start(folder / "start"),
             "checkpoint": lambda: checkpoint(quick=quick),
+            "copies": lambda: copies(folder, quick=quick),
             "repartition": lambda: repartition(folder, quick=quick),
             "pieces": lambda: pieces(folder, quick=quick),
             "soak": lambda: soak(folder if options.keep is None else options.keep, options),
@@ -160,6 +164,60 @@ def checkpoint(*, quick: bool) -> Result:
         measured(what + "more processor time", gpt_turns.costs(result, "saving", "cpu_s")),
     ]
     return Result(rows=rows, facts={"checkpoint": result})
+
+
+def copies(folder: Path, *, quick: bool) -> Result:
+    """What copies of the state in memory cost a step, and how many steps a lost node costs."""
+    cost, lost = _cost_of_copies(3 if quick else 8), _lose_nodes(folder, times=1 if quick else 4)
+    return Result(rows=cost.rows + lost.rows, facts=cost.facts | lost.facts)
+
+
+def _cost_of_copies(rounds: int) -> Result:
+    """How much longer steps are for copies at every step, or at one in ten."""
+    result = gpt_turns.measure("copying", rounds)
+    steps_ms = [1e3 * step_s for name in ("each", "tenth") for step_s in result[name]["plain_s"]]
+    note = result["notice"].removeprefix("every step ")
+    rows = [measured("a step without copies", steps_ms, unit="ms", note=note)]
+    for name, text in (("tenth", "one step in ten"), ("each", "every step")):
+        goal = GOAL_COPIES if name == "tenth" else None
+        longer, more = (gpt_turns.costs(result[name], "copying", unit) for unit in ("s", "cpu_s"))
+        rows.append(measured(f"{text}: longer steps", longer, goal=goal))
+        rows.append(measured(f"{text}: more processor time", more))
+    return Result(rows=rows, facts={"copies": result})
+
+
+def _lose_nodes(folder: Path, *, times: int) -> Result:
+    """Kill a node at a random moment of a step, and let another come in its place."""
+    (here := folder / "copies").mkdir()
+    moments = random.Random(1)
+    flags = "--train-iters 99999 --save-interval 99999".split()
+    job = ElasticJob(here, ["a", "b", "c0"], flags, ["--replicate-every", "1"])
+    lost = []
+    try:
+        for number in range(times):
+            epoch, name = 2 * number + 1, f"c{number}"
+            job.trained(epoch, 6)
+            job.until(lambda name=name: _is_present(job, name), f"node {name}", LIMIT_S)
+            time.sleep(moments.random() * 0.2)
+            job.lose(name)
+            job.trained(epoch + 1, 2)
+            lost.append(max(job.steps(epoch)) - job.steps(epoch + 1)[0] + 1)
+            job.change(["a", "b", f"c{number + 1}"])
+    finally:
+        job.close()
+    restored = job.said().count("was restored from copies in memory")
+    rows = [
+        Row(what="nodes killed", value=len(lost)),
+        Row(what="restored from copies", value=restored),
+        Row(what="steps lost with a node, at most", value=max(lost), goal=GOAL_LOST),
+    ]
+    return Result(rows=rows, facts={"lost": lost})
+
+
+def _is_present(job: ElasticJob, name: str) -> bool:
+    """Whether a node takes part, as the state tells."""
+    machines = job.state().get("machines", [])
+    return any(one["name"] == name and one["status"] == "present" for one in machines)
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:

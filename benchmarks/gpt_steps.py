@@ -94,13 +94,14 @@ class Rank(GptRank):
     Args:
         _: folder that it does not need.
         job: one of ``JOBS``.
+        width: of the model.
     """
 
     JOBS: ClassVar[Mapping[str, Job]] = ALL_JOBS
 
-    def __init__(self, _: Path, job: str) -> None:
+    def __init__(self, _: Path, job: str, width: str = "256") -> None:
         of_job = self.JOBS[job]
-        size = ["--hidden-size", "256", "--pipeline-model-parallel-size", str(of_job.ranks)]
+        size = ["--hidden-size", width, "--pipeline-model-parallel-size", str(of_job.ranks)]
         super().__init__([*GPT, *size, *of_job.flags.split()])
 
         from megatron.adaptive.engine.deferred_layers import attach_stores
@@ -280,13 +281,14 @@ class Rank(GptRank):
         return time.perf_counter() - start
 
 
-def measure(job: str, rounds: int, limit_s: float = 900.0) -> dict[str, Any]:
+def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> dict[str, Any]:
     """Run the ranks of a job.
 
     Args:
         job: one of ``ALL_JOBS``.
         rounds: how often the competitors that a goal looks at take a step.
         limit_s: everything is killed after it.
+        width: of the model.
 
     Returns:
         What :meth:`Rank.measure` did.
@@ -294,7 +296,8 @@ def measure(job: str, rounds: int, limit_s: float = 900.0) -> dict[str, Any]:
     Raises:
         RuntimeError: a rank failed, or the time limit passed.
     """
-    return ranks.measure(__file__, ALL_JOBS[job].ranks, rounds, job, limit_s=limit_s)
+    words = job, str(width)
+    return ranks.measure(__file__, ALL_JOBS[job].ranks, rounds, *words, limit_s=limit_s)
 
 
 def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:

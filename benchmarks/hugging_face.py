@@ -6,10 +6,10 @@
 
 ``random`` draws models of each family and shapes of ranks, checks import and export, and prints per
 family how far logits and gradients are from those of ``transformers`` at most. ``size`` makes up a
-model on disk and prints the peak of memory over that before, and the speed over reading and writing
-the same bytes. ``tokens`` counts the documents of mixed text that a tokenizer here cuts otherwise
-than the library it stands on, and prints the speed of ``preprocess-data`` over that library, on a
-core and on all.
+model on disk and prints the peak of memory over that before, the speed over reading and writing
+the same bytes, and what ``--load-hf`` adds to the memory of each of four ranks. ``tokens`` counts
+the documents of mixed text that a tokenizer here cuts otherwise than the library it stands on, and
+prints the speed of ``preprocess-data`` over that library, on a core and on all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import sysconfig
@@ -29,6 +30,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.ranks import run_ranks  # noqa: E402
 
 _BLOCK = 1 << 23
 # A command in a process of its own, which then says the time it took and its peak of memory.
@@ -45,6 +48,9 @@ before, begin = peak(), time.perf_counter()
 getattr(checkpoint, sys.argv[1])(sys.argv[2:])
 print("MEASURED", time.perf_counter() - begin, peak() - before)
 """
+_MESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+_RUN = f"{_MESH} --bf16 --seq-length 128 --micro-batch-size 1 --global-batch-size 4 --lr 1e-4"
+_RUN += " --train-iters 1 --eval-iters 0 --mock-data"
 # Reads JSON lines and encodes them, nothing else; says the seconds of the encoding.
 _TOKENIZERS = """
 import json, sys, time
@@ -93,6 +99,50 @@ def measure_size(gigabytes: float) -> None:
                 f"{what}: {seconds:.1f} s, {plain_s / seconds:.2f} of the speed of reading and"
                 f" writing the bytes ({plain_s:.1f} s); peak {peak / 1e6:.0f} MB over that before"
             )
+        words = [__file__, "--part", "rank", "--model", str(folder / "model")]
+        run_ranks([*words, "--output", str(folder)], 4, 240.0)
+        for file in sorted(folder.glob("rank*.json")):
+            own, more = json.loads(file.read_text())
+            print(
+                f"--load-hf, tp 2 and pp 2, {file.stem}: a peak of {more / 1e6:.0f} MB over the"
+                f" memory of a rank that has drawn its part of {own / 1e6:.0f} MB by lot"
+                f" (goal: {largest / 1e6:.0f}, one tensor)"
+            )
+
+
+def load_as_rank(model: Path, output: Path) -> None:
+    """Loads a model as a rank of a job does, and writes the bytes of its part and of the peak."""
+    from megatron.adaptive import accelerator
+
+    accelerator.install()
+
+    from megatron.adaptive.checkpoint.training import Checkpoints
+    from megatron.adaptive.config.arguments import parse
+    from megatron.adaptive.config.environment import Environment
+    from megatron.adaptive.gpt.initialize import end_job, start_job
+    from megatron.adaptive.gpt.setup import build_run
+
+    environment = Environment.read()
+    words = [*_RUN.split(), "--load-hf", str(model)]
+    config = parse(words, world_size=environment.world_size)
+    job = start_job(config, environment, accelerator.detect(environment.local_rank))
+    run = build_run(job)
+    weights = [one for chunk in run.chunks for one in chunk.parameters()]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _memory("VmRSS")
+    Checkpoints(run).load()
+    found = sum(one.numel() * one.element_size() for one in weights), _memory("VmHWM") - before
+    (output / f"rank{environment.rank}.json").write_text(json.dumps(found))
+    if run.wiring is not None:
+        run.wiring.close()
+    end_job()
+
+
+def _memory(name: str) -> int:
+    """Returns a figure of this process's memory in bytes."""
+    match = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) << 10
 
 
 def _copy(files: Sequence[Path], target: Path) -> float:
@@ -117,7 +167,7 @@ def _make_up(folder: Path, gigabytes: float) -> int:
 
     hidden, inner, rows = 2048, 5632, 32000
     layer = 2 * (2 * hidden * hidden + 2 * 256 * hidden + 3 * hidden * inner)
-    layers = max(1, round((gigabytes * 1e9 - 4 * rows * hidden) / layer))
+    layers = max(2, 2 * round((gigabytes * 1e9 - 4 * rows * hidden) / layer / 2))
     config = {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -304,12 +354,17 @@ def compare_tokens(megabytes: float) -> None:
 def main() -> None:
     """Runs a part."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", choices=("random", "size", "tokens"), required=True)
+    parser.add_argument("--part", choices=("random", "size", "rank", "tokens"), required=True)
     parser.add_argument("--count", type=int, default=50, help="models of each family")
     parser.add_argument("--family", action="append", help="one alone; may be repeated")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--megabytes", type=float, default=10.0)
+    parser.add_argument("--model", type=Path, help="of a rank")
+    parser.add_argument("--output", type=Path, help="of a rank")
     options = parser.parse_args()
+    if options.part == "rank":
+        load_as_rank(options.model, options.output)
+        return
     if options.part == "tokens":
         compare_tokens(options.megabytes)
         return

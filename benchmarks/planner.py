@@ -7,9 +7,10 @@ Parts: ``fasop``, its cases and Pareto run; ``measured``, predictions against pu
 ``literature``, against runs that papers print; ``memory``, peaks of 24 short runs on this machine;
 ``large``, a cluster of 1,024 GPUs; ``small``, problems against every plan of theirs; ``own``, plans
 of a small GPT run on this machine against their predictions, which wants a machine that does
-nothing else. ``DIR`` holds the published sets (``fasop``, ``amp``, ``sailor``); those that are
-missing are left out. Rows are printed as soon as a part is done; a part that fails has a row that
-says why, and those of the others stay. Exits with status 1 where a part failed or a goal is missed.
+nothing else; ``experts``, the same of one with experts, by what ``profile`` measures of it.
+``DIR`` holds the published sets (``fasop``, ``amp``, ``sailor``); those that are missing are left
+out. Rows are printed as soon as a part is done; a part that fails has a row that says why, and
+those of the others stay. Exits with status 1 where a part failed or a goal is missed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.planning import fasop, large, measured, memory, own_runs  # noqa
 from benchmarks.planning.small import better, brute_force, random_problem, solve  # noqa: E402
 from benchmarks.report import Result, Row, finish, one_line, parser_of, run  # noqa: E402
 
-PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own")
+PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own", "experts")
 
 
 def small_rows(quick: bool) -> list[Row]:
@@ -56,18 +57,20 @@ def _seconds(problem: Any) -> float:
     return found[0].seconds if found else math.inf
 
 
-def own(options: argparse.Namespace) -> Result:
+def own(options: argparse.Namespace, *, experts: bool) -> Result:
     """Runs plans on this machine, or predicts those anew that were kept."""
     with tempfile.TemporaryDirectory() as temporary:
         place = options.keep or options.kept or Path(temporary)
-        return own_runs.measure(place, options.quick, again=options.kept is None)
+        place = place / "experts" if experts else place
+        again = options.kept is None
+        return own_runs.measure(place, options.quick, again=again, experts=experts)
 
 
 def measure(part: str, options: argparse.Namespace) -> Result:
     """Returns the rows of one of ``PARTS``; none for published sets that are missing."""
     try:
-        if part == "own":
-            return own(options)
+        if part in ("own", "experts"):
+            return own(options, experts=part == "experts")
         if part == "memory":
             return memory.measure(options.quick)
         if part == "literature":

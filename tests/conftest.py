@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import platform
@@ -23,8 +24,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
 # Markers of suites that need packages or rights which a machine may lack.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
-# Folders whose files take minutes come first: a file that starts last leaves the others idle.
-LONGEST_FIRST = ("labs", "multiprocess", "cluster", "modules", "plugin", "cli")
+# What takes minutes comes first: a file that starts last leaves the others idle.
+LONGEST_FIRST = (
+    *("labs", "multiprocess", "cluster", "modules", "plugin", "examples", "benchmarks"),
+    *("test_extension.py", "test_imports.py", "checkpoint", "cli", "transport"),
+)
 
 
 # Folders with functions that numba compiles, for half a minute of processor time each.
@@ -92,6 +96,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         real = real or item.path.name in FORKING
         if real and not exact:
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what all tests import out of every later search for garbage, which tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

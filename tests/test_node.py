@@ -245,29 +245,6 @@ class TestEnds:
             wait(high)
         high.close(PATIENT_S)
 
-    def test_a_fork_leaves_the_channels_alone(self, pair: tuple[Any, Any]) -> None:
-        low, high = pair
-        send(low, 1, torch.full((4,), 3.0))
-        received = take(high)
-
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                assert received[0] == 3
-                with pytest.raises(TransportError, match="belong to the process that made them"):
-                    send(low, 1, received)
-                del received
-                gc.collect()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        for i in range(6):
-            send(low, 1, torch.full((4,), float(i)))
-            assert take(high)[0] == i
-        assert received[0] == 3
-
 
 class TestOpen:
     def test_wrong_options(self, native: ModuleType) -> None:

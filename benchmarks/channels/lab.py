@@ -89,7 +89,7 @@ def build_channel() -> Path | None:
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         return None
     folder = ROOT / "build" / "cpp-tests-fast"
-    made = CppTests(compiler, flags=(*VERBS, "-O2"), libraries=["-libverbs"], folder=folder)
+    made = CppTests(compiler, flags=(*VERBS, "-O2"), folder=folder)
     return made.build(MEASURE)
 
 

@@ -1,9 +1,12 @@
-"""The cost model against our own runs: 12 plans of a small GPT on the CPUs of this machine.
+"""The cost model against our own runs: plans of small GPTs on the CPUs of this machine.
+
+12 are of a dense one, 3 of one with experts.
 
 All runs have two processes, on a machine of two cores or more, for the planner has no model of
 ranks that share a core. Some are traced and a profile is fitted to them; the plans are other runs,
 between them. Other programs on the machine disturb all of them: only iterations count during which
-others took little of it, and all is done in three rounds.
+others took little of it, and all is done in three rounds. The model with experts is measured by
+``profile`` instead, and its plans are predicted of that alone.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import numpy as np
 import psutil
 
 from benchmarks.report import ROOT, Result, Row
+from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.calibrate import (
     TracedRun,
     calibrate,
@@ -54,6 +58,11 @@ MODEL_FLAGS = (
     f" --vocab-size {VOCABULARY - 1} --tokenizer-type NullTokenizer --eval-iters 0"
     f" --global-batch-size {BATCH} --log-interval 100 --trace-interval 1"
 ).split()
+EXPERT_FLAGS = [
+    *MODEL_FLAGS,
+    *"--num-layers 4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512".split(),
+    *"--disable-bias-linear --position-embedding-type rope".split(),
+]
 QUIET = 0.06
 """Most that other programs may take of the machine in an iteration that counts."""
 ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 240.0
@@ -64,7 +73,7 @@ NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpee
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A way to run the model."""
+    """A way to run the model; with experts if ``expert_ranks`` is above 0."""
 
     tp: int = 1
     dp: int = 1
@@ -73,6 +82,7 @@ class Shape:
     schedule: str = "1f1b"
     chunks: int = 1
     layers: tuple[int, ...] = (LAYERS,)
+    expert_ranks: int = 0
 
     @property
     def processes(self) -> int:
@@ -83,15 +93,19 @@ class Shape:
         layers = "-".join(map(str, self.layers))
         return (
             f"tp {self.tp} dp {self.dp} pp {self.pp} b {self.micro_batch} {self.schedule} {layers}"
+            + f" ep {self.expert_ranks}" * (self.expert_ranks > 0)
         )
 
     def flags(self) -> list[str]:
         """Of the trainer."""
-        flags = ["--tensor-model-parallel-size", str(self.tp)]
+        flags = EXPERT_FLAGS if self.expert_ranks else MODEL_FLAGS
+        flags = [*flags, "--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--micro-batch-size", str(self.micro_batch), "--pipeline-schedule", self.schedule]
         if self.chunks > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
+        if self.expert_ranks > 1:
+            flags += ["--expert-model-parallel-size", str(self.expert_ranks)]
         if self.pp > 1:
             flags += ["--partition", "-".join(map(str, self.layers))]
         return flags
@@ -117,6 +131,11 @@ PLANS = (
     Shape(pp=2, layers=(4, 2), micro_batch=2),
     Shape(dp=2, micro_batch=2),
     Shape(tp=2, micro_batch=2),
+)
+EXPERT_PLANS = (
+    Shape(pp=2, layers=(2, 2), expert_ranks=1),
+    Shape(pp=2, layers=(3, 1), expert_ranks=1, schedule="zb-h1"),
+    Shape(pp=2, layers=(1, 3), expert_ranks=1, schedule="gpipe"),
 )
 
 
@@ -190,13 +209,43 @@ def reload(shape: Shape, folder: Path) -> Outcome:
 
 
 def _train(shape: Shape, place: Path, iterations: int) -> Watch:
-    command = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
+    command = ["-m", "megatron.adaptive", "launch", "--standalone"]
     command += ["--nproc-per-node", str(shape.processes), str(ROOT / "pretrain_gpt.py")]
-    command += [*MODEL_FLAGS, *shape.flags(), "--train-iters", str(iterations)]
-    command += ["--trace-dir", str(place)]
+    command += [*shape.flags(), "--train-iters", str(iterations), "--trace-dir", str(place)]
+    return _watched(command, f"{shape}: the trainer")
+
+
+def profiled(folder: Path) -> Profile:
+    """The profile of the model with experts that two processes measure, kept in ``folder``.
+
+    Raises:
+        BusyError: the machine was never quiet.
+        RuntimeError: the command failed.
+    """
+    path = folder / "profile.json"
+    for _ in range(0 if path.is_file() else ROUNDS):
+        trial = folder / "trial.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+        command += ["-m", "megatron.adaptive", "profile", "--model", " ".join(EXPERT_FLAGS)]
+        command += ["--output", str(trial), *"--tp 1 --micro-batch-sizes 1".split()]
+        watch = _watched([*command, "--node-type", NODE.name], "profile")
+        # Once a process has ended, its time is counted as that of others.
+        end = max(watch.samples, key=lambda sample: sample[-1])
+        if watch.others(watch.samples[0][0], end[0]) < QUIET:
+            trial.rename(path)
+            break
+    else:
+        if not path.is_file():
+            raise BusyError("profile: others kept the machine busy")
+    return profile_file.make_profile(profile_file.load(path))
+
+
+def _watched(command: Sequence[str], what: str) -> Watch:
+    """Runs Python with arguments; returns how busy others kept the machine."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
-        command,
+        [sys.executable, *command],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,
@@ -212,7 +261,7 @@ def _train(shape: Shape, place: Path, iterations: int) -> Watch:
             child.communicate(timeout=60)
             raise
     if child.returncode:
-        raise RuntimeError(f"{shape}: the trainer ended with {child.returncode}: {errors[-2000:]}")
+        raise RuntimeError(f"{what} ended with {child.returncode}: {errors[-2000:]}")
     return watch
 
 
@@ -228,6 +277,7 @@ def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
         micro_batch=shape.micro_batch,
         global_batch=BATCH,
         schedule=shape.schedule,
+        expert_ranks=shape.expert_ranks or 1,
         partition=tuple(len(one) for one in held),
         places=place_ranks(
             cluster,
@@ -289,22 +339,27 @@ class Watch:
         return max(0.0, taken / seconds / (os.cpu_count() or 1))
 
 
-def measure(folder: Path, quick: bool = False, *, again: bool = True) -> Result:
+def measure(
+    folder: Path, quick: bool = False, *, again: bool = True, experts: bool = False
+) -> Result:
     """Run everything; the figures beside their goals, and one record for each plan.
 
     Args:
         folder: where the runs are kept, of 6 MB or so.
         quick: one round of every third plan.
         again: whether to run; otherwise all runs are those in the folder.
+        experts: whether plans are those of the model with experts.
     """
-    plans = PLANS[::3] if quick else PLANS
-    model = arguments_model(MODEL_FLAGS, "small gpt", fused=False)
+    plans = EXPERT_PLANS if experts else PLANS
+    plans = plans[::3] if quick else plans
+    model = arguments_model(EXPERT_FLAGS if experts else MODEL_FLAGS, "small gpt", fused=False)
     seen: dict[Shape, list[tuple[float, float]]] = {shape: [] for shape in plans}
     rounds = (1 if quick else 3) if again else len(list(folder.glob("round-*")))
     for number in range(1, rounds + 1):
         done: dict[Shape, Outcome] = {}
-        for shape in in_turn(TEACHERS, plans):
-            place = folder / f"round-{number}" / str(shape).replace(" ", "_")
+        here = folder / f"round-{number}"
+        for shape in plans if experts else in_turn(TEACHERS, plans):
+            place = here / str(shape).replace(" ", "_")
             try:
                 if (place / KEPT).is_file():
                     done[shape] = reload(shape, place)
@@ -313,9 +368,13 @@ def measure(folder: Path, quick: bool = False, *, again: bool = True) -> Result:
             except BusyError as error:
                 print(f"round {number}: left out: {error}", flush=True)
         teachers = {shape: done[shape] for shape in TEACHERS if shape in done}
-        if not teachers:
+        if not (done if experts else teachers):
             continue
-        profile = taught(teachers, model)
+        try:
+            profile = profiled(here) if experts else taught(teachers, model)
+        except BusyError as error:
+            print(f"round {number}: left out: {error}", flush=True)
+            continue
         for shape in [shape for shape in plans if shape in done]:
             predicted = predicted_s(shape, model, profile)
             seen[shape].append((done[shape].step_s, predicted))
@@ -332,8 +391,9 @@ def measure(folder: Path, quick: bool = False, *, again: bool = True) -> Result:
     note = (
         f"{lost} of {rounds * len(seen)} runs left out, for others disturbed them" if lost else ""
     )
-    rows = [replace(row, note=note) for row in summary(records)]
-    return Result(rows=rows, facts={"own": records})
+    name = f"own CPU runs, {len(records)} plans" + " with experts" * experts
+    rows = [replace(row, note=note) for row in summary(records, name, 0.1 if experts else 0.05)]
+    return Result(rows=rows, facts={name: records})
 
 
 def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
@@ -369,17 +429,16 @@ def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any
     }
 
 
-def summary(records: Sequence[dict[str, Any]]) -> list[Row]:
-    """The figures of the runs beside their goals."""
+def summary(records: Sequence[dict[str, Any]], name: str, goal: float) -> list[Row]:
+    """The figures of the runs beside their goals, that of the median error given."""
     measured = [record["measured_s"] for record in records]
     predicted = [record["predicted_s"] for record in records]
     chosen = measured[predicted.index(min(predicted))] / min(measured) - 1
     error = statistics.median(abs(record["error"]) for record in records)
     order = rank_correlation(predicted, measured)
-    name = f"own CPU runs, {len(records)} plans"
     slower = f"{name}: the plan predicted fastest is slower than the fastest by"
     return [
-        Row(what=f"{name}: median error", value=error, goal=0.05),
+        Row(what=f"{name}: median error", value=error, goal=goal),
         Row(what=slower, value=chosen, goal=0.03),
         Row(what=f"{name}: rank correlation", value=order),
     ]

@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -32,6 +31,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from tests.cluster.jobs import FLAGS, JobFolder, command, environment  # noqa: E402
+from tests.multiprocess.launch import free_port, wait_until  # noqa: E402
 
 LIMIT_S = 120.0
 NOBODY = 65534
@@ -212,20 +212,15 @@ def _seen_in_sight(folder: Path) -> int:
     with subprocess.Popen(["sleep", "60", "in-plain-sight"], stderr=subprocess.DEVNULL) as sleeper:
         sleeper.kill()
     with subprocess.Popen([sys.executable, "-c", "input()", "in-plain-sight"], stdin=-1) as shown:
-        _until(lambda: "in-plain-sight" in psutil.Process(shown.pid).cmdline(), "a command line")
+        wait_until(
+            lambda: "in-plain-sight" in psutil.Process(shown.pid).cmdline(), lambda: "", LIMIT_S
+        )
         time.sleep(4 * _PERIOD_S)
         shown.kill()
     _, files = scanner.files()
     _, commands = scanner.close()
     (folder / "in-sight").unlink()
     return bool(files) + bool(commands)
-
-
-def _until(condition: Callable[[], object], what: str) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"no {what} in {LIMIT_S:g} s"
-        time.sleep(0.05)
 
 
 def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
@@ -277,8 +272,7 @@ def _ssh_programs(folder: Path) -> Path:
     for name in ("key", "host_key"):
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     for name, text in (("sshd_config", _SERVER), ("ssh_config", _CLIENT)):
         (folder / name).write_text(text.format(folder, port=port))
     programs = folder / "bin"
@@ -289,7 +283,7 @@ def _ssh_programs(folder: Path) -> Path:
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for it
     subprocess.run([_SSHD, "-f", str(folder / "sshd_config")], check=True)
-    _until((folder / "sshd.pid").exists, "sshd")
+    wait_until((folder / "sshd.pid").exists, lambda: "sshd", LIMIT_S)
     return programs
 
 
@@ -306,9 +300,7 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
     """Runs a job of one pod, and makes its page and its status."""
     conf = _conf(folder, planted)
     wanted = {**planted, **PLAIN}
-    with socket.create_server(("", 0)) as probe:
-        port = probe.getsockname()[1]
-    words = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(port)]
+    words = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(free_port())]
     arrived = False
     with (folder / "log.txt").open("wb") as log:
         job = subprocess.Popen(

@@ -40,7 +40,7 @@ from megatron.adaptive import extension
 from megatron.adaptive.cli.doctor import check_way
 from megatron.adaptive.handshake import Handshake, Session, StrangerError, new_secret
 from tests.cluster.jobs import ElasticJob
-from tests.multiprocess.launch import ROOT, environment
+from tests.multiprocess.launch import ROOT, environment, free_port
 
 LIMIT_S = 200.0
 HELD = 200
@@ -312,16 +312,17 @@ def _speak(place: Place, messages: int, seed: int, link: Any, is_over: Callable[
     os._exit(0)
 
 
-def _unix_names(kind: int = socket.SOCK_STREAM) -> list[str]:
-    """Lists the abstract Unix sockets of this package at which somebody listens.
+def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
+    """Lists the abstract Unix sockets of this package at which some processes listen.
 
     Those of ranks are streams, at which nobody waits any more once their channels stand; those of
     keepers keep the ends of messages.
     """
     rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
-    own = (row for row in rows if len(row) == 8 and row[3] == "00010000")
-    names = (row[7] for row in own if int(row[4], 16) == kind)
-    return [name[1:] for name in names if name.startswith("@megatron-adaptive-")]
+    listen = {row[7] for row in rows if len(row) == 8 and row[3] == "00010000"}
+    every = [one for pid in pids for one in psutil.Process(pid).net_connections(kind="unix")]
+    names = {one.laddr for one in every if one.type == kind} & listen
+    return sorted(name[1:] for name in names if name.startswith("@megatron-adaptive-"))
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
@@ -409,7 +410,7 @@ def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict
     variables = {"OBSERVED_PORTS": str(ports), "OBSERVED_STEP_S": str(_STEP_S)}
     for path in (folder / "elastic", ports):
         path.mkdir()
-    begun_s, former = time.monotonic(), set(_unix_names(socket.SOCK_SEQPACKET))
+    begun_s = time.monotonic()
     job = ElasticJob(
         folder / "elastic",
         "ab",
@@ -429,10 +430,10 @@ def _elastic(folder: Path, messages: int, limit_s: float, seed: int, found: dict
         ]
         places.append(Place(name="clocks", port=int((ports / "clocks").read_text())))
         if os.geteuid() == 0:
-            own = sorted(set(_unix_names(socket.SOCK_SEQPACKET)) - former)
+            kind = socket.SOCK_SEQPACKET
             places += [
-                Place(name=f"keeper's Unix socket {number}", unix=name, kind=socket.SOCK_SEQPACKET)
-                for number, name in enumerate(own, 1)
+                Place(name=f"keeper's Unix socket {number}", unix=name, kind=kind)
+                for number, name in enumerate(_unix_names(kind, helpers), 1)
             ]
         _talk(places, messages, limit_s, seed, found, lambda: job.manager.poll() is not None)
         job.trained(1, max(job.steps(1)) + 5)
@@ -520,7 +521,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[st
     conf, logs = folder / "pods" / "conf.sh", folder / "pods" / "logs"
     conf.parent.mkdir()
     conf.write_text(_CONF)
-    port, begun_s = _free_port(), time.monotonic()
+    port, begun_s = free_port(), time.monotonic()
     waiting, end_s = logs / "master.json", time.monotonic() + LIMIT_S
     variables = {"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with _Programs(**variables) as pods:
@@ -547,7 +548,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[st
 
 def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
     """Lets strangers talk to ``doctor`` as it waits for another node, which then comes."""
-    secret, port = new_secret(), _free_port()
+    secret, port = new_secret(), free_port()
     with _Programs(MEGATRON_ADAPTIVE_SECRET=secret) as programs:
         words = ["doctor", "--master-addr", "127.0.0.1", "--master-port", str(port)]
         words += ["--timeout", "3000", "--json"]
@@ -578,11 +579,11 @@ def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str,
         return
     module, token = extension.require("this part"), os.urandom(16)
     low, high = (module.Node(rank, token, 1, 2) for rank in range(2))
-    former = set(_unix_names())
+    former = set(_unix_names(socket.SOCK_STREAM, [os.getpid()]))
     address = high.listen("unix") if kind == "shm" else high.listen("tcp", "127.0.0.1")
     place = Place(name=f"ranks over {kind}", says=hellos)
     if kind == "shm":
-        (unix,) = set(_unix_names()) - former
+        (unix,) = {*_unix_names(socket.SOCK_STREAM, [os.getpid()])} - former
         place = dataclasses.replace(place, unix=unix)
     else:
         place = dataclasses.replace(place, port=int(address.rpartition(":")[2]))
@@ -601,11 +602,6 @@ def _ranks(kind: str, messages: int, limit_s: float, seed: int, found: dict[str,
         closing = [pool.submit(one.close, 10.0) for one in (low, high)]
         for one in closing:
             one.result(LIMIT_S)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _is_open(port: int) -> bool:

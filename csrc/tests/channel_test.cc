@@ -342,16 +342,23 @@ void kills_at_random_moments() {
 }
 
 void a_killed_receiver_is_noticed_by_who_waits_in_flush() {
+  int sent[2];
+  check(::pipe(sent) == 0, "pipe");
   Processes both(
-      [](End& end) {
+      [&](End& end) {
         for (int number = 0; number < 100; ++number) {
           send_pattern(*end.sender, 3000, number);
         }
+        check(::write(sent[1], "1", 1) == 1, "write");
         check_throws<PeerLostError>([&] { end.sender->flush(patient()); }, "rank 1 (stage 5)");
         check(take_failure(end).kind == Failure::Kind::kPeerLost, "a failure as well");
       },
       opening(), [](End&) { ::pause(); }, opening(), wire());
-  ::usleep(100'000);
+  ::close(sent[1]);
+  char byte = 0;
+  check(::read(sent[0], &byte, 1) == 1, "all to be sent, or to wait for slots");
+  ::close(sent[0]);
+  ::usleep(100'000);  // until it waits in flush
   both.high->kill();
   both.low->join();
 }

@@ -300,13 +300,13 @@ def dial(place: tuple[str, int], secret: str, purpose: str, within_s: float) -> 
             connection.close()
             if isinstance(error, StrangerError):
                 raise
-            if time.monotonic() + AGAIN_S > end_s:
-                raise StrangerError(NO_PROOF) from None
-        time.sleep(AGAIN_S)
+            if time.monotonic() + _AGAIN_S > end_s:
+                raise StrangerError(_NO_PROOF) from None
+        time.sleep(_AGAIN_S)
 
 
-AGAIN_S = 0.1
-NO_PROOF = "what listens there did not prove the job's secret"
+_AGAIN_S = 0.1
+_NO_PROOF = "what listens there did not prove the job's secret"
 
 
 def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from benchmarks.elasticity.nodes import Nodes, fill, send, why_not
 from benchmarks.elasticity.record import Record, Step, faults, steps_of_logs
-from tests.cluster.jobs import environment
+from tests.multiprocess.launch import environment, wait_until
 
 LOSSES = {iteration: 5 - iteration / 100 for iteration in range(1, 41)}
 Lines = list[dict[str, Any]]
@@ -105,10 +104,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+    wait_until(condition, lambda: "", 30.0)
 
 
 def test_nodes_are_cut_stopped_filled_and_switched_off(nodes: Nodes) -> None:

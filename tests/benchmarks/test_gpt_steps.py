@@ -12,6 +12,8 @@ from benchmarks import gpt_steps
 from benchmarks.gpt_steps import JOBS, disagreements, make_rows, takes_part
 from benchmarks.report import Row
 
+from ..multiprocess.launch import forking
+
 
 def results(**changes: Any) -> dict[str, dict[str, Any]]:
     """What jobs of three rounds return: a second per step, and all agree; with changed times."""
@@ -67,7 +69,9 @@ def test_all_competitors_compute_the_same(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = gpt_steps.measure(job, rounds=1)
+    for name, value in forking().items():
+        monkeypatch.setenv(name, value)
+    result = gpt_steps.measure(job, rounds=1, width=64)
     assert tuple(result["differences"]) == JOBS[job].competitors
     assert disagreements({job: result}) == []
     assert all(seconds > 0 for (seconds,) in result["times"].values())

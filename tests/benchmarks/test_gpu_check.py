@@ -14,7 +14,8 @@ import pytest
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Part, parts
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..multiprocess.launch import ROOT, forking
+
 # One process outlives its parent and leaves its session.
 HANGS = """
 import subprocess, sys, time
@@ -141,7 +142,7 @@ def test_what_is_worth_least_leaves_time_to_what_is_worth_more() -> None:
 def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", "--minutes", "8"]
     command += ["--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=forking())
     content, page = report(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr + page
     states = {one["name"]: one["state"] for one in content["parts"]}

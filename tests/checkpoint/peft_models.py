@@ -21,6 +21,7 @@ import tiny_models
 
 RANK, ALPHA, MICROBATCHES, STEPS = 3, 7, 8, 3
 # A model's name in the tests: its family, and PEFT's targets.
+PREDICTING = "predicting"  # has a layer that predicts further, which transformers leaves out
 MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", "all-linear"),
     "qwen3": ("qwen3", ["q_proj", "v_proj", "up_proj"]),
@@ -28,14 +29,18 @@ MODELS: dict[str, tuple[str, Any]] = {
     "gpt2": ("gpt2", ["c_attn", "c_proj", "c_fc"]),
     "gpt_neox": ("gpt_neox", ["query_key_value", "dense_4h_to_h"]),
     "phi3": ("phi3", ["qkv_proj", "gate_up_proj", "down_proj"]),
+    "mixtral": ("mixtral", ["q_proj", "v_proj"]),
     "qwen3_moe": ("qwen3_moe", ["q_proj", "k_proj", "o_proj"]),
+    "deepseek_v2": ("deepseek_v2", ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
     "deepseek_v3": ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]),
+    PREDICTING: ("deepseek_v3", ["q_b_proj", "o_proj"]),
 }
 
 
 def make(folder: Path, family: str, targets: Any) -> None:
     """Writes a model, adapters, and what training them with transformers and PEFT gives."""
-    tiny_models.make(folder, family)
+    further = {"num_nextn_predict_layers": 1} if folder.name == PREDICTING else {}
+    tiny_models.make(folder, family, **further)
     torch.manual_seed(1)
     base = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"

@@ -19,6 +19,7 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.checkpoint.local_disk import share_out
 from megatron.adaptive.errors import CheckpointError, ConfigError
 
+from ..multiprocess.launch import limited_disk
 from .test_training import TRACKER, ranks
 
 Make = Callable[..., Any]
@@ -238,14 +239,8 @@ def test_a_disk_that_cannot_be_written_is_passed_by(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "small"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=400k", "small", str(disk)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no disk of a limited size here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with limited_disk(tmp_path / "small", "400k") as made:
+        yield made
 
 
 @pytest.mark.parametrize("full", ["local", "shared"])

@@ -8,6 +8,8 @@ from typing import Any
 
 VOCABULARY = 96
 LAYERS = 4
+SHARE_OF_FURTHER = 0.1
+"""Share of the loss of further tokens, megatron-core's default."""
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -144,26 +146,32 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
             if key.endswith("e_score_correction_bias"):
                 one.copy_(0.2 * torch.randn_like(one))
     model.save_pretrained(folder)
-    tokens = torch.randint(0, config.vocab_size, (2, 12))
-    found = {"tokens": tokens, "logits": model(tokens).logits.detach()}
+    tokens = torch.randint(0, config.vocab_size, (4, 13))
+    given, labels, entropy = tokens[:, :-1], tokens[:, 1:], torch.nn.functional.cross_entropy
+    logits, parameters = model(given).logits, dict(model.named_parameters())
+    loss = entropy(logits.flatten(0, 1), labels.flatten())
+    found = {"tokens": tokens, "logits": logits}
     if config.to_dict().get("num_nextn_predict_layers") and more:
-        found["predicted"] = _add_prediction(model, tokens, folder)
-        save_file(found, folder / "expected.safetensors")
-        return
-    logits = model(tokens[:, :-1]).logits
-    labels = tokens[:, 1:].reshape(-1)
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels).backward()
+        added, predicted = _add_prediction(model, given, folder)
+        further = entropy(predicted[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss, parameters = loss + SHARE_OF_FURTHER * further, parameters | added
+        found["predicted"] = predicted
+    loss.backward()
     gradients = {
         key: torch.zeros_like(one) if one.grad is None else one.grad
-        for key, one in model.named_parameters()
+        for key, one in parameters.items()
     }
     found |= revert_weight_conversion(model, gradients)
     copies = {key: one.detach().contiguous().clone() for key, one in found.items()}
     save_file(copies, folder / "expected.safetensors")
 
 
-def _add_prediction(model: Any, tokens: Any, folder: Path) -> Any:
-    """Adds a layer that predicts one token further to a DeepSeek; returns its logits."""
+def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, Any], Any]:
+    """Adds a layer that predicts one token further to a DeepSeek, which transformers leaves out.
+
+    Returns:
+        Its parameters by name, and its logits.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from transformers.core_model_loading import revert_weight_conversion
@@ -173,40 +181,46 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> Any:
     layer = theirs.DeepseekV3DecoderLayer(config, depth).eval()
     for one in (*layer.parameters(), *layer.buffers()):
         torch.nn.init.normal_(one, std=0.2)
-    enorm, hnorm, last = (0.5 + torch.rand(config.hidden_size) for _ in range(3))
-    both = 0.2 * torch.randn(config.hidden_size, 2 * config.hidden_size)
+    prefix, width = f"model.layers.{depth}.", config.hidden_size
+    own = {
+        "enorm.weight": 0.5 + torch.rand(width),
+        "hnorm.weight": 0.5 + torch.rand(width),
+        "shared_head.norm.weight": 0.5 + torch.rand(width),
+        "eh_proj.weight": 0.2 * torch.randn(width, 2 * width),
+    }
+    enorm, hnorm, last, both = (one.requires_grad_() for one in own.values())
 
     def normalize(given: Any, weight: Any) -> Any:
         return torch.nn.functional.rms_norm(given, weight.shape, weight, config.rms_norm_eps)
 
-    with torch.no_grad():
-        hidden = inner(tokens).last_hidden_state
-        after = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
-        given = normalize(inner.embed_tokens(after), enorm), normalize(hidden, hnorm)
-        hidden = torch.cat(given, -1) @ both.t()
-        places = torch.arange(tokens.shape[1])[None]
-        mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)[None, None]
-        rotation = inner.rotary_emb(hidden, places)
-        hidden = layer(hidden, attention_mask=mask, position_embeddings=rotation)
-        logits = model.lm_head(normalize(hidden, last))
-    prefix = f"model.layers.{depth}."
+    hidden = inner(tokens).last_hidden_state
+    after = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+    given = normalize(inner.embed_tokens(after), enorm), normalize(hidden, hnorm)
+    hidden = torch.cat(given, -1) @ both.t()
+    places = torch.arange(tokens.shape[1])[None]
+    mask = torch.full((tokens.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+    rotation = inner.rotary_emb(hidden, places)
+    hidden = layer(hidden, attention_mask=mask, position_embeddings=rotation)
+    logits = model.lm_head(normalize(hidden, last))
     added = {f"{prefix}{key}": one for key, one in layer.state_dict().items()}
     added = dict(revert_weight_conversion(model, added))
-    added |= {f"{prefix}enorm.weight": enorm, f"{prefix}hnorm.weight": hnorm}
-    added |= {f"{prefix}eh_proj.weight": both, f"{prefix}shared_head.norm.weight": last}
+    parameters = {f"{prefix}{key}": one for key, one in own.items()}
+    added |= parameters
     added[f"{prefix}embed_tokens.weight"] = inner.embed_tokens.weight.detach()
     added[f"{prefix}shared_head.head.weight"] = model.lm_head.weight.detach()
     path = folder / "model.safetensors"
-    whole = load_file(path) | {key: one.contiguous().clone() for key, one in added.items()}
+    whole = load_file(path) | {key: one.detach().contiguous().clone() for key, one in added.items()}
     save_file(whole, path, metadata={"format": "pt"})
-    return logits
+    parameters |= {f"{prefix}{key}": one for key, one in layer.named_parameters()}
+    return parameters, logits
 
 
-def random_sizes(name: str, draw: random.Random) -> dict[str, Any]:
+def random_sizes(name: str, draw: random.Random, layers: int) -> dict[str, Any]:
     """Draws sizes and switches of a configuration that two ranks can share."""
     heads = draw.choice((2, 4, 6))
     width = draw.choice((4, 8, 10, 16))
     sizes: dict[str, Any] = {
+        "n_layer" if name == "gpt2" else "num_hidden_layers": layers,
         "vocab_size": draw.randrange(VOCABULARY // 2, VOCABULARY) * 2,
         "initializer_range": draw.choice((0.05, 0.2)),
     }
@@ -230,7 +244,7 @@ def random_sizes(name: str, draw: random.Random) -> dict[str, Any]:
         return {**sizes, "rope_parameters": rotation, "hidden_act": activation}
     sizes["rms_norm_eps"] = draw.choice((1e-6, 1e-5))
     if name in MIXED:
-        sizes |= _random_experts(name, draw)
+        sizes |= _random_experts(name, draw, layers)
     if name.startswith("deepseek"):
         rotation = {"rope_type": "default", "rope_theta": base}
         return sizes | {
@@ -257,11 +271,11 @@ def random_sizes(name: str, draw: random.Random) -> dict[str, Any]:
         sizes["sliding_window"] = draw.choice((None, 1, 3, 7, 64))
     if name in ("qwen2", "qwen3") and draw.random() < 0.5:
         window = {"use_sliding_window": True, "sliding_window": 4}
-        sizes |= {**window, "max_window_layers": draw.randrange(LAYERS)}
+        sizes |= {**window, "max_window_layers": draw.randrange(layers)}
     if name in ("gemma2", "gemma3_text"):
         kinds = ("sliding_attention", "full_attention")
         sizes |= {
-            "layer_types": [draw.choice(kinds) for _ in range(LAYERS)],
+            "layer_types": [draw.choice(kinds) for _ in range(layers)],
             "sliding_window": draw.choice((1, 3, 7)),
             "query_pre_attn_scalar": draw.choice((5, 8, 24)),
             "final_logit_softcapping": draw.choice((None, 3.0)),
@@ -276,7 +290,7 @@ def random_sizes(name: str, draw: random.Random) -> dict[str, Any]:
     return sizes
 
 
-def _random_experts(name: str, draw: random.Random) -> dict[str, Any]:
+def _random_experts(name: str, draw: random.Random, layers: int) -> dict[str, Any]:
     experts = draw.choice((4, 8))
     sizes: dict[str, Any] = {
         "num_experts_per_tok": draw.randrange(2, 4),
@@ -288,7 +302,7 @@ def _random_experts(name: str, draw: random.Random) -> dict[str, Any]:
         del sizes["moe_intermediate_size"]  # its experts have the width of the others' block
     if name == "qwen3_moe":
         sizes["norm_topk_prob"] = draw.random() < 0.5
-        sizes["mlp_only_layers"] = draw.sample(range(LAYERS), draw.randrange(3))
+        sizes["mlp_only_layers"] = draw.sample(range(layers), draw.randrange(3))
     if name.startswith("deepseek"):
         groups = draw.choice([n for n in (1, 2, 4) if experts // n >= 2])
         needed = -(-sizes["num_experts_per_tok"] * groups // experts)

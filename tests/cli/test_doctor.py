@@ -13,10 +13,7 @@ from megatron.adaptive.cli import doctor
 from megatron.adaptive.cli.doctor import answer_peers, check_node, check_way
 from megatron.adaptive.cluster.host import rdma_ports
 
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
+from ..multiprocess.launch import free_port
 
 
 def test_a_node_is_checked_and_told_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron.adaptive.cli.pretrain_gpt import evaluate
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..multiprocess.launch import forking, run_forked
+
 END, LENGTH = "<end>", 32
 TEXT = "A pipeline is as fast as its slowest stage. " * 20
 PROMPT = "The slowest stage"
@@ -40,18 +40,6 @@ with torch.no_grad():
         said.append(int(model(torch.tensor([said])).logits[0, -1].argmax()))
 print(json.dumps([float(loss), tokenizer.decode(said, skip_special_tokens=False)]))
 """
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python in a process of its own."""
-    return subprocess.run(
-        [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +68,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> tuple[float, str]:
+    """The loss and the sample of transformers."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFERENCE, str(folder), TEXT, PROMPT],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    loss, said = json.loads(done.stdout)
+    return loss, said
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "flags", [[], ["--nproc-per-node", "2", "--pipeline-model-parallel-size", "2"]]
 )
-def test_figures_are_those_of_transformers(folder: Path, tmp_path: Path, flags: list[str]) -> None:
-    expected = run("-c", REFERENCE, str(folder), TEXT, PROMPT)
-    loss, said = json.loads(expected.stdout)
+def test_figures_are_those_of_transformers(
+    folder: Path, tmp_path: Path, expected: tuple[float, str], flags: list[str]
+) -> None:
+    loss, said = expected
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": TEXT}) + "\n")
     words = ["-m", "megatron.adaptive", "evaluate", "--data", str(text), *flags]
     words += ["--load-hf", str(folder), "--seq-length", str(LENGTH), "--global-batch-size", "2"]
     words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     words += ["--prompt", PROMPT, "--tokens", "8"]
-    done = run(*words)
+    done = run_forked(words, folder=tmp_path, limit_s=200.0, variables=forking())
     assert done.returncode == 0, done.stderr
     figures = re.findall(
         r"on (\w+) set \| lm loss value: (\S+) \| lm loss PPL: (\S+) ", done.stdout

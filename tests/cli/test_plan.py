@@ -383,3 +383,45 @@ def test_clusters_without_prices_have_no_front(cluster: Path, tmp_path: Path) ->
     cluster.write_text(re.sub(r", price_per_hour: \d+", "", CLUSTER))
     with pytest.raises(ConfigError, match="no node type has one: give price_per_hour"):
         run(cluster, f"{PLAN} --pareto {tmp_path}")
+
+
+def test_fp8_plans_are_faster_and_for_other_programs_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cluster(gpu: str) -> Path:
+        node = {"gpu": gpu, "count": 1, "gpus_per_node": 2, "link": {"bandwidth": "400 GB/s"}}
+        path = tmp_path / f"{gpu}.json"
+        path.write_text(json.dumps({"format": 1, "nodes": [node]}))
+        return path
+
+    words = "--model gpt2 --global-batch-size 8 --tp 1 --dp 2 --top 1 --attention fused"
+    for more, words_of in (("", "gpt2, 124 M parameters, bf16, on"), ("--fp8", "bf16 and fp8, on")):
+        assert run(cluster("h100"), f"{words} {more}") == 0
+        assert words_of in capsys.readouterr().out
+    assert run(cluster("h100"), f"{words} --fp8 --export megatron") == 0
+    assert "--fp8-format hybrid" in capsys.readouterr().out
+    assert run(cluster("h100"), f"{words} --fp8 --export torchtitan") == 0
+    assert 'converters = ["quantize.linear.float8"]' in capsys.readouterr().out
+    for gpu, more, message in (
+        ("a100", "--fp8", "a100-40 does not compute in fp8, only in bf16"),
+        ("h100", "--fp8 --precision fp16", "--fp8 with precision fp16"),
+        (
+            "h100",
+            f"--fp8 --output {tmp_path / 'plan.json'}",
+            "--fp8 with --output: the trainer has",
+        ),
+        ("h100", "--fp8 --export conf", "--fp8 with --export conf: the trainer has no fp8"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(cluster(gpu), f"{words} {more}")
+
+
+def test_layers_that_predict_further_tokens_are_in_megatron_s_layout(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"{MODELS['gpt2']} --mtp-num-layers 1 --position-embedding-type rope"
+    flags = "--global-batch-size 8 --tp 1 --pp 2 --top 1 --schedules 1f1b --export megatron"
+    assert main(["--cluster", str(cluster), "--model", model, *flags.split()]) == 0
+    flags = shlex.split(capsys.readouterr().out)
+    layout = flags[flags.index("--pipeline-model-parallel-layout") + 1]
+    assert re.fullmatch(r"E(t.*)?\|(t.*)?mL", layout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.trace.read import read_run
 
-from ..multiprocess.launch import kill_tree
+from ..multiprocess.launch import forking, kill_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 150.0
@@ -184,6 +183,14 @@ def test_a_folder_that_cannot_be_made(
     assert "--runs-dir" in stderr
 
 
+# ``run-single`` with a third of the corpus.
+START = """
+import sys
+from megatron.adaptive.cli import common, run_single
+whole = run_single.make_corpus
+run_single.make_corpus = lambda flags: whole([*flags, "--max-bytes", "9000000"])
+sys.exit(common.run_cli(run_single.main, sys.argv[1:]))
+"""
 TINY = (
     "--num-layers 4 --hidden-size 32 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr-warmup-iters 1 "
@@ -198,12 +205,12 @@ def test_from_nothing_to_a_chart(tmp_path: Path) -> None:
     with log.open("w") as output:
         job = subprocess.Popen(
             [
-                *(sys.executable, "-m", "megatron.adaptive", "run-single"),
+                *(sys.executable, "-c", START),
                 *("--pipeline_parallel", "2", "--model_chunks", "2"),
                 *("--runs-dir", str(tmp_path / "runs"), "--data-dir", str(tmp_path / "data")),
                 *("--", *TINY.split()),
             ],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=forking(),
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +12,8 @@ import pytest
 
 from megatron.adaptive import extension
 from megatron.adaptive.cli.transport import Outcome, _print
+
+from ..multiprocess.launch import free_port
 
 LIMIT_S = 150
 FAST = "--check --seconds 0.2"
@@ -68,10 +69,8 @@ def test_the_chosen_one_decides_the_status() -> None:
 @pytest.mark.multiprocess
 def test_two_nodes_meet_by_hand() -> None:
     """The same command on both, as on two nodes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = f"{FAST} --transport tcp --world-size 2 --master-addr 127.0.0.1 --master-port {port}"
+    place = f"--master-addr 127.0.0.1 --master-port {free_port()}"
+    words = f"{FAST} --transport tcp --world-size 2 {place}"
     ranks = [start(f"{words} --rank {rank}") for rank in range(2)]
     try:
         texts = [rank.communicate(timeout=LIMIT_S) for rank in ranks]

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.multiprocess.launch import ROOT, environment, forkserver, run_forked
+from tests.multiprocess.launch import ROOT, environment, forkserver, run_forked, wait_until
 
 TRAINER = ROOT / "pretrain_gpt.py"
 FLAGS = (
@@ -186,10 +186,7 @@ class ElasticJob(JobFolder):
         for one in family:
             with contextlib.suppress(psutil.NoSuchProcess):  # a child goes with its parent
                 one.kill()
-        end_s = time.monotonic() + 10
-        while any(map(_lives, family)):
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+        wait_until(lambda: not any(map(_lives, family)), lambda: family, 10.0, 0.01)
 
     def stop(self, limit_s: float = 150.0) -> None:
         """Have the job save and end; nothing of it is left."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from benchmarks.elasticity.nodes import fill
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 
+from ..multiprocess.launch import limited_disk
 from .jobs import ElasticJob
 
 pytestmark = [
@@ -27,14 +27,8 @@ REASON = r"No space left on device: \S+; those before it are as they were. Free 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "checkpoints"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=32m", "small", str(disk)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no disk of a limited size here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with limited_disk(tmp_path / "checkpoints", "32m") as made:
+        yield made
 
 
 def test_a_full_disk_costs_steps_and_ends_the_job_only_if_it_stays_full(

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from benchmarks.elasticity.nodes import Node, Nodes, why_not
 
+from ..multiprocess.launch import wait_until
 from .jobs import ROOT, environment
 
 WATCHDOG_S = 120.0
@@ -49,10 +49,7 @@ def start(pod: Node, script: str, *words: str | Path, secret: str | None = SECRE
 
 
 def until(condition: Callable[[], object], *pods: Node) -> None:
-    end_s = time.monotonic() + WATCHDOG_S
-    while not condition():
-        assert time.monotonic() < end_s, [pod.said for pod in pods]
-        time.sleep(0.1)
+    wait_until(condition, lambda: [pod.said for pod in pods], WATCHDOG_S)
 
 
 def finish(pod: Node) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from megatron.adaptive.cli.report import MAX_POINTS, gather
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
 
 from ..browser import complaints, opened_browser
+from ..multiprocess.launch import free_port
 from ..trace.views.test_page import Page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,8 +65,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a job of one pod with two processes."""
     folder = tmp_path_factory.mktemp("a run")
     (folder / "conf.sh").write_text(CONF)
+    words = ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh")]
     done = subprocess.run(
-        ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh"), "--master-port", "29641"],
+        [*words, "--master-port", str(free_port())],
         env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -195,7 +195,7 @@ def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder.enable_truncation(10)  # as some folders have it; it has no meaning here
     encoder.save(str(made / "tokenizer.json"))
     end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
-    settings = {"eos_token": end, "chat_template": CHAT}
+    settings = {"eos_token": end, "chat_template": CHAT, "model_max_length": int(1e30)}
     (made / "tokenizer_config.json").write_text(json.dumps(settings))
     return made
 

@@ -31,7 +31,7 @@ from megatron.adaptive.engine.decision_channel import Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.record import Recording, RecordShape, ScheduleRecord
 from megatron.adaptive.engine.stop import StopRequest
-from megatron.adaptive.errors import AdaptiveError, PeerLostError
+from megatron.adaptive.errors import PeerLostError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
@@ -41,6 +41,7 @@ from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
 from tests.engine import loopback
 from tests.engine.loopback import Counting, Loopback, Writing
+from tests.transport.contract_rank import error_of
 
 WATCHDOG_S = 60.0
 MICROBATCHES = 8
@@ -306,15 +307,6 @@ def last(member: Member) -> Any:
         seen = [stop.agreed(dist.group.WORLD), stop.reason]
         dist.barrier()
         return [*seen, stop.finish(), stop.finish(), stop.reason]
-
-
-def error_of(action: Callable[[], object]) -> list[str]:
-    """Return class and text of the error that ``action()`` raises."""
-    try:
-        action()
-    except AdaptiveError as error:
-        return [type(error).__name__, str(error)]
-    return ["none", ""]
 
 
 def experts(member: Member) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ..multiprocess.launch import forking
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "gpt"
 
@@ -29,12 +30,7 @@ def test_a_small_mixture_of_experts_trains(
     flags = "--train-iters 3 --eval-iters 0 --log-interval 1".split()
     done = subprocess.run(
         ["bash", str(SCRIPTS / script), *flags],
-        env={
-            **os.environ,
-            "PYTHON": sys.executable,
-            "RUN_DIR": str(tmp_path),
-            "OMP_NUM_THREADS": "1",
-        },
+        env={**forking(), "PYTHON": sys.executable, "RUN_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,

@@ -11,5 +11,5 @@ def test_its_nodes_and_links_are_understood() -> None:
     cluster = read_cluster(CLUSTER)
     assert [(node.name, node.gpus) for node in cluster.types] == [("a100", 4), ("a10", 4)]
     assert cluster.num_gpus == 32
-    assert cluster.link(0, 1).bytes_per_s == 25e9 / 8
-    assert cluster.link(1, 2).bytes_per_s == 40e9 / 8
+    assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[1]).bytes_per_s == 25e9 / 8
+    assert cluster.link_of_types(cluster.nodes[1], cluster.nodes[2]).bytes_per_s == 40e9 / 8

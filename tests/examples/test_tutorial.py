@@ -12,9 +12,12 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..multiprocess.launch import NODES, ROOT, forking
+
 NOTEBOOK = ROOT / "examples" / "slow_cluster.ipynb"
 PAGE = ROOT / "docs" / "tutorial.md"
+CORPUS = "make-corpus --vocab-size 4096"
+VARIABLES = {"TUTORIAL_STEPS": "20", "JUPYTER_PLATFORM_DIRS": "1"}
 
 
 def test_the_page_is_the_notebook() -> None:
@@ -30,11 +33,16 @@ def test_the_page_is_the_notebook() -> None:
 def test_the_notebook_finds_and_repairs_the_slow_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TUTORIAL_STEPS", "20")
-    monkeypatch.setenv("TUTORIAL_DIR", str(tmp_path))
-    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    for name, value in {**forking(), **VARIABLES, "TUTORIAL_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    # A clone in which the trainer's ranks are forked, and with less of a corpus.
+    (tmp_path / "clone" / "examples").mkdir(parents=True)
+    for path in (ROOT / "megatron", ROOT / "pretrain_gpt.py", NODES / "sitecustomize.py"):
+        (tmp_path / "clone" / path.name).symlink_to(path)
     book = nbformat.read(NOTEBOOK, as_version=4)
-    place = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    (corpus,) = (cell for cell in book.cells if CORPUS in cell.source)
+    corpus.source = corpus.source.replace(CORPUS, f"{CORPUS} --max-bytes 1000000")
+    place = {"metadata": {"path": str(tmp_path / "clone" / "examples")}}
     NotebookClient(book, timeout=240, resources=place).execute()
     printed = "".join(
         output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])

@@ -18,6 +18,7 @@ import pytest
 from tests.cluster.jobs import JobFolder
 from tests.trace.views.test_page import Page
 
+from ..multiprocess.launch import wait_until
 from . import slurm_lab
 from .slurm_lab import Kind, Lab
 
@@ -103,10 +104,7 @@ def submit(lab: Lab, conf: Path, *words: str) -> int:
 
 
 def wait_for(what: Callable[[], object], why: Callable[[], str], *, every_s: float = 0.3) -> None:
-    end_s = time.monotonic() + WATCHDOG_S
-    while not what():
-        assert time.monotonic() < end_s, why()
-        time.sleep(every_s)
+    wait_until(what, why, WATCHDOG_S, every_s)
 
 
 def said(conf: Path, job: int) -> str:

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ..multiprocess.launch import wait_until
 from . import slurm_lab
 from .slurm_lab import Kind, Lab
 
@@ -82,10 +82,7 @@ def reached(lab: Lab, tmp_path: Path) -> Iterator[Path]:
 
 
 def wait_for(what: Callable[[], object], why: Callable[[], str]) -> None:
-    end_s = time.monotonic() + WATCHDOG_S
-    while not what():
-        assert time.monotonic() < end_s, why()
-        time.sleep(0.2)
+    wait_until(what, why, WATCHDOG_S, 0.2)
 
 
 def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(

@@ -8,6 +8,7 @@ under test, or what a user's process imports, tests start processes of their own
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,41 @@ def environment(**more: str) -> dict[str, str]:
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     own["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of what an elastic job's fork server forks
     return {**os.environ, **own, **more}
+
+
+def free_port() -> int:
+    """Returns a port of TCP that nobody listens at; somebody else may take it."""
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def wait_until(
+    holds: Callable[[], object], why: Callable[[], object], limit_s: float, every_s: float = 0.05
+) -> None:
+    """Waits until something is so; ``why`` says what is the matter where it does not become so."""
+    end_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end_s, f"not within {limit_s:g} s: {why()}"
+        time.sleep(every_s)
+
+
+@contextlib.contextmanager
+def limited_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Gives a new folder a disk of a size, such as ``16m``; skips the test without the rights."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        import pytest
+
+        pytest.skip(f"no disk of a limited size here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def forking() -> dict[str, str]:
+    """Returns an environment in which ranks of the trainer that a launcher starts are forked."""
+    return environment(**forkserver().nodes()[1])
 
 
 def run_ranks(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from safetensors.torch import load_file
 
 from megatron.adaptive.checkpoint import state
 from megatron.adaptive.checkpoint.export import adapter_tensors
-from megatron.adaptive.checkpoint.hugging_face import our_tensors
+from megatron.adaptive.checkpoint.hugging_face import OurTensor, our_tensors, their_shapes
 from megatron.adaptive.checkpoint.training import Checkpoints
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Environment
@@ -43,27 +44,30 @@ BASE += " --attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --clip-gra
 BASE += " --lora-dropout 0 --seq-length 12"
 
 
+# Gradients by name, shape of the whole, and place in it.
+Shards = dict[tuple[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
+
+
 def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     scale = max(float(expected.abs().max()), 1e-30)
     return float((found.double() - expected.double()).abs().max()) / scale
 
 
-def shards_of_gradients(run: Run) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
-    """Returns the gradients of this rank's adapters by name and place in the whole."""
-    models = [unwrap_model(chunk) for chunk in run.chunks]
-    kept = []
-    for model in models:
-        for name, parameter in model.named_parameters():
-            assert parameter.requires_grad == (MARK in name), name
-            kept.append((parameter, parameter.data))
-            if parameter.requires_grad:
-                parameter.data = parameter.main_grad.clone()
+def shards_of_gradients(run: Run) -> Shards:
+    """Returns the gradients of this rank by name, shape of the whole, and place in it."""
+    trained = [one for chunk in run.chunks for one in chunk.parameters() if one.requires_grad]
+    kept = [(one, one.data) for one in trained]
+    for parameter in trained:
+        parameter.data = parameter.main_grad.clone()
     weights = state.sharded_model(run.chunks, state.METADATA)
     apply_factories(weights)
+    kind = MARK if run.job.config.lora.is_on else ""
     found = {
-        (one.key, tuple(one.global_offset)): one.data.detach().clone()
+        (one.key, tuple(one.global_shape), tuple(one.global_offset)): one.data.detach().clone()[
+            (None,) * one.prepend_axis_num
+        ]
         for one in nested_values(weights)
-        if isinstance(one, ShardedTensor) and MARK in one.key
+        if isinstance(one, ShardedTensor) and kind in one.key
     }
     for parameter, data in kept:
         parameter.data = data
@@ -75,24 +79,36 @@ def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) ->
     assert not output.requires_grad
 
 
-def joined(run: Run, parts: list[Any], model_type: str) -> dict[str, torch.Tensor]:
-    """Puts gradients of all ranks together under PEFT's names."""
-    config = run.job.config
-    found: dict[str, torch.Tensor] = {}
+def joined(parts: list[Shards], ours: Mapping[str, OurTensor]) -> dict[str, torch.Tensor]:
+    """Puts gradients of all ranks together under their names there."""
     whole: dict[str, torch.Tensor] = {}
-    ours = adapter_tensors(config, our_tensors(config, model_type))
     for part in parts:
-        for (name, offset), data in part.items():
-            target = whole.setdefault(name, torch.full(ours[name].shape, torch.nan))
+        for (name, shape, offset), data in part.items():
+            target = whole.setdefault(name, torch.full(shape, torch.nan))
             place = tuple(slice(at, at + n) for at, n in zip(offset, data.shape, strict=True))
             target[place] = data
+    found = {name: torch.full(shape, torch.nan) for name, shape in their_shapes(ours).items()}
     for name, our in ours.items():
         for one in our.rows:
-            rows = whole[name][one.at : one.at + one.count]
-            height = max(r.first + r.count for r in our.rows if r.name == one.name)
-            target = found.setdefault(one.name, torch.full((height, our.columns), torch.nan))
-            target[one.first : one.first + one.count] = rows
+            source = whole[name][one.expert] if our.experts else whole[name]
+            target = found[one.name].t() if one.turned else found[one.name]
+            target[one.first : one.first + one.count] = source[one.at : one.at + one.count]
     return found
+
+
+def microbatches(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Returns this replica's microbatches, of ``tokens [n, 1, length]`` of all."""
+    replicas = parallel_state.get_data_parallel_world_size()
+    length = tokens.shape[-1] - 1
+    return [
+        {
+            "tokens": rows[:, :-1].contiguous(),
+            "labels": rows[:, 1:].contiguous(),
+            "position_ids": torch.arange(length)[None],
+            "loss_mask": torch.ones(1, length),
+        }
+        for rows in tokens[parallel_state.get_data_parallel_rank() :: replicas]
+    ]
 
 
 def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
@@ -108,28 +124,17 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
     run = build_run(job)
     Checkpoints(run).load()
     for model_part in map(unwrap_model, run.chunks):
+        for name, parameter in model_part.named_parameters():
+            assert parameter.requires_grad == (MARK in name), name
         if model_part.pre_process and config.recompute.recompute_granularity is None:
             model_part.embedding.register_forward_hook(is_where_a_backward_ends)
-    replicas, replica = (
-        parallel_state.get_data_parallel_world_size(),
-        parallel_state.get_data_parallel_rank(),
-    )
-    length = tokens.shape[-1] - 1
-    batch = [
-        {
-            "tokens": rows[:, :-1].contiguous(),
-            "labels": rows[:, 1:].contiguous(),
-            "position_ids": torch.arange(length)[None],
-            "loss_mask": torch.ones(1, length),
-        }
-        for rows in tokens[replica::replicas]
-    ]
+    batch = microbatches(tokens)
     step, seen, gradients = Step(run), [], []
     is_sharded = config.parallel.use_distributed_optimizer
     for iteration in range(1, len(losses) + 1):
         keep = lambda: gradients.append(shards_of_gradients(run))  # noqa: E731
         result = step.train(batch, len(batch), iteration, keep if not gradients else lambda: None)
-        seen += result.losses.values()
+        seen += [one for name, one in result.losses.items() if "mtp" not in name]
     parts = job.gather((seen, gradients[0]))
     model_type = json.loads((model / "config.json").read_text())["model_type"]
     if dist.get_rank() == 0:
@@ -137,7 +142,8 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
         line = f"{case['model']} {' '.join(case['flags'])}"
         print(f"LOSSES {gap(ours, losses):.3e} {line}", flush=True)
         if not is_sharded:  # where each replica has the sum of its share alone
-            found = joined(run, [one for _, one in parts], model_type)
+            adapters = adapter_tensors(config, our_tensors(config, model_type))
+            found = joined([one for _, one in parts], adapters)
             assert found.keys() == expected.keys()
             worst = max((gap(found[key], one), key) for key, one in expected.items())
             print(f"GRADIENTS {worst[0]:.3e} {worst[1]} {line}", flush=True)

@@ -51,10 +51,12 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
     assert (old.name, old.gpu, old.memory_bytes) == ("old", "v100-16", 15.5 * 2**30)
     assert fast.intra.bytes_per_s == 300e9
     assert not fast.intra.shared
-    assert cluster.link(0, 1).bytes_per_s == 100e9 / 8
-    assert cluster.link(0, 1).latency_s == pytest.approx(15e-6)
-    assert cluster.link(2, 3).bytes_per_s == 25e9 / 8
-    assert cluster.link(0, 2).bandwidth(2**16) == 0.5e9
+    assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[1]).bytes_per_s == 100e9 / 8
+    assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[1]).latency_s == pytest.approx(
+        15e-6
+    )
+    assert cluster.link_of_types(cluster.nodes[2], cluster.nodes[3]).bytes_per_s == 25e9 / 8
+    assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[2]).bandwidth(2**16) == 0.5e9
     assert cluster.price_per_hour == pytest.approx(65.54)
     assert cluster.num_gpus == 28
 
@@ -65,7 +67,7 @@ def test_the_file_of_the_documentation_is_one(tmp_path: Path) -> None:
     assert found is not None
     cluster = read_cluster(write(tmp_path, found[1]))
     assert cluster.num_gpus == 32
-    assert cluster.link(0, 1).bytes_per_s == 25e9 / 8
+    assert cluster.link_of_types(cluster.nodes[0], cluster.nodes[1]).bytes_per_s == 25e9 / 8
     assert cluster.types[0].memory_bytes == 39.6 * 2**30
 
 
@@ -162,7 +164,7 @@ def test_rails_carry_a_pair_each_and_switches_what_they_can() -> None:
     }
     network: dict[str, Any] = {"bandwidth": "50 GB/s", "rails": 4, "oversubscription": 2}
     made = make_cluster({"format": 1, "nodes": [node], "network": network}, "file", {})
-    link = made.link(0, 1)
+    link = made.link_of_types(made.nodes[0], made.nodes[1])
     assert [link.bandwidth(1e9, pairs) for pairs in (1, 2, 4, 8)] == [25e9, 25e9, 25e9, 12.5e9]
     network["sizes"] = [["1 MB", "3 GB/s"]]
     with pytest.raises(ConfigError, match="sizes and by_pairs hold"):
@@ -198,7 +200,7 @@ def test_islands_nest_and_groups_of_neighbours_find_the_least() -> None:
     assert kind.islands[1][1].shared is True
     # Where all nodes stand in one island, its link is that of any two.
     small = make_cluster({**document, "nodes": [{**node, "count": 4}]}, "cluster", {})
-    assert small.link(0, 3).bytes_per_s == 25e9
+    assert small.link_of_types(small.nodes[0], small.nodes[3]).bytes_per_s == 25e9
 
 
 @pytest.mark.parametrize(
@@ -325,8 +327,12 @@ def test_sinfo_alone_says_nodes_and_their_gpus() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hello", "none of scontrol show node"),
-        ('{"host": "n1"}', "no report of a node"),
+        ("hello", "given: it begins with 'hello': it must be the output of scontrol show node"),
+        ("", "it begins with '': it must be .*; write what one of them prints on a node"),
+        ('{"host": "n1"}', "given: 'node' is missing: it must be the output of"),
+        ('{"host": "n1", "node": {"gpu": "x"}}', "'gpus_per_node' is missing"),
+        ("NODELIST GRES STATE\na[1-x] gpu:h100:8 idle", "invalid .* 'x': it must be the output of"),
+        ("SwitchName=s0 Level=x Nodes=n1", "invalid .* 'x': it must be the output of"),
         ("NODELIST STATE\nn1 idle", "no column GRES"),
         (slurm_node("n1", "gpu:8"), "does not say which GPU n1 has, only 'how many'"),
         (slurm_node("n1", "(null)"), "no node with GPUs is up"),

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
-from megatron.adaptive.planner.layers import layer_table, make_estimator
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType, make_cluster
+from megatron.adaptive.planner.layers import (
+    MATRIX_SHARE,
+    boundary_s,
+    layer_table,
+    make_estimator,
+    stage_memory,
+)
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model, preset
+from megatron.adaptive.planner.plan import Replica, StagePlace
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
 
@@ -64,3 +74,70 @@ def test_estimates_are_near_what_others_measured() -> None:
         assert times.source == "estimated"
         assert times.forward_s == pytest.approx(forward_s, rel=0.35)
         assert times.backward_s == pytest.approx(backward_s, rel=0.5)
+
+
+def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -> None:
+    document = {
+        "format": 1,
+        "nodes": [
+            {"type": "other", "gpu": "A100-40", "count": 1, "gpus_per_node": 8},
+            {
+                "gpu": "H100-80",
+                "count": 12,
+                "gpus_per_node": 8,
+                "link": {"bandwidth": "32 GB/s", "latency": "8 us"},
+                "islands": [
+                    {"gpus": 4, "bandwidth": "400 GB/s", "latency": "3 us"},
+                    {"nodes": 2, "bandwidth": "400 Gbit/s", "latency": "5 us"},
+                    {
+                        "nodes": 6,
+                        "bandwidth": "400 Gbit/s",
+                        "latency": "9 us",
+                        "oversubscription": 4,
+                    },
+                ],
+            },
+        ],
+        "network": {"bandwidth": "10 Gbit/s", "latency": "40 us"},
+    }
+    document["nodes"][0]["link"] = {"bandwidth": "300 GB/s"}
+    cluster = make_cluster(document, "cluster", {})
+    model = preset("gpt2")
+    inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
+
+    def sent(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> Any:
+        ends = [
+            StagePlace(replicas=tuple(Replica(node=n, gpu=g, tp=1) for n, g in each), micro_batch=1)
+            for each in (one, other)
+        ]
+        return pytest.approx(boundary_s(*ends, inputs, 1e6))
+
+    # GPUs of a part of a node, of a node, of nodes on a leaf, on a pod with a quarter of the
+    # bandwidth, on two pods; and of two types.
+    assert sent([(1, 0)], [(1, 3)]) == (3e-6, 1e6 / 400e9)
+    assert sent([(1, 3)], [(1, 4)]) == (8e-6, 1e6 / 32e9)
+    assert sent([(1, 0)], [(2, 5)]) == (5e-6, 1e6 / 50e9)
+    assert sent([(2, 0)], [(3, 0)]) == (9e-6, 1e6 / 12.5e9)
+    assert sent([(6, 0)], [(7, 0)]) == (40e-6, 1e6 / 1.25e9)
+    assert sent([(0, 0)], [(1, 0)]) == (40e-6, 1e6 / 1.25e9)
+    # The slowest replica counts, and those that leave a node share its way out.
+    assert sent([(1, 0), (2, 0)], [(2, 1), (3, 0)]) == (9e-6, 1e6 / 12.5e9)
+    assert sent([(1, 0), (1, 1)], [(2, 0), (2, 1)]) == (5e-6, 2e6 / 50e9)
+
+
+def test_weights_in_fp8_are_kept_twice_more_and_products_take_half_as_long() -> None:
+    model = preset("gpt3-6.7b", "bf16", fused=True)
+    small = replace(model, precision=model.precision.with_fp8())
+    whole, half = (make_estimator(one)("transformer", "h100", 1, 4) for one in (model, small))
+    saved = whole.backward_weight_s - half.backward_weight_s
+    kind = model.kinds["transformer"]
+    linear_s = 4 * (kind.forward_flops - kind.attention_flops) / (989.5e12 * MATRIX_SHARE)
+    assert saved == pytest.approx(linear_s / 2)
+    heads = [make_estimator(one)("head", "h100", 1, 4).forward_s for one in (model, small)]
+    assert heads[0] == heads[1]
+    sizes = {"kept_bytes": 0.0, "held": 1.0, "workspace_bytes": 0.0, "dp": 1, "limit_bytes": 1.0}
+    held = [
+        stage_memory(one, parameters=1e9, distributed_optimizer=False, **sizes).parameter_bytes
+        for one in (model, small)
+    ]
+    assert held == [2e9, 4e9]

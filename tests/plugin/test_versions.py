@@ -27,40 +27,35 @@ from .test_training import check_numbers, run  # noqa: E402
 
 UNPACKED = ROOT / "build/megatron-core"
 INSTALLED = metadata.version("megatron-core")
+VERSIONS = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 # Until 0.17 megatron-core's own loop frees outputs that gloo has yet to send.
-MODELS: list[dict[str, Any]] = [{}, {"llama": True, "groups": True}, {"llama": True, "mtp": True}]
-LOOP: list[dict[str, Any]] = [
-    {
-        "shape": {"pp": 2, "chunks": 2, "deallocate": False, **model},
-        "runs": {
-            "adaptive": {"split_backward": False},
-            "split": {"split_backward": True},
-            "interleaved": {"schedule": "interleaved"},
-        },
-    }
-    for model in MODELS
+SHAPES: list[dict[str, Any]] = [
+    {"pp": 2, "chunks": 2, "deallocate": False, **model}
+    for model in ({}, {"llama": True, "groups": True}, {"llama": True, "mtp": True})
 ]
-V: list[dict[str, Any]] = [
-    {
-        **case,
-        "from": f"weights {number}",
-        "runs": {
-            "whole": {"placement": "v", "split_backward": False},
-            "split, then loop": {"schedule": "zb-v", "then": None},
-        },
-    }
-    for number, case in enumerate(LOOP[::2])
-]
-# In pairs: each model with loop or V, whole or split.
-TENSOR_PARALLEL: list[dict[str, Any]] = [
-    {**LOOP[0], "runs": {"adaptive": {"split_backward": False}}},
-    {**LOOP[2], "runs": {"split": {"split_backward": True}}},
-    {
-        **LOOP[1],
-        "from": "weights",
-        "runs": {"split, then loop": {"schedule": "zb-v", "then": None}},
-    },
-]
+LOOP: dict[str, dict[str, Any]] = {
+    "adaptive": {"split_backward": False},
+    "split": {"split_backward": True},
+    "interleaved": {"schedule": "interleaved"},
+}
+V: dict[str, dict[str, Any]] = {
+    "whole": {"placement": "v", "split_backward": False},
+    "split, then loop": {"schedule": "zb-v", "then": None},
+}
+
+
+def in_pairs(orders: dict[str, dict[str, Any]], turn: int) -> list[dict[str, Any]]:
+    """Returns a case for each order, of one model each: in as many turns, of every model."""
+    return [
+        {
+            "shape": SHAPES[(turn + number) % len(SHAPES)],
+            "runs": {name: settings},
+            **({"from": f"weights {number}"} if orders is V else {}),
+        }
+        for number, (name, settings) in enumerate(orders.items())
+    ]
+
+
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 "
@@ -75,10 +70,7 @@ real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(version, marks=real)
-        for version in ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
-    ],
+    params=[pytest.param(version, marks=real) for version in VERSIONS],
 )
 def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where ranks import that megatron-core from."""
@@ -94,10 +86,14 @@ def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
     forkserver(path).close()
 
 
-def test_steps_are_those_of_its_own_schedule(python_path: str, tmp_path: Path) -> None:
-    results = run([*LOOP, *V], 2, tmp_path, fresh=False, python_path=python_path)
-    check_numbers(results[len(LOOP) :])
-    for case in results[: len(LOOP)]:
+def test_steps_are_those_of_its_own_schedule(
+    python_path: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    turn = VERSIONS.index(request.node.callspec.params["python_path"])
+    loop, vee = in_pairs(LOOP, turn), in_pairs(V, turn)
+    results = run([*loop, *vee], 2, tmp_path, fresh=False, python_path=python_path)
+    check_numbers(results[len(loop) :])
+    for case in results[: len(loop)]:
         plain = case["runs"].pop("plain")
         assert len(plain[-1]["trained"]["losses"]) == 3
         assert case["runs"] == dict.fromkeys(case["runs"], plain)  # bit for bit
@@ -109,7 +105,9 @@ def test_steps_are_those_of_its_own_schedule(python_path: str, tmp_path: Path) -
     indirect=True,
 )
 def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
-    cases = [{**case, "shape": {**case["shape"], "tp": 2}} for case in TENSOR_PARALLEL]
+    # Loop and V, whole and split.
+    cases = [*in_pairs(LOOP, 0)[:2], in_pairs(V, 1)[1]]
+    cases = [{**case, "shape": {**case["shape"], "tp": 2}} for case in cases]
     check_numbers(run(cases, 4, tmp_path, fresh=False, python_path=python_path))
 
 

@@ -21,7 +21,7 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.trace.live_state import ProgressTail, progress_file
 from megatron.adaptive.trace.read import read_run
 
-from ..multiprocess.launch import ROOT, SMALL_GPT, environment, kill_tree
+from ..multiprocess.launch import ROOT, SMALL_GPT, environment, kill_tree, limited_disk
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -132,14 +132,8 @@ def test_a_stopped_rank_goes_on_within_the_limit_and_ends_the_job_beyond_it(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "small"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "small", str(disk)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no disk of a limited size here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with limited_disk(tmp_path / "small", "16m") as made:
+        yield made
 
 
 def test_a_disk_that_is_full_of_traces_and_logs_costs_those_alone(

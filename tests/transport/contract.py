@@ -320,7 +320,10 @@ def drain(rank: Rank, kind: str) -> None:
 
 
 def child(rank: Rank, kind: str) -> None:
-    """A forked process lets go of what it inherited, as loaders do; the slot stays taken here."""
+    """A forked process lets go of what it inherited, as loaders do; the slot stays taken here.
+
+    It may not send.
+    """
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         transport.send(peer, label(0), numbers(1000, 0))
@@ -331,9 +334,10 @@ def child(rank: Rank, kind: str) -> None:
     held = wait(transport).take()
     pid = os.fork()
     if pid == 0:
+        said = error_of(lambda: transport.send(peer, label(0), held))
         del held
         gc.collect()
-        os._exit(0)
+        os._exit(int("belong to the process that made them" not in said[1]))
     assert os.waitpid(pid, 0)[1] == 0
     rank.mark("forked")
     for number in range(1, 20):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.transport.liveness import here
 
+from ..multiprocess.launch import forking, free_port
 from .pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -31,13 +32,6 @@ def port() -> Iterator[int]:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     yield store.port
     del store
-
-
-def free_port() -> int:
-    """Return a port for a store of the ranks' own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def check_line(text: str, dead: int, pid: int, survivor: int, what: str, host: str = "") -> None:
@@ -203,7 +197,7 @@ else:
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
     """It sends SIGTERM to them as soon as it sees the dead one itself."""
-    script = tmp_path / "ranks.py"
+    script = tmp_path / "watched.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     process = subprocess.Popen(
@@ -211,7 +205,7 @@ def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=forking(),
         start_new_session=True,
     )
     try:

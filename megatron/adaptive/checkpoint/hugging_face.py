@@ -34,7 +34,7 @@ from megatron.adaptive.checkpoint import state, values
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest, write_files
 from megatron.adaptive.checkpoint.safetensors import DTYPES, FP8, TensorFolder
 from megatron.adaptive.checkpoint.torch_dist import Entry, indices_of, pickled, write_file
-from megatron.adaptive.config.core import LATENT_SETTINGS, parse_pattern
+from megatron.adaptive.config.core import LATENT_SETTINGS
 from megatron.adaptive.config.hugging_face import (
     CONFIG,
     NAMES,
@@ -186,11 +186,7 @@ def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
 
 
 def _has_experts(config: TrainerConfig, layer: int) -> bool:
-    if config.core.num_moe_experts is None:
-        return False
-    pattern = parse_pattern(config.core.moe_layer_freq)
-    layer = min(layer, config.model.num_layers - 1)  # those that predict are like the last
-    return bool(layer % pattern == 0 if isinstance(pattern, int) else pattern[layer])
+    return config.expert_layers[min(layer, config.model.num_layers - 1)]  # later ones predict
 
 
 def our_tensors(config: TrainerConfig, family: str) -> dict[str, OurTensor]:
@@ -408,7 +404,7 @@ class HuggingFaceReader:
         if missing:
             tied = (
                 f" ({CONFIG} says that embedding and head are not tied)"
-                if len(missing) == 1 and _HEAD in self.tensors
+                if _HEAD in self.tensors and missing == [self.tensors[_HEAD].rows[0].name]
                 else ""
             )
             raise CheckpointError(

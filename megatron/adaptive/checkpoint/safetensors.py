@@ -36,7 +36,7 @@ FP8, _SCALES, _SCALED = "F8_E4M3", "_scale_inv", 128
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 DTYPES[FP8] = torch.float8_e4m3fn
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_PICKLED = (".bin", ".pt", ".pth")
 _LONGEST_HEADER = 100_000_000  # the limit of the format
 _BLOCK_BYTES = 1 << 23
 _RESTORE = "copy it again"
@@ -158,7 +158,7 @@ class TensorFolder:
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
                 return {self.folder / SINGLE: []}
-            pickled = [name for name in _PICKLED if (self.folder / name).exists()]
+            pickled = sorted(one.name for one in self.folder.glob("*.*") if one.suffix in _PICKLED)
             raise CheckpointError(
                 f"{self.folder} has neither {SINGLE} nor {INDEX}"
                 + (

@@ -72,6 +72,13 @@ def main(argv: Sequence[str]) -> int:
         files = [(str(path), load_plan(path, "--compare ")) for path in options.compare]
         show(compare_text(files))
         return 0
+    ours = [f"--{name}" for name in ("output", "conf", "json", "pareto") if getattr(options, name)]
+    ours += [f"--export {options.export}"] * (options.export in ("plan", "conf", "sbatch"))
+    if options.fp8 and ours:
+        raise ConfigError(
+            f"--fp8 with {ours[0]}: the trainer has no fp8: drop one of them, or give --export"
+            " megatron or torchtitan"
+        )
     given = read_inputs(options)
     request = _request(options, given.model)
     if options.pareto is not None:
@@ -99,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _discover(files: Sequence[Path]) -> int:
     """Prints a cluster file, from outputs of tools or by asking those of this machine."""
-    texts = [(str(path), read_text(path, "give a text that a tool printed")) for path in files]
+    texts = [(str(path), read_text(path, "give what a tool printed; see --help")) for path in files]
     if not files and shutil.which("scontrol"):
         texts.append(("scontrol show node", slurm(["scontrol", "show", "node"])))
         with suppress(SetupError):  # without a plugin for topologies
@@ -107,7 +114,7 @@ def _discover(files: Sequence[Path]) -> int:
     if not files and shutil.which("nvidia-smi"):
         report = json.dumps({"host": socket.gethostname(), "node": node_report()})
         texts.append(("this node", report))
-    known = [one for one in texts if one[1].strip() and "No topology" not in one[1]]
+    known = [one for one in texts if "No topology" not in one[1] and (files or one[1].strip())]
     if not known:
         raise ConfigError(
             "--discover: neither scontrol nor nvidia-smi is here: run doctor --json on each node,"
@@ -302,8 +309,9 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
     model, cluster = inputs.model, inputs.cluster
     size = model.parameters
     words = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
+    types = model.precision.name + " and fp8" * model.precision.fp8
     show(
-        f"{model.name}, {words} parameters, {model.precision.name}, on {cluster.num_gpus} GPUs;"
+        f"{model.name}, {words} parameters, {types}, on {cluster.num_gpus} GPUs;"
         f" {options.global_batch_size} samples for a step\n"
     )
     show(table(proposal.rows, inputs, options.tokens))

@@ -27,6 +27,7 @@ from megatron.adaptive.planner.cluster import (
 )
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
+from megatron.adaptive.planner.plan import FP8_FLAGS
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail, progress_file
@@ -55,6 +56,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     add("--cluster", type=Path, required=required, metavar="FILE", help="nodes and links")
     add("--profile", type=Path, nargs="+", metavar="FILE", help="what was measured; else estimated")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="best that all GPUs have")
+    add("--fp8", action="store_true", help="layers multiply in fp8, as --fp8-format hybrid")
     add(
         "--seq-length",
         type=number(int, 1, 100_000_000),
@@ -94,6 +96,11 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     cluster = read_cluster(options.cluster, memories).with_memory(1 - options.memory_margin)
     model = _model(options, cluster, document)
     measured = None
+    if options.fp8:
+        if document is not None or options.calibrate:
+            raise ConfigError("--fp8: what is measured is in 16 bits: drop it or the measurements")
+        words = (*model.arguments, *FP8_FLAGS)
+        model = replace(model, precision=model.precision.with_fp8(), arguments=words)
     if document is not None:
         profile_file.check_model(document, model, " ".join(map(str, options.profile)))
         document, strange = profile_file.renamed(
@@ -117,7 +124,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
     """Reads the model, in the precision of the profile, or the best that all GPUs have."""
-    fused = None if options.attention is None else options.attention == "fused"
+    fused = options.fp8 or None if options.attention is None else options.attention == "fused"
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
     if any(part is not None and "bf16" not in part.flops for part in parts):

@@ -1,15 +1,4 @@
-"""``profile``: measures a model's layers and the links between ranks, for the planner.
-
-::
-
-    python -m megatron.adaptive profile --model gpt2-xl --output profile.json        one GPU
-    torchrun --standalone --nproc-per-node 8 -m megatron.adaptive profile \\
-        --model gpt2-xl --output a100.json                                           a node
-    python -m megatron.adaptive profile --merge a100.json v100.json --output profile.json
-    python -m megatron.adaptive profile --from-run logs/run --model gpt2-xl \\
-        --cluster cluster.yaml --output profile.json                                 a run
-    python -m megatron.adaptive profile --cut-points pieces.csv --name my-net --output profile.json
-"""
+"""``profile``: measures a model's layers and the links between ranks; see ``docs/planner.md``."""
 
 from __future__ import annotations
 

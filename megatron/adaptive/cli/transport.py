@@ -73,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if not options.check:
         raise ConfigError("transport: say what to do: --check is all there is; see --help")
-    environment = Environment.read(_variables(options))
+    os.environ.update(_variables(options))
+    environment = Environment.read()
     if not environment.is_launched:
         return _alone(argv)
     return _check(options, environment)
@@ -103,19 +104,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return the environment with what the command line says about the ranks."""
+    """Return what the command line says about the ranks, as torchrun would."""
     given = {
         "RANK": options.rank,
         "WORLD_SIZE": options.world_size,
         "MASTER_ADDR": options.master_addr,
         "MASTER_PORT": options.master_port,
     }
-    variables = dict(os.environ)
-    variables.update({name: str(value) for name, value in given.items() if value is not None})
     if options.rank is not None:
-        variables |= {"LOCAL_RANK": str(options.local_rank), "LOCAL_WORLD_SIZE": "1"}
-        variables["LOCAL_WORLD_SIZE"] = str(options.local_rank + 1)
-    return variables
+        given |= {"LOCAL_RANK": options.local_rank, "LOCAL_WORLD_SIZE": options.local_rank + 1}
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _alone(argv: Sequence[str]) -> int:

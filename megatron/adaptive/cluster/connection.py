@@ -10,22 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.handshake import (
-    AGAIN_S,
     HEAD_BYTES,
-    NO_PROOF,
     Gate,
-    Handshake,
     SealedSocket,
     Session,
     StrangerError,
     bind,
+    dial,
 )
 
 BEAT_S = 1.0
@@ -64,39 +61,21 @@ class Connection:
 
         Raises:
             StrangerError: what listens there does not know the secret.
-            OSError: nobody listens there, and its text says why; ``TimeoutError`` is one.
+            OSError: nobody listens there, and its text says why.
         """
-        until_s = time.monotonic() + within_s
-        while True:
-            try:
-                opening = cls._connect(address, port, secret, purpose)
-                return await asyncio.wait_for(opening, until_s - time.monotonic())
-            except asyncio.TimeoutError:
-                raise TimeoutError(f"no answer within {within_s:g} s") from None
-            except EOFError:  # a crowd of others can push this one out
-                if time.monotonic() + AGAIN_S > until_s:
-                    raise StrangerError(NO_PROOF) from None
-            except StrangerError:
-                raise
-            except OSError as error:  # asyncio's own text names the call alone
-                raise OSError(os.strerror(error.errno) if error.errno else str(error)) from None
-            await asyncio.sleep(AGAIN_S)
+        try:
+            sealed = await asyncio.to_thread(dial, (address, port), secret, purpose, within_s)
+        except StrangerError:
+            raise
+        except OSError as error:
+            raise OSError(error.strerror or f"no answer within {within_s:g} s") from None
+        return await cls.over(sealed)
 
     @classmethod
-    async def _connect(cls, address: str, port: int, secret: str, purpose: str) -> Connection:
-        reader, writer = await asyncio.open_connection(address, port)
-        try:
-            shake = Handshake(secret, purpose, visiting=True)
-            writer.write(shake.first)
-            while shake.wanted:
-                writer.write(shake.advance(await reader.readexactly(shake.wanted)))
-        except BaseException as error:
-            writer.close()
-            if isinstance(error, (ConnectionResetError, BrokenPipeError)):
-                raise EOFError from None
-            raise
-        assert shake.session is not None
-        return cls(reader, writer, shake.session)
+    async def over(cls, sealed: SealedSocket) -> Connection:
+        """Returns the connection over a socket whose other side has proved the secret."""
+        reader, writer = await asyncio.open_connection(sock=sealed.socket)
+        return cls(reader, writer, sealed.session)
 
     @property
     def peer(self) -> str:
@@ -202,8 +181,7 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, sealed: SealedSocket) -> None:
-        reader, writer = await asyncio.open_connection(sock=sealed.socket)
-        link = Connection(reader, writer, sealed.session)
+        link = await Connection.over(sealed)
         try:
             await self._attend(link)
         except (LookupError, TypeError, ValueError) as error:

@@ -559,7 +559,6 @@ def _adapters(config: TrainerConfig, given: Given) -> Rules:
         )
         return
     for what, is_given in (
-        (given.mtp_num_layers, config.model.mtp_num_layers is not None),
         ("--heterogeneous-layers-config-path", core.heterogeneous_layers_config_encoded_json),
         ("--overlap-moe-expert-parallel-comm", config.schedule.overlap_moe_expert_parallel_comm),
     ):

@@ -9,8 +9,10 @@ The planner counts models that the trainer cannot build (``differs``); for the t
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -217,6 +219,13 @@ def config_arguments(
         ConfigError: the architecture is unknown or something of it is not counted, or a key is
             missing.
     """
+    with _expected_kinds(where):
+        return _arguments(document, where, sequence)
+
+
+def _arguments(
+    document: Mapping[str, Any], where: str, sequence: int | None
+) -> tuple[list[str], str]:
     # Of a model of several kinds of input, what reads text.
     text = document.get("text_config")
     config: Mapping[str, Any] = text if isinstance(text, dict) else document
@@ -235,6 +244,10 @@ def config_arguments(
             found = next((v for key in keys if (v := _value(config, key)) is not None), None)
             if found is None and table in needed:
                 raise ConfigError(f"{where}: {' or '.join(keys)} is missing; a model has it")
+            is_number = isinstance(found, int | float) and abs(found) < math.inf
+            if not is_number and found is not None and not flag.endswith("score-function"):
+                kind = "whole number" if "num" in flag else "number"
+                raise ConfigError(f"{where}: {keys[0]} is {found!r}: it must be a {kind}")
             if found is None:
                 found = _DEFAULTS.get(flag)
             of_groups = flag.endswith(("groups", "group-topk"))
@@ -295,7 +308,26 @@ def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, An
             f" {(near or known)[0]}, and {', '.join(known)} are read"
         )
     words, differs = config_arguments(document, str(path), sequence)
-    family = _FAMILIES[document["model_type"]]
+    with _expected_kinds(str(path)):
+        return document, _trained(folder, document, words, differs)
+
+
+@contextlib.contextmanager
+def _expected_kinds(where: str) -> Iterator[None]:
+    """Names the file whose values are not numbers, texts or lists where these are read."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: a value is of another kind than transformers writes ({error}): restore it"
+        ) from None
+
+
+def _trained(
+    folder: Path, document: Mapping[str, Any], words: list[str], differs: str
+) -> list[str]:
+    """Returns the arguments without layers that the folder lacks; refuses what layers lack."""
+    path, family = folder / CONFIG, _FAMILIES[document["model_type"]]
     if differs:
         raise ConfigError(
             f"{path}: model_type {document['model_type']} asks for {differs}, which megatron-core's"
@@ -307,7 +339,7 @@ def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, An
     # A folder may lack the layers that predict further, as all do that transformers writes.
     if (flag := "--mtp-num-layers") in words and not _holds(folder, flat["num_hidden_layers"]):
         del words[(at := words.index(flag)) : at + 2]
-    return document, words
+    return words
 
 
 def _holds(folder: Path, layer: int) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.core import CoreConfig
+from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.data import BatchConfig, DataConfig
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
@@ -61,6 +61,16 @@ class TrainerConfig:
         if self.schedule.partition is not None:
             return self.schedule.partition
         return nearly_even_split(self.model.num_layers, self.num_stages)
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        pattern, layers = parse_pattern(self.core.moe_layer_freq), range(self.model.num_layers)
+        if self.core.num_moe_experts is None:
+            return (False,) * len(layers)
+        return tuple(
+            bool(i % pattern == 0 if isinstance(pattern, int) else pattern[i]) for i in layers
+        )
 
     @property
     def mtp_stage(self) -> int | None:

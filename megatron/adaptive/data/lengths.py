@@ -16,7 +16,6 @@ accelerator substitutions are installed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,13 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.data.loader import Deal, Microbatch, OnRead
+from megatron.adaptive.data.loader import (
+    Deal,
+    Microbatch,
+    OnRead,
+    StepMicrobatches,
+    require_samples,
+)
 from megatron.adaptive.data.tokenizer import TAUGHT_ROLE, Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 from megatron.adaptive.schedule.dealing import Size
@@ -362,11 +367,7 @@ class LengthLoader:
         """
         first, batching = self.consumed_samples, self._batching
         count = num_microbatches * batching.micro_batch_size * batching.replicas
-        if first + count > len(self._dataset):
-            raise DataError(
-                f"the data ends after {len(self._dataset)} samples, but this step takes samples "
-                f"{first} to {first + count - 1}; build the data for more iterations"
-            )
+        require_samples(self._dataset, first, count)
         self.consumed_samples += count
         lengths = [length_of(self._dataset, first + n) for n in range(count)]
         return LengthMicrobatches(
@@ -383,8 +384,8 @@ class LengthLoader:
         """Does nothing: no process reads ahead."""
 
 
-class LengthMicrobatches:
-    """The microbatches of one step and rank, in any order; each is read once and kept.
+class LengthMicrobatches(StepMicrobatches):
+    """The microbatches of one step and rank, of samples of different lengths.
 
     A microbatch holds ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64`` and ``loss_mask
     [b, s] float32``, and where documents are packed, with ``b`` = 1, ``lengths [n] int32``: those
@@ -416,8 +417,7 @@ class LengthMicrobatches:
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
-        self._lengths, self._batching, self._read = lengths, batching, read
-        self._pin_memory, self._on_read = pin_memory, on_read
+        self._lengths, self._batching, self._sample = lengths, batching, read
         rows = batching.plan(lengths)
         own: Sequence[int] = range(dp_rank, len(rows), batching.replicas)
         if deal is not None:
@@ -426,29 +426,18 @@ class LengthMicrobatches:
         self.contents = tuple(
             (self._positions(row), *(lengths[sample] for sample in row)) for row in self._own
         )
-        self._ready: dict[int, Microbatch] = {}
         self.load = self._measure(rows)
-
-    def __len__(self) -> int:
-        return len(self._own)
+        super().__init__(
+            lambda index: self._make(self._own[index]),
+            len(self._own),
+            pin_memory=pin_memory,
+            on_read=None if read is None else on_read,
+        )
 
     @property
     def sizes(self) -> tuple[float, ...]:
         """Positions of each microbatch."""
         return tuple(float(one[0]) for one in self.contents)
-
-    def __getitem__(self, index: int) -> Microbatch:
-        if not 0 <= index < len(self):
-            raise IndexError(f"microbatch {index} is outside 0..{len(self) - 1}")
-        if index not in self._ready:
-            start_ns = time.monotonic_ns()
-            made = self._make(self._own[index])
-            if self._pin_memory:
-                made = {key: tensor.pin_memory() for key, tensor in made.items()}
-            self._ready[index] = made
-            if self._on_read is not None and self._read is not None:
-                self._on_read(index, start_ns, time.monotonic_ns())
-        return self._ready[index]
 
     def _make(self, samples: Sequence[int]) -> Microbatch:
         is_packed, lengths = self._batching.pack_to is not None, self._lengths
@@ -456,12 +445,12 @@ class LengthMicrobatches:
         longest = max(sum(lengths[n] for n in row) for row in rows)
         width = self._batching.row_tokens(longest)
         made: Microbatch = {}
-        if self._read is not None:
+        if self._sample is not None:
             arrays: dict[str, npt.NDArray[Any]] = {}
             for number, row in enumerate(rows):
                 place = 0
                 for sample in row:
-                    for key, values in self._read(sample).items():
+                    for key, values in self._sample(sample).items():
                         if key not in _KEYS:
                             continue
                         kind = np.float32 if key == "loss_mask" else np.int64

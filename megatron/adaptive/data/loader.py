@@ -184,19 +184,19 @@ class MicrobatchLoader:
         Raises:
             DataError: the dataset ends within the step.
         """
-        first = self._next_block
-        if first + num_microbatches > self._num_blocks:
-            last = self.consumed_samples + num_microbatches * self._block_size - 1
-            raise DataError(
-                f"the data ends after {len(self._dataset)} samples, but this step takes samples "
-                f"{self.consumed_samples} to {last}; build the data for more iterations"
-            )
-        self._next_block += num_microbatches
-        count = num_microbatches * self._dp_size
+        first, count = self._next_block, num_microbatches * self._dp_size
+        require_samples(self._dataset, self.consumed_samples, count * self._micro_batch_size)
+        end = self._next_block = first + num_microbatches
         own: Sequence[int] = range(self._dp_rank, count, self._dp_size)
         if deal is not None:
             own = deal([EQUAL] * count)[self._dp_rank]
-        return StepMicrobatches(self, self._next_block, [first * self._dp_size + n for n in own])
+
+        def read(index: int) -> Microbatch:
+            if self._next_block != end:
+                raise RuntimeError("a microbatch of an earlier step was asked for after the next")
+            return self._fetch(first * self._dp_size + own[index])
+
+        return StepMicrobatches(read, len(own), pin_memory=self._pin_memory, on_read=self._on_read)
 
     def close(self) -> None:
         """End the data workers, if any. The loader then reads in this process."""
@@ -206,15 +206,6 @@ class MicrobatchLoader:
         """Return the samples of a microbatch, counted over all ranks since the first."""
         start = self._first_sample + number * self._micro_batch_size
         return range(start, start + self._micro_batch_size)
-
-    def _read(self, number: int, index: int) -> Microbatch:
-        """Read a microbatch, the ``index``-th of its step, and report how long that took."""
-        if self._on_read is None:
-            return self._fetch(number)
-        start_ns = time.monotonic_ns()
-        microbatch = self._fetch(number)
-        self._on_read(index, start_ns, time.monotonic_ns())
-        return microbatch
 
     def _fetch(self, number: int) -> Microbatch:
         block, rank = divmod(number, self._dp_size)
@@ -227,7 +218,7 @@ class MicrobatchLoader:
             tensor = torch.from_numpy(array)
             if key in _INTEGER:
                 tensor = tensor.to(torch.int64)
-            tensors[key] = tensor.pin_memory() if self._pin_memory else tensor
+            tensors[key] = tensor
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
@@ -250,37 +241,57 @@ class MicrobatchLoader:
 class StepMicrobatches:
     """The microbatches of one step and rank, in any order and as often as needed.
 
-    Each is read once and kept until this object goes. A microbatch holds ``tokens``, ``labels``,
-    ``position_ids`` ``[b, s] int64``, ``loss_mask [b, s] float32`` and, where the dataset makes
-    one, ``attention_mask [b, 1, s, s] bool`` (true where hidden).
+    Each is read once, those before it along with it, and kept until this object goes. A microbatch
+    holds ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64``, ``loss_mask [b, s] float32``
+    and, where the dataset makes one, ``attention_mask [b, 1, s, s] bool`` (true where hidden).
+
+    Args:
+        read: reads one, given its place in the step.
+        count: how many there are.
+        pin_memory: hand out page-locked tensors.
+        on_read: called for every microbatch that was read.
     """
 
-    def __init__(self, loader: MicrobatchLoader, end_block: int, numbers: Sequence[int]) -> None:
-        self._loader = loader
-        self._end_block = end_block
-        self._numbers = numbers
-        self._ready: dict[int, Microbatch] = {}
+    def __init__(
+        self,
+        read: Callable[[int], Microbatch],
+        count: int,
+        *,
+        pin_memory: bool = False,
+        on_read: OnRead | None = None,
+    ) -> None:
+        self._read, self._count = read, count
+        self._pin_memory, self._on_read = pin_memory, on_read
+        self._ready: list[Microbatch] = []
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return self._count
 
     def __getitem__(self, index: int) -> Microbatch:
         if not 0 <= index < len(self):
             raise IndexError(f"microbatch {index} is outside 0..{len(self) - 1}")
-        if index not in self._ready:
-            self._read_up_to(index)
+        for earlier in range(len(self._ready), index + 1):
+            start_ns = time.monotonic_ns()
+            made = self._read(earlier)
+            if self._pin_memory:
+                made = {key: tensor.pin_memory() for key, tensor in made.items()}
+            self._ready.append(made)
+            if self._on_read is not None:
+                self._on_read(earlier, start_ns, time.monotonic_ns())
         return self._ready[index]
 
-    def _read_up_to(self, index: int) -> None:
-        loader = self._loader
-        if loader._next_block != self._end_block:
-            raise RuntimeError("microbatches of an earlier step were asked for after the next one")
-        if loader._read_ahead is None:
-            self._ready[index] = loader._read(self._numbers[index], index)
-            return
-        # Workers deliver in order, so those before it come along.
-        for earlier in range(len(self._ready), index + 1):
-            self._ready[earlier] = loader._read(self._numbers[earlier], earlier)
+
+def require_samples(dataset: Any, first: int, count: int) -> None:
+    """Refuse a step of ``count`` samples from ``first`` on that the dataset does not have.
+
+    Raises:
+        DataError: it ends before.
+    """
+    if first + count > len(dataset):
+        raise DataError(
+            f"the data ends after {len(dataset)} samples, but this step takes samples "
+            f"{first} to {first + count - 1}; build the data for more iterations"
+        )
 
 
 def _collate(samples: list[dict[str, Any]]) -> Arrays:

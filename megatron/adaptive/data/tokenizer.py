@@ -278,7 +278,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         if not path.is_file():
             return {}
         try:
-            found = parse_json(_read_text(path, _MODEL))
+            # transformers writes 10^30 for a length without a limit.
+            found = parse_json(_read_text(path, _MODEL), strict=False)
         except ValueError as error:
             raise DataError(f"{path}: is not JSON ({error})") from None
         return found if isinstance(found, dict) else {}

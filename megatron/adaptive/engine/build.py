@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 
 from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks
@@ -33,12 +32,7 @@ from megatron.adaptive.trace.clock import start_clock_sync
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.connect import (
-    Payloads,
-    connect_ranks,
-    network_address,
-    own_endpoint,
-)
+from megatron.adaptive.transport.connect import Payloads
 from megatron.adaptive.transport.gloo import ProcessGroups, gloo_group
 from megatron.adaptive.transport.interface import Transport
 from megatron.adaptive.transport.liveness import here
@@ -121,18 +115,21 @@ def build_executor(
     else:
         members, peers = list(range(widths.num_ranks)), list(widths.neighbours_of(rank))
         route = partial(widths.route, rank)
-    channels = _connect(
-        members,
-        peers,
-        accelerator,
-        places,
-        describe,
-        Payloads(
-            shape=payload_shape, dtype=payload_dtype, varies=payload_varies, in_flight=in_flight
-        ),
-        transport or TransportConfig(),
-        timeout_s,
-    )
+    channels = None
+    if len(members) > 1:
+        options = transport or TransportConfig()
+        groups = ProcessGroups(
+            members=members,
+            gather=gather,
+            accelerator=accelerator,
+            payloads=Payloads(
+                shape=payload_shape, dtype=payload_dtype, varies=payload_varies, in_flight=in_flight
+            ),
+            describe=describe,
+            timeout_s=timeout_s,
+        )
+        own = groups.own_end(places, options, _store_host())
+        channels = groups.connect(own, peers, options, lambda line: print(line, flush=True))
     agreement = _build_agreement(model, places, describe, channels, timeout_s)
     executor = Executor(
         placement=placement,
@@ -233,55 +230,6 @@ def require_equal_settings(settings: Mapping[str, str]) -> None:
                 f"{own} on rank {rank}, but {theirs} on rank 0: ranks of a job share their "
                 "settings; start all of them with the same ones"
             )
-
-
-def _connect(
-    members: list[int],
-    peers: list[int],
-    accelerator: Accelerator,
-    places: list[dict[str, Any]],
-    describe: Describe,
-    payloads: Payloads,
-    options: TransportConfig,
-    timeout_s: float,
-) -> Transport | None:
-    """Connect this rank with its neighbours. Collective over all ranks.
-
-    Args:
-        members: ranks that exchange messages with each other alone, this one's among them.
-        peers: those that this rank exchanges messages with.
-    """
-    if len(members) == 1:
-        return None
-    rank, device = dist.get_rank(), accelerator.device
-    common: dict[str, Any] = {
-        "gather": gather,
-        "payloads": payloads,
-        "describe": describe,
-        "timeout_s": timeout_s,
-    }
-    groups = ProcessGroups(members=members, accelerator=accelerator, **common)
-    own = own_endpoint(
-        rank,
-        places[rank],
-        device=device,
-        own_gpu=accelerator.backend == "nccl",
-        options=options,
-        address=network_address(
-            options.transport_interface or Environment.read().socket_interface,
-            _store_host(),
-            alone=len({place["machine"] for place in places}) == 1,
-        ),
-    )
-    return connect_ranks(
-        own=own,
-        peers=peers,
-        groups=groups,
-        options=options,
-        device=device,
-        log=lambda line: print(line, flush=True),
-        **common,
-    )
 
 
 def _store_host() -> str | None:

@@ -16,18 +16,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
-import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.engine.job import from_first
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 
 Describe = Callable[[int], str]
@@ -268,68 +263,34 @@ class MemoryLinks(Links):
         super().__init__(group, describe)
         self._module = module
         self._local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        if dist.get_rank(group) == 0:
-            self._folder = tempfile.TemporaryDirectory(prefix="megatron-adaptive-")
-        self._place = Path(from_first("" if self._folder is None else self._folder.name, group))
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
         log = self._module.DecisionLog.create(len(readers), _CAPACITY, self._local)
-        _hand_out(log.fd, self._place / name, len(readers))
+        place = torch.tensor([os.getpid(), log.fd])
+        for rank in readers:
+            self._pass(self._group.send, place, name, rank)
         return _MemoryWriter(log, ", ".join(map(self.describe, readers)), self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
-        fd = _fetch(self._place / name, self.describe(writer))
+        place = torch.empty(2, dtype=torch.int64)
+        self._pass(self._group.recv, place, name, writer)
+        process, number = place.tolist()
+        fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)  # memory without a name
         try:
             log = self._module.DecisionLog.attach(fd, index, self._local)
         finally:
             os.close(fd)
         return _MemoryReader(log, self.describe(writer), self.describe)
 
+    def _pass(self, way: Any, place: torch.Tensor, name: str, rank: int) -> None:
+        """Send where a channel's memory is, or receive that."""
+        lack = f"{self.describe(rank)} did not make its end of {name}"
+        with _lost(lack, _SETUP_TIMEOUT_S):
+            work = way([place], dist.get_group_rank(self._group, rank), 0)
+            work.wait(_limit(_SETUP_TIMEOUT_S))
+
     def close(self) -> None:
-        dist.barrier(group=self._group)
-        if self._folder is not None:
-            self._folder.cleanup()
-
-
-def _hand_out(fd: int, place: Path, count: int) -> None:
-    """Hand a descriptor to ``count`` processes that call :func:`_fetch` with the same path."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(place))
-        listener.listen(count)
-        end_s = time.monotonic() + _SETUP_TIMEOUT_S
-        for served in range(count):
-            listener.settimeout(max(_SHORTEST_S, end_s - time.monotonic()))
-            try:
-                peer, _ = listener.accept()
-            except TimeoutError:
-                raise DeadlineError(
-                    f"{served} of {count} members of a decision group took their end of "
-                    f"{place.name} within {_SETUP_TIMEOUT_S:g} s"
-                ) from None
-            with peer:
-                socket.send_fds(peer, [b"+"], [fd])
-
-
-def _fetch(place: Path, writer: str) -> int:
-    """Return the descriptor that ``writer`` hands out at ``place``, waiting for it to begin."""
-    end_s = time.monotonic() + _SETUP_TIMEOUT_S
-    with socket.socket(socket.AF_UNIX) as peer:
-        while True:
-            try:
-                peer.settimeout(max(_SHORTEST_S, end_s - time.monotonic()))
-                peer.connect(str(place))
-                found = socket.recv_fds(peer, 1, 1)[1]
-                if not found:
-                    raise PeerLostError(f"{writer} ended while it handed out {place.name}")
-                return found[0]
-            except (FileNotFoundError, ConnectionRefusedError, TimeoutError):
-                if time.monotonic() >= end_s:
-                    raise DeadlineError(
-                        f"{writer} did not hand out its end of {place.name} within "
-                        f"{_SETUP_TIMEOUT_S:g} s"
-                    ) from None
-            time.sleep(0.002)
+        dist.barrier(group=self._group)  # writers keep it open until then
 
 
 def _limit(timeout_s: float) -> datetime.timedelta:

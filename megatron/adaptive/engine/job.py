@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.lease import Lease
-from megatron.adaptive.errors import AdaptiveError
+from megatron.adaptive.errors import AdaptiveError, TransportError
 from megatron.adaptive.handshake import bind
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def from_first(mine: T, group: Any = None) -> T:
 
 
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
-    """Returns the store in which the ranks of a launcher meet. Collective over all ranks.
+    """Returns the store in which the ranks of a launcher meet; of its own without one. Collective.
 
     Where rank 0 serves it, it listens at ``MASTER_ADDR`` alone, if that is an address of its own
     machine: torch itself would listen at all of them, and asks nobody who they are.
@@ -45,7 +45,12 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     Args:
         environment: of this rank.
         timeout: limit of waits for other ranks.
+
+    Raises:
+        DistError, ValueError: they do not meet; see :func:`no_rendezvous`.
     """
+    if environment.world_size == 1 and not environment.is_launched:
+        return dist.HashStore()
     address, port = environment.master_addr, environment.master_port
     if environment.rank == 0 and not environment.has_agent_store and port is not None:
         with contextlib.suppress(OSError):  # the usual way says what is wrong with the port
@@ -60,6 +65,18 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
             )
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     return store
+
+
+def no_rendezvous(environment: Environment, error: Exception) -> Exception:
+    """Returns one line on a failure before the ranks were connected, or ``error``."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, ValueError) and "rendezvous" not in reason:
+        return error
+    return TransportError(
+        f"rank {environment.rank} cannot meet the other ranks at {environment.master_addr}:"
+        f"{environment.master_port} ({reason}): start the program with torchrun, with --standalone "
+        "on one machine, or give another port"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,19 +64,13 @@ def start_job(
     """
     parallel = config.parallel
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
-    if environment.world_size == 1 and not environment.is_launched:
-        store = dist.HashStore()
-        dist.init_process_group(
-            accelerator.backend, store=store, rank=0, world_size=1, timeout=timeout
-        )
-    else:
-        dist.init_process_group(
-            accelerator.backend,
-            store=meet(environment, timeout),
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timeout,
-        )
+    dist.init_process_group(
+        accelerator.backend,
+        store=meet(environment, timeout),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+    )
     require_equal_settings(_shared_settings(config))
     set_up_mesh(config)
     seed_everything(config.run.seed)

@@ -742,13 +742,8 @@ def _layers(cfg: TrainerConfig) -> list[float]:
     width = core.moe_router_topk * (core.moe_ffn_hidden_size or model.ffn_hidden_size)
     width += core.moe_shared_expert_intermediate_size or 0
     routed_cfg = dataclasses.replace(cfg, model=dataclasses.replace(model, ffn_hidden_size=width))
-    work, pattern = (
-        _layer(routed_cfg) + experts * model.hidden_size,
-        parse_pattern(core.moe_layer_freq),
-    )
-    if isinstance(pattern, int):
-        pattern = [layer % pattern == 0 for layer in range(model.num_layers)]
-    return [work if routed else plain for routed in pattern]
+    work = _layer(routed_cfg) + experts * model.hidden_size
+    return [work if routed else plain for routed in cfg.expert_layers]
 
 
 def _layer(cfg: TrainerConfig, *, attends: bool = True) -> float:

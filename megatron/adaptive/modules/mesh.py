@@ -82,22 +82,16 @@ def join_job(timeout_s: float) -> Job:
     timeout = datetime.timedelta(seconds=timeout_s)
     owns = not dist.is_initialized()
     before = () if owns else tuple(process_groups())
-    if owns and environment.is_launched:
-        rank, world_size = environment.rank, environment.world_size
+    if owns:
         store = _store_of_process(environment, timeout)
         # Under other names in every job: in the store are the addresses of those before.
-        turn = store.add(f"{_JOBS}/{rank}", 1)
+        turn = store.add(f"{_JOBS}/{environment.rank}", 1)
         dist.init_process_group(
             accelerator.backend,
             store=dist.PrefixStore(f"{_JOBS}/{turn}", store),
-            rank=rank,
-            world_size=world_size,
+            rank=environment.rank,
+            world_size=environment.world_size,
             timeout=timeout,
-        )
-    elif owns:
-        store = dist.HashStore()
-        dist.init_process_group(
-            accelerator.backend, store=store, rank=0, world_size=1, timeout=timeout
         )
     group = dist.new_group(backend="gloo", timeout=timeout)
     job = Job(

@@ -329,11 +329,11 @@ class Cluster:
         )
         return replace(self, groups=groups)
 
-    def link(self, one: int, other: int) -> LinkSpeed:
-        """Returns the link between the GPUs of two nodes, or of one node."""
-        if one == other:
-            return self.nodes[one].intra
-        return self.link_of_types(self.nodes[one], self.nodes[other])
+    @cached_property
+    def first(self) -> dict[str, int]:
+        """The first node of every type, by the type's name."""
+        counts = itertools.accumulate((group.count for group in self.groups), initial=0)
+        return {node.name: first for node, first in zip(self.types, counts, strict=False)}
 
     def link_of_types(self, one: NodeType, other: NodeType) -> LinkSpeed:
         """Returns the link between two different nodes of these types.
@@ -531,26 +531,30 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
     logs, matrices, assumed = list[str](), list[str](), list[str]()
     for where, raw in texts:
         text = re.sub(r"\x1b\[[0-9;]*m", "", raw)
-        if text.lstrip().startswith("{"):
-            reports.append(_doctor_entry(text, where))
-        elif "NodeName=" in text:
-            fields = [_FIELD.findall(block) for block in re.split(r"(?=\bNodeName=)", text)]
-            slurm += [_slurm_entry(dict(one)) for one in fields if one]
-        elif "SwitchName=" in text or "BlockName=" in text:
-            for line in text.splitlines():
-                one = dict(_FIELD.findall(line))
-                switches.append((int(one.get("Level", 0)), set(expand_hosts(one.get("Nodes", "")))))
-        elif "NODELIST" in text:
-            slurm += _sinfo_entries(text, where)
-        elif "NVSMI LOG" in text:
-            logs.append(text)
-        elif _MATRIX.search(text):
-            matrices.append(text)
-        else:
-            raise ConfigError(
-                f"{where}: it is none of scontrol show node, scontrol show topology, sinfo -N,"
-                " nvidia-smi -q, nvidia-smi topo -m and doctor --json"
-            )
+        try:
+            if text.lstrip().startswith("{"):
+                report = json.loads(text)
+                needed = {key: report["node"][key] for key in ("gpu", "gpus_per_node")}
+                reports.append({**report["node"], **needed, "hosts": [report["host"]]})
+            elif "NodeName=" in text:
+                fields = [_FIELD.findall(block) for block in re.split(r"(?=\bNodeName=)", text)]
+                slurm += [_slurm_entry(dict(one)) for one in fields if one]
+            elif "SwitchName=" in text or "BlockName=" in text:
+                for line in text.splitlines():
+                    one = dict(_FIELD.findall(line))
+                    hosts = set(expand_hosts(one.get("Nodes", "")))
+                    switches.append((int(one.get("Level", 0)), hosts))
+            elif "NODELIST" in text:
+                slurm += _sinfo_entries(text, where)
+            elif "NVSMI LOG" in text:
+                logs.append(text)
+            elif _MATRIX.search(text):
+                matrices.append(text)
+            else:
+                raise ValueError(f"it begins with {text.strip()[:20]!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ConfigError(f"{where}: {what}: it must be the output of {_TOOLS}") from error
     for at in range(max(len(logs), len(matrices))):
         log, matrix = (found[at] if at < len(found) else "" for found in (logs, matrices))
         reports.append(describe_node(log, matrix))
@@ -559,7 +563,10 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
     entries = [_with_report(one, reports, assumed) for one in up.values()] if slurm else reports
     entries = [one for one in entries if one["gpus_per_node"]]
     if not entries:
-        raise ConfigError("no node with GPUs is up: give the outputs of nodes that have some")
+        names = ", ".join(where for where, _ in texts)
+        raise ConfigError(
+            f"{names}: no node with GPUs is up: give the outputs of nodes that have some"
+        )
     document: dict[str, Any] = {"format": 1, "nodes": _grouped(entries, switches)}
     without = [one["gpu"] for one in document["nodes"] if "network" not in one]
     if without and sum(one["count"] for one in document["nodes"]) > 1:
@@ -571,18 +578,11 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
 
 
 _FIELD = re.compile(r"(\w+)=(\S*)")
+_TOOLS = (
+    "scontrol show node or topology, sinfo -N, nvidia-smi -q or topo -m, or doctor --json; write"
+    " what one of them prints on a node into a file, and give that"
+)
 _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
-
-
-def _doctor_entry(text: str, where: str) -> dict[str, Any]:
-    try:
-        report = json.loads(text)
-        return {**report["node"], "hosts": [report["host"]]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{where}: no report of a node ({type(error).__name__}): run python -m"
-            " megatron.adaptive doctor --json there"
-        ) from error
 
 
 def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:

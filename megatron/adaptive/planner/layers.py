@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Gpu, LinkSpeed, NodeType, find_gpu
+from megatron.adaptive.planner.cluster import Cluster, Gpu, LinkSpeed, NodeType, find_gpu
 from megatron.adaptive.planner.model import LayerKind, Model
 from megatron.adaptive.planner.plan import Replica, StageMemory, StagePlace
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
@@ -134,7 +134,8 @@ def stage_memory(
     besides = context + parameters * runtime.parameter_copies_bytes
     sizes = model.precision
     return StageMemory(
-        parameter_bytes=parameters * sizes.parameter_bytes,
+        # In fp8 each weight is there as it is and transposed.
+        parameter_bytes=parameters * (sizes.parameter_bytes + 2 * sizes.fp8),
         gradient_bytes=parameters * sizes.gradient_bytes,
         optimizer_bytes=(parameters if divided is None or not distributed_optimizer else divided)
         * (sizes.optimizer_bytes / (dp if distributed_optimizer else 1)),
@@ -442,10 +443,35 @@ def _link_of(inputs: PlanInputs, one: NodeType, other: NodeType) -> LinkSpeed:
     return inputs.cluster.link_of_types(one, other)
 
 
-def link_between(inputs: PlanInputs, one: int, other: int) -> LinkSpeed:
-    """Returns the link of two nodes, or of a node, wherever they stand."""
-    a, b = inputs.cluster.nodes[one], inputs.cluster.nodes[other]
-    return link_within(inputs, a, a.gpus) if one == other else _link_of(inputs, a, b)
+def link_between(inputs: PlanInputs, one: Replica, other: Replica) -> LinkSpeed:
+    """Returns the link between two replicas: that of the least island which holds both."""
+    return _link_at(inputs, one.node, other.node, _common_island(inputs.cluster, one, other))
+
+
+def _common_island(cluster: Cluster, one: Replica, other: Replica) -> int | None:
+    """Returns which of their type's islands is the least that holds both, if one does.
+
+    Replicas of one node are in one of its parts, those of two nodes below the same switch.
+    """
+    kind = cluster.nodes[one.node]
+    if not kind.islands or kind != cluster.nodes[other.node]:
+        return None
+    begin = cluster.first[kind.name]
+    here, there = ((at.node - begin) * kind.gpus + at.gpu for at in (one, other))
+    for index, (size, _) in enumerate(kind.islands):
+        inner = size < kind.gpus
+        if inner == (one.node == other.node) and here // size == there // size:
+            return index
+    return None
+
+
+def _link_at(inputs: PlanInputs, one: int, other: int, island: int | None) -> LinkSpeed:
+    node = inputs.cluster.nodes[one]
+    if island is not None:
+        return node.islands[island][1]
+    if one == other:
+        return inputs.profile.intra_links.get(node.name, node.intra)
+    return _link_of(inputs, node, inputs.cluster.nodes[other])
 
 
 def boundary_s(
@@ -471,15 +497,15 @@ def boundary_s(
     Returns:
         Latency, and seconds that the link is busy, of the slowest replica.
     """
-    flows = _flows(sender, receiver, bytes_per_sample, sliced)
+    flows = _flows(sender, receiver, inputs.cluster, bytes_per_sample, sliced)
     leaving = Counter[tuple[int, bool]]()
-    for (one, other), (count, _) in flows.items():
+    for (one, other, _), (count, _) in flows.items():
         leaving[one, one == other] += count
     worst = (0.0, 0.0)
-    for (one, other), (_, size) in flows.items():
+    for (one, other, island), (_, size) in flows.items():
         if size <= 0:
             continue
-        link = link_between(inputs, one, other)
+        link = _link_at(inputs, one, other, island)
         busy = size / link.bandwidth(size, leaving[one, one == other])
         if link.latency_s + busy > sum(worst):
             worst = (link.latency_s, busy)
@@ -487,14 +513,18 @@ def boundary_s(
 
 
 def _flows(
-    sender: StagePlace, receiver: StagePlace, bytes_per_sample: float, sliced: bool
-) -> dict[tuple[int, int], tuple[int, float]]:
-    """Counts messages, with bytes of the largest, by sending and receiving node.
+    sender: StagePlace,
+    receiver: StagePlace,
+    cluster: Cluster,
+    bytes_per_sample: float,
+    sliced: bool,
+) -> dict[tuple[int, int, int | None], tuple[int, float]]:
+    """Counts messages, with bytes of the largest, by sending and receiving node and their island.
 
     Samples of a wave of microbatches are numbered over the replicas of a stage; where the stages
     have different numbers of replicas, a replica sends each receiver the samples they share.
     """
-    flows: dict[tuple[int, int], tuple[int, float]] = {}
+    flows: dict[tuple[int, int, int | None], tuple[int, float]] = {}
     for i, source in enumerate(sender.replicas):
         begin, end = i * sender.micro_batch, (i + 1) * sender.micro_batch
         first = begin // receiver.micro_batch
@@ -507,8 +537,9 @@ def _flows(
             width = max(source.tp, target.tp)
             if sliced:
                 size /= width
-            count, largest = flows.get((source.node, target.node), (0, 0.0))
-            flows[source.node, target.node] = (count + width, max(largest, size))
+            key = source.node, target.node, _common_island(cluster, source, target)
+            count, largest = flows.get(key, (0, 0.0))
+            flows[key] = (count + width, max(largest, size))
     return flows
 
 
@@ -575,7 +606,7 @@ def reduction(
         same = one.node == other.node
         pairs = max(one.tp, other.tp) if same else crossing[one.node]
         span = here[one.node] * one.tp if same else len(here) * node.gpus
-        link = link_between(inputs, one.node, other.node)
+        link = link_between(inputs, one, other)
         if same or alike:
             link = link_within(inputs, node, span)
         segments.add((link, pairs))
@@ -612,7 +643,7 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
     leaving = Counter(one.node for one, other in pairs if one.node != other.node)
     segments = {
         (
-            inputs.cluster.link(one.node, other.node),
+            link_between(inputs, one, other),
             (leaving[one.node] if one.node != other.node else 1) * max(one.tp, other.tp),
         )
         for one, other in pairs
@@ -664,6 +695,8 @@ def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: flo
     pace = gpu.peak(sizes.name) * MATRIX_SHARE
     moving = gpu.memory_bytes_per_s * MEMORY_SHARE
     linear_s = micro_batch * (kind.forward_flops - kind.attention_flops) / tp / pace
+    if sizes.fp8 and kind.counted:
+        linear_s *= gpu.peak(sizes.name) / gpu.peak("fp8")
     attention_s = micro_batch * kind.attention_flops / tp / pace
     # What is kept was written once and read once at least, as is the output.
     kept = micro_batch * kind.kept_bytes(tp)

@@ -40,6 +40,7 @@ class Precision:
         optimizer_bytes: its optimizer state and master copy; what the distributed optimizer splits.
         reduce_bytes: its gradient on the wire between data-parallel replicas.
         trained: weights that are trained, over all; the bytes of the others' gradients are 0.
+        fp8: whether layers multiply matrices in fp8, as with ``--fp8-format hybrid``.
     """
 
     name: str = "bf16"
@@ -49,6 +50,7 @@ class Precision:
     optimizer_bytes: float = 12
     reduce_bytes: float = 4
     trained: float = 1.0
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         _check("precision", self)
@@ -63,6 +65,12 @@ class Precision:
             reduce_bytes=self.reduce_bytes * share,
             trained=share,
         )
+
+    def with_fp8(self) -> Precision:
+        """Returns the same with layers that multiply in fp8."""
+        if self.name != "bf16":
+            raise ConfigError(f"--fp8 with precision {self.name}: it goes with bf16; plan in that")
+        return replace(self, fp8=True)
 
     @classmethod
     def named(cls, name: str) -> Precision:

@@ -213,11 +213,7 @@ def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -
             " does not count yet: drop it, or start the run without a plan"
         )
     layers = range(model.num_layers)
-    pattern, near = parse_pattern(core.moe_layer_freq), core.window_attn_skip_freq
-    experts = core.num_moe_experts or 0
-    expert_layers = [
-        bool(i % pattern == 0 if isinstance(pattern, int) else pattern[i]) for i in layers
-    ]
+    near, experts = core.window_attn_skip_freq, core.num_moe_experts or 0
     window_layers: list[bool] = []
     if core.window_size and near is not None:
         skipped = parse_pattern(near)
@@ -269,7 +265,7 @@ def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -
         window=max(core.window_size[0] + 1, 0) if core.window_size else 0,
         window_layers=tuple(window_layers),
         experts=experts,
-        expert_layers=tuple(expert_layers) if experts else (),
+        expert_layers=config.expert_layers if experts else (),
         top_k=core.moe_router_topk,
         expert_ffn=core.moe_ffn_hidden_size or model.ffn_hidden_size,
         shared_ffn=core.moe_shared_expert_intermediate_size or 0,

@@ -26,6 +26,9 @@ from megatron.adaptive.planner.cluster import Cluster, known_gpu
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.schedule import registry
 
+FP8_FLAGS = ("--fp8-format", "hybrid")
+"""Megatron-LM's, among the arguments of a model that is planned in fp8."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
@@ -451,7 +454,9 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
             f"--export {form}: {program} has no schedule {document['schedule']}: plan with"
             f" --schedules {','.join(schedules)}"
         )
-    return _megatron_flags(document, arguments) if form == "megatron" else _titan_toml(document)
+    if form == "megatron":
+        return _megatron_flags(document, arguments)
+    return _titan_toml(document, fp8=FP8_FLAGS[0] in arguments)
 
 
 def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> str:
@@ -461,13 +466,15 @@ def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> st
     flags = [*(word for word in arguments if word not in ("--fp16", "--bf16")), *run_flags(values)]
     if "partition" in document:
         stages = ["t" * layers for layers in document["partition"]]
-        stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+        further = re.search(r"--mtp-num-layers[= ](\d+)", " ".join(arguments))
+        end = "m" * int(further[1] if further else 0) + "L"
+        stages[0], stages[-1] = f"E{stages[0]}", stages[-1] + end
         layout = re.sub("t{2,}", lambda run: f"t*{len(run[0])}", "|".join(stages))
         flags += ["--pipeline-model-parallel-layout", layout]
     return shlex.join(flags) + "\n"
 
 
-def _titan_toml(document: Mapping[str, Any]) -> str:
+def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
     degrees, sharded = document["degrees"], document["distributed_optimizer"]
     dp, pp, precision = degrees["data"], degrees["pipeline"], document["precision"]
     if precision == "fp16":
@@ -489,6 +496,7 @@ def _titan_toml(document: Mapping[str, Any]) -> str:
             "context_parallel_degree": degrees.get("context", 1),
         },
         "activation_checkpoint": {"mode": document["recompute"]},
+        **({"model": {"converters": ["quantize.linear.float8"]}} if fp8 else {}),
     }
     if pp > 1:
         ends = [0, *itertools.accumulate(document["partition"])]
@@ -618,20 +626,8 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
     priced = any(row.prediction.price_per_hour for row in rows)
     spread = inputs.model.has_experts
     shared = any(row.plan.context_ranks > 1 for row in rows)
-    head = [
-        "",
-        "tp",
-        "dp",
-        "pp",
-        *["ep"] * spread,
-        *["cp"] * shared,
-        "batch",
-        "schedule",
-        "recompute",
-        "optimizer",
-        "step",
-        "tokens/s",
-    ]
+    head = ["", "tp", "dp", "pp", *["ep"] * spread, *["cp"] * shared, "batch", "schedule"]
+    head += "recompute optimizer step tokens/s".split()
     head += ["per GPU", "MFU", "bubble", "memory"]
     head += (
         ["price/step"] * priced + ["run"] * bool(tokens) + ["price/run"] * (priced and tokens > 0)

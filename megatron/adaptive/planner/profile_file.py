@@ -396,7 +396,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
     arguments = measured.get("arguments", ())
     if arguments and model.arguments:
         other = arguments_model(arguments, measured["name"], model.precision.name)
-        for name in set(model.layers):
+        for name in dict.fromkeys(model.layers):
             kind = model.kinds[name]
             for field in ("parameters", "output_elements", "forward_flops"):
                 theirs, own = getattr(other.kinds[name], field), getattr(kind, field)

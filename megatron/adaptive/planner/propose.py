@@ -26,6 +26,7 @@ from megatron.adaptive.planner.layers import OURS, estimate_optimizer_s, make_es
 from megatron.adaptive.planner.model import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import ANY_RUN
 from megatron.adaptive.planner.plan import (
+    FP8_FLAGS,
     Plan,
     PlanRow,
     StageMemory,
@@ -103,7 +104,7 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
     for node in cluster.types:
         if node.gpu not in measured:
             part = find_gpu(node.gpu, f"cluster: node type {node.name}")
-            part.peak(model.precision.name)
+            part.peak("fp8" if model.precision.fp8 else model.precision.name)
         part_of_table = known_gpu(node.gpu)
         if node.gpu not in optimizer and part_of_table is not None:
             optimizer[node.gpu] = estimate_optimizer_s(model, part_of_table)
@@ -170,7 +171,7 @@ def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
     Only models that are given by the trainer's arguments can be checked.
     """
     model = inputs.model
-    words = [word for word in model.arguments if word not in ("--fp16", "--bf16")]
+    words = [word for word in model.arguments if word not in ("--fp16", "--bf16", *FP8_FLAGS)]
     if not words:
         return ""
     if "--transformer-impl" not in words:

@@ -24,6 +24,7 @@ import numpy as np
 
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.planner.chunks import ONE_CHUNK, ChunkedPipeline, handed_over, scheduled
+from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.kernel import search_s
 from megatron.adaptive.planner.layers import OURS, in_flight
 from megatron.adaptive.planner.model import RECOMPUTE
@@ -322,6 +323,7 @@ class Searcher:
         self._levels: dict[Any, DpStates] = {}
         self._counts = tuple(group.count for group in inputs.cluster.groups)
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
+        self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
         # Of the idle time of 1F1B other schedules leave about a third.
         self._idle = 1.0 if self._exact else 1 / 3
@@ -675,6 +677,9 @@ class Searcher:
             classes = [shape.classes[made.level_class[step]] for step in path.tolist()]
             plan = self._plan(classes, shape.choice, cuts.tolist())
             key = shape.key(levels.used[level], stages)
+            if self._islands:
+                # The kernel sends each message as between neighbours of one island.
+                seconds = predict(plan, self.inputs).seconds
             allowed = "1f1b" in self.options.schedules and plan.uniform
             if allowed and seconds < best.most_seconds(price):
                 best.add(key, plan, float(seconds), price)

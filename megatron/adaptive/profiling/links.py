@@ -30,14 +30,9 @@ from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.profiling.timing import now
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.workload import Link
-from megatron.adaptive.transport.connect import (
-    Payloads,
-    connect_ranks,
-    network_address,
-    own_endpoint,
-)
+from megatron.adaptive.transport.connect import Payloads
 from megatron.adaptive.transport.gloo import ProcessGroups
-from megatron.adaptive.transport.interface import Arrival, Endpoint, Label, Transport
+from megatron.adaptive.transport.interface import Arrival, Label, Transport
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
 """Bytes of messages. The smallest stands for the latency."""
@@ -130,56 +125,19 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
     return arrival
 
 
-def own_end(job: Job, options: TransportConfig) -> Endpoint:
-    """Returns this rank's end of connections for a measurement."""
-    return own_endpoint(
-        job.rank,
-        job.places[job.rank],
-        device=job.accelerator.device,
-        own_gpu=job.accelerator.backend == "nccl",
-        options=options,
-        address=network_address(
-            options.transport_interface or job.environment.socket_interface,
-            job.environment.master_addr,
-            alone=len({place["machine"] for place in job.places}) == 1,
-        ),
-    )
-
-
-def connect(
-    job: Job,
-    own: Endpoint,
-    peers: list[int],
-    options: TransportConfig,
-    *,
-    in_flight: int = 2 * _BURST,
-    timeout_s: float = _LIMIT_S,
-) -> Transport | None:
-    """Connects this rank with its peers, as a run would. Collective over all ranks.
-
-    Returns:
-        The transport, ``None`` without peers; the caller closes it.
-    """
-    payloads = Payloads(shape=None, dtype=torch.uint8, in_flight=in_flight)
+def process_groups(
+    job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
+) -> ProcessGroups:
+    """Returns what connects ranks for a measurement, as a run would."""
 
     def describe(other: int) -> str:
         return f"rank {other} on {job.places[other]['host']}"
 
-    return connect_ranks(
-        own=own,
-        peers=peers,
+    return ProcessGroups(
+        members=list(range(dist.get_world_size())),
         gather=job.gather,
-        groups=ProcessGroups(
-            members=list(range(dist.get_world_size())),
-            gather=job.gather,
-            accelerator=job.accelerator,
-            payloads=payloads,
-            describe=describe,
-            timeout_s=timeout_s,
-        ),
-        options=options,
-        payloads=payloads,
-        device=job.accelerator.device,
+        accelerator=job.accelerator,
+        payloads=Payloads(shape=None, dtype=torch.uint8, in_flight=in_flight),
         describe=describe,
         timeout_s=timeout_s,
     )
@@ -229,12 +187,12 @@ def measure_links(
         Rows of ``links`` as a profile file holds them.
     """
     options = TransportConfig(transport_slot_bytes=_SLOT_BYTES)
-    own = own_end(job, options)
-    rows = []
+    groups, rows = process_groups(job), []
+    own = groups.own_end(job.places, options, job.environment.master_addr)
     for within, ends, pairs in pairings([str(place["machine"]) for place in job.places], names):
         peer = next((sum(pair) - job.rank for pair in pairs if job.rank in pair), None)
         leads = any(job.rank == pair[0] for pair in pairs)
-        transport = connect(job, own, [] if peer is None else [peer], options)
+        transport = groups.connect(own, [] if peer is None else [peer], options)
         mine = _measure(job, transport, peer, leads, sizes_up_to(most_bytes))
         measured = [points for points in job.gather(mine if leads else None) if points]
         if transport is not None:

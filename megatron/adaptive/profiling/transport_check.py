@@ -20,9 +20,9 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
-from megatron.adaptive.engine.job import Job, gather
+from megatron.adaptive.engine.job import Job, gather, meet, no_rendezvous
 from megatron.adaptive.errors import SetupError, TransportError
-from megatron.adaptive.profiling.links import NO_STEP, connect, measure_link, own_end, receive
+from megatron.adaptive.profiling.links import NO_STEP, measure_link, process_groups, receive
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Endpoint, Label, Transport
 from megatron.adaptive.transport.liveness import here
@@ -67,7 +67,15 @@ class TransportCheck:
     ) -> None:
         self._options = options
         self.rank = environment.rank
-        self._store = _rendezvous(environment, timeout)
+        if environment.master_port is None:
+            raise SetupError(
+                "the ranks have nowhere to meet: give --master-addr and --master-port, or use "
+                "torchrun"
+            )
+        try:
+            self._store = meet(environment, timeout)
+        except (dist.DistError, ValueError) as error:
+            raise no_rendezvous(environment, error) from error
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("group", self._store),
@@ -81,7 +89,8 @@ class TransportCheck:
             control_group=dist.group.WORLD,
             places=gather(here(0)),
         )
-        self._own = own_end(self._job, options)
+        self._groups = process_groups(self._job, in_flight=2 * _BURST, timeout_s=_LIMIT_S)
+        self._own = self._groups.own_end(self._job.places, options, environment.master_addr)
         self._ends = [Endpoint.decode(text) for text in gather(self._own.encode())]
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -121,9 +130,7 @@ class TransportCheck:
         options = TransportConfig(
             **{**vars(self._options), "transport": kind, "transport_slot_bytes": slot_bytes}
         )
-        transport = connect(
-            self._job, self._own, peers, options, in_flight=2 * _BURST, timeout_s=_LIMIT_S
-        )
+        transport = self._groups.connect(self._own, peers, options)
         mine: dict[str, Any] = {}
         if transport is not None:
             try:
@@ -194,26 +201,3 @@ def check_contents(transport: Transport, peer: int, device: torch.device) -> Non
                 f"{size} bytes from rank {peer} over {transport.name} came changed; try "
                 "--transport-crc, and look at the memory and the network of both nodes"
             )
-
-
-def _rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:
-    """Returns the store that all ranks meet in; rank 0 serves it unless torchrun's agent does."""
-    if environment.master_port is None:
-        raise SetupError(
-            "the ranks have nowhere to meet: give --master-addr and --master-port, or use torchrun"
-        )
-    try:
-        return dist.TCPStore(
-            environment.master_addr,
-            environment.master_port,
-            environment.world_size,
-            is_master=environment.rank == 0 and not environment.has_agent_store,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-    except (dist.DistError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TransportError(
-            f"rank {environment.rank} cannot meet the others at {environment.master_addr}:"
-            f"{environment.master_port} ({reason}): is rank 0 started, and the port open?"
-        ) from error

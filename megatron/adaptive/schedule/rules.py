@@ -10,76 +10,14 @@ simulator, so they use numbers only.
 ``hint`` is the rank's own order as codes for the rules that follow one. For ``adaptive`` it holds
 the shares of the rank's chunks (see ``memory``), the deepest left out; empty or -1 for none.
 
-**adaptive** decides from what has arrived. Among the actions whose input is here and which fit the
-cap:
-
-1. after a forward a backward, after a backward a forward, where both are possible;
-2. backwards: in a loop the deepest chunk first; in a V the one with the longest way to the end of
-   the step, the highest of stage minus microbatch;
-3. forwards: in a loop the lowest group of ``num_ranks`` microbatches first, in it the shallowest
-   chunk; in a V again by the longest way, the lowest of stage plus microbatch.
-   A chunk that has its share of the cap waits for a backward;
-4. where backwards are split: a weight gradient, or a piece of one, when there is nothing else.
-
-Microbatches ascend within a stage in any case (``RankState``). Nothing possible: wait.
-
-In a V with two chunks and split backwards, 8 equal ranks and 32 microbatches take the least time
-that is possible, the work of a rank and the ramp, as ZB-V does, and stay within 3% of it under
-jitter of sigma 0.3, where ZB-V loses 7%. Taking forwards in groups there costs 9% more once a
-message takes as long as a forward, and taking the deepest chunk's first 0.2% on average: with 16
-ranks, 32 microbatches, memory for all and sigma 0.3, the worst of 100 draws then is 5.2% above the
-lower bound, and 3.7% by the longest way. In a loop the longest way gains nothing.
-
-In a loop, why not simply backward before forward, then the lowest microbatch. Simulated on 2, 4 and
-8 equal ranks with p, 2p and 4p microbatches, backward as long as forward or twice, latency from
-none to one stage forward, and the default cap, time divided by that of the best static schedule:
-
-====================================================  ==============  ===============
-rule                                                  1 chunk, worst  2 chunks, worst
-====================================================  ==============  ===============
-backward first, lowest microbatch                     1.000           1.174
-the same, deepest chunk first for backwards           1.000           1.154
-alternating, lowest microbatch                        1.000           1.174
-alternating, deepest chunk first for backwards        1.000           1.064
-the same, forwards in groups (the rule above)         1.000           1.000
-====================================================  ==============  ===============
-
-A run of backwards starves the ranks that follow of forwards, and a microbatch pushed ahead alone
-breaks the rhythm of the chunks; the three parts of the rule keep interleaved 1F1B's order when
-nothing disturbs it, and give it up as soon as an input is late. The figures need the default cap:
-with no slack over the static schedule's memory, latency costs up to 1.2.
-
-Source: ready-first order as in RRFP, arXiv 2605.18750; the grouping is that of interleaved 1F1B,
-arXiv 2104.04473, section 2.2.
-
-**hinted** follows a good static order and leaves it only where that costs no memory. A run-time
-rule needs room to be better than a good list: with the memory of 1F1B and nothing more,
-``adaptive`` is slower than ZB-V, which places every action so that the memory just suffices. So
-where memory is tight a list is the hint, and the rule is:
-
-1. the first action of the hint that was not done yet, if it is ready;
-2. else a weight gradient of the hint that is ready: in pieces it is short, and nobody waits for
-   what it delays;
-3. else the next forward or backward of the hint that is ready and after which the remaining hint
-   still fits the cap: a backward always, a forward if the highest point of what it overtakes, with
-   the forward's activations on top, stays below the cap. Before the rank's first backward it is
-   the highest point of the whole remaining hint: there are no weight gradients yet to fill a short
-   wait, and a forward out of its turn makes all later ranks start later.
-
-Weight gradients come before overtaking because a message that is a little late, as every message
-is, must not upset the order: on 8 ranks with 32 microbatches, memory for 8, and messages of a tenth
-of an action, ``hinted`` is 0.5% slower than ZB-V this way with pieces of a quarter, 1.7% with whole
-weight gradients. Free overtaking before the first backward costs nearly 3% more on 8 ranks with 16
-microbatches.
-
-The hint is the best static schedule that the cap allows: ZB-V or V-Half in a V with two chunks,
-ZB-H1 or interleaved 1F1B in a loop (``registry.hint_for``).
-
-It cannot deadlock: whatever was overtaken, doing the remaining hint in its order stays possible.
-Where microbatches differ in size the hint says nothing about bytes: then every forward must also
-fit by the graded rule, and where the hint leads to nothing the rule of ``adaptive`` decides.
-
-Source: hints for a ready-first order as in RRFP, arXiv 2605.18750; the condition is ours.
+``adaptive`` decides from what has arrived: ready-first order as in RRFP, arXiv 2605.18750, with the
+grouping of forwards of interleaved 1F1B, arXiv 2104.04473, section 2.2. ``hinted`` follows a static
+order, the best that the cap allows (``registry.hint_for``), and leaves it only where that costs no
+memory; the condition is ours. It cannot deadlock: whatever was overtaken, doing the remaining hint
+in its order stays possible. Where microbatches differ in size the hint says nothing about bytes:
+then every forward must also fit by the graded rule, and where the hint leads to nothing the rule
+of ``adaptive`` decides. ``docs/schedules.md`` has both rules step by step, why each step is as it
+is, and what others were simulated.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ nothing (a policy does), sends nothing and measures nothing: executor and simula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
@@ -306,37 +306,31 @@ class RankState:
         if self.done:
             return "nothing, every action is finished"
         parts = []
-        for chunk in range(self.placement.num_chunks):
-            forwards = lane_count(self.numbers, machine.F + machine.DONE, chunk)
-            limits = (self.num_microbatches, 0 if self.forward_only else forwards)
-            for number, limit in enumerate(limits):
-                under_way = self.numbers[machine.BUSY + number]
-                if under_way or lane_count(self.numbers, number, chunk) >= limit:
-                    continue
-                action = self.next_action(number, chunk)
-                if not machine.is_ready(self.numbers, number, chunk):
-                    parts.append(f"input of {action} from {self._sender(action)}")
-                elif not self.fits(action):
-                    parts.append(
-                        f"memory for {action} (holds {self.in_flight:g}, cap {self.cap:g})"
-                    )
-                else:
-                    parts.append(f"nothing for {action}, which is ready")
+        for action, has_input in self._next_actions():
+            if not has_input:
+                parts.append(f"input of {action} from {self._sender(action)}")
+            elif not self.fits(action):
+                parts.append(f"memory for {action} (holds {self.in_flight:g}, cap {self.cap:g})")
+            else:
+                parts.append(f"nothing for {action}, which is ready")
         if self.num_started > self.num_finished:
             parts.append("the end of a running action")
         return ", ".join(parts) or "weight gradients, which are ready"
 
     def lacking(self) -> list[Action]:
         """Returns the chunks' next actions whose input is not here, as far as one is to come."""
-        found = []
+        return [action for action, has_input in self._next_actions() if not has_input]
+
+    def _next_actions(self) -> Iterator[tuple[Action, bool]]:
+        """Yields the chunks' next forwards and backwards, and whether their input is here."""
         for chunk in range(self.placement.num_chunks):
             forwards = lane_count(self.numbers, machine.F + machine.DONE, chunk)
             limits = (self.num_microbatches, 0 if self.forward_only else forwards)
             for number, limit in enumerate(limits):
-                is_left = lane_count(self.numbers, number, chunk) < limit
-                if is_left and not machine.is_ready(self.numbers, number, chunk):
-                    found.append(self.next_action(number, chunk))
-        return found
+                under_way = self.numbers[machine.BUSY + number]
+                if not under_way and lane_count(self.numbers, number, chunk) < limit:
+                    is_ready = machine.is_ready(self.numbers, number, chunk)
+                    yield self.next_action(number, chunk), bool(is_ready)
 
     def describe(self) -> str:
         """One line of state: what is ready, counts, memory."""

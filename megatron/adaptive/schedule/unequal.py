@@ -2,16 +2,10 @@
 
 The rules of one rank are the usual ones, over its own microbatches (see ``widths``). What differs
 is how far a replica must be ahead: 1F1B does as many warm-up forwards as it takes that the ranks of
-the next stage together can do theirs and one more each::
-
-    widths 1-2, four microbatches       stage 0          | F0 F1 F2 B0 F3 B1 B2 B3
-                                        stage 1, rank 1  |    F0    B0    F1 B1          (0 and 2)
-                                                 rank 2  |       F0 B0       F1 B1       (1 and 3)
+the next stage together can do theirs and one more each; ``docs/schedules.md`` has a picture.
 
 It cannot deadlock: all forwards that a backward of microbatch m waits for come, at every earlier
-stage, after backwards of microbatches below m only. Simulated for all widths up to 4 of three
-stages, with work in proportion to the width, ranks are idle for 9% of 60 microbatches; were the
-warm-up only as long as all later ranks are many, for 16%, and for 59% with 1-4-1.
+stage, after backwards of microbatches below m only.
 
 Nor can a rule under a cap: of the microbatches that are not finished the lowest is the next one
 wherever it has to go, and every rank that has not had it holds nothing.

@@ -5,16 +5,8 @@ before the step, per pipeline stage and microbatch, so that the same seed gives 
 same work. Whole picoseconds, so that two moments meant to coincide do, however their times were
 summed.
 
-A profile is a JSON file::
-
-    {"version": 1, "forward_s": [0.010, 0.011], "backward_s": [0.010, 0.012],
-     "weight_s": [0.009, 0.010], "latency_s": 0.0002, "occupancy_s": 0.0011,
-     "links": [{"from": 0, "to": 1, "latency_s": 0.003}], "rank_factors": [1.0, 1.3],
-     "action_sigma": 0.1}
-
-Times are seconds of one microbatch, one entry per stage in pipeline order; everything after
-``backward_s`` may be left out. ``latency_s`` and ``occupancy_s`` are those of every link that
-``links`` does not name (see :class:`Link`).
+``docs/schedules.md`` has the form of the profile, a JSON file; its ``latency_s`` and
+``occupancy_s`` are those of every link that ``links`` does not name (see :class:`Link`).
 """
 
 from __future__ import annotations

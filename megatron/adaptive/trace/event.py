@@ -4,29 +4,8 @@ A trace file belongs to one rank. This module owns the vocabulary, the records a
 in a line of JSON. It reads no clock except for a new :class:`TraceHeader`, opens no trace file and
 imports nothing heavy: the recorder writes with it.
 
-::
-
-    kind         what it is                                    what its other columns say
-    ===========  ============================================  =================================
-    F B W        forward, backward, weight gradient            chunk, microbatch, piece, bytes
-                                                               received and sent, memory held,
-                                                               inputs waiting, why it was picked
-    wait         nothing could start                           of, chunk, microbatch: the action
-                                                               that ended it; peer that its input
-                                                               came from; the cause
-    send         a result handed to the transport              of, chunk, microbatch: the action
-                                                               it is the input of; peer, bytes
-    receive      an input, from its arrival to the start of    the same
-                 the action that took it
-    data         a microbatch read                             microbatch
-    reduce       gradients reduced and made whole
-    optimizer    parameters updated
-    evaluate     losses of other data
-    checkpoint   state written
-    step         the whole iteration
-    ===========  ============================================  =================================
-
-``of`` and ``chunk`` of a message are those of the receiving rank, so that both ends name it alike.
+``docs/traces.md`` says what is recorded of each kind of span. ``of`` and ``chunk`` of a message are
+those of the receiving rank, so that both ends name it alike.
 
 The text form::
 

@@ -21,7 +21,8 @@ from megatron.adaptive import accelerator as device
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.hang import HangGuard
-from megatron.adaptive.errors import AdaptiveError, PeerLostError, SetupError, TransportError
+from megatron.adaptive.engine.job import no_rendezvous
+from megatron.adaptive.errors import AdaptiveError, PeerLostError, SetupError
 from megatron.adaptive.trace.files import keep_printing
 from megatron.adaptive.transport.liveness import Watcher
 
@@ -172,18 +173,6 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
             put(error)
 
     return connect
-
-
-def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Returns one line on a failure before the ranks were connected, or ``error``."""
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, ValueError) and "rendezvous" not in reason:
-        return error
-    return TransportError(
-        f"rank {environment.rank} cannot meet the other ranks at {environment.master_addr}:"
-        f"{environment.master_port} ({reason}): start the program with torchrun, with --standalone "
-        "on one machine, or give another port"
-    )
 
 
 def _expected(error: BaseException, rank: int) -> BaseException:

@@ -38,6 +38,7 @@ from megatron.adaptive.config.core import CoreConfig  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.engine.deferred_layers import attach_stores  # noqa: E402
+from megatron.adaptive.engine.job import no_rendezvous  # noqa: E402
 from megatron.adaptive.engine.stages import (  # noqa: E402
     ActivationMeter,
     MegatronStages,
@@ -58,7 +59,6 @@ from megatron.adaptive.profiling.timing import (  # noqa: E402
     time_microbatches,
 )
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
-from megatron.adaptive.training.pretrain import no_rendezvous  # noqa: E402
 
 STAGES = 3
 FEW, MANY = 1, 3

@@ -32,13 +32,22 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
-from megatron.adaptive.transport.connect import Gather, Payloads
+from megatron.adaptive.transport.connect import (
+    Gather,
+    Payloads,
+    connect_ranks,
+    network_address,
+    own_endpoint,
+)
 from megatron.adaptive.transport.interface import (
     HEADER_WORDS,
     Arrival,
     CompletionQueue,
     Completions,
+    Endpoint,
     Header,
     HeldArrival,
     Label,
@@ -431,6 +440,50 @@ class ProcessGroups:
     payloads: Payloads
     describe: Callable[[int], str]
     timeout_s: float
+
+    def own_end(
+        self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
+    ) -> Endpoint:
+        """Return this rank's end of connections.
+
+        Args:
+            places: where every rank runs, see ``liveness.here``.
+            options: the user's settings.
+            host: where the job's ranks meet, ``None`` where that is none of the network.
+        """
+        rank, interface = dist.get_rank(), options.transport_interface
+        alone = len({place["machine"] for place in places}) == 1
+        return own_endpoint(
+            rank,
+            places[rank],
+            device=self.accelerator.device,
+            own_gpu=self.accelerator.backend == "nccl",
+            options=options,
+            address=network_address(
+                interface or Environment.read().socket_interface, host, alone=alone
+            ),
+        )
+
+    def connect(
+        self,
+        own: Endpoint,
+        peers: Sequence[int],
+        options: TransportConfig,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> Transport | None:
+        """Connect this rank with its peers; see :func:`connect.connect_ranks`."""
+        return connect_ranks(
+            own=own,
+            peers=peers,
+            gather=self.gather,
+            groups=self,
+            options=options,
+            payloads=self.payloads,
+            device=self.accelerator.device,
+            describe=self.describe,
+            timeout_s=self.timeout_s,
+            log=log,
+        )
 
     def make(
         self, kind: str, peers: Sequence[int], completions: Completions | None

@@ -24,7 +24,8 @@ import sys
 from typing import Any
 
 MODULE = "megatron.adaptive.cluster.rank_forkserver"
-SCRIPT = "pretrain_gpt.py"
+SCRIPTS = ("pretrain_gpt.py", "slow_rank.py", "gpt_steps.py", "gpu_steps.py", "watched.py")
+PROGRAMS = [["-m", "megatron.adaptive", name] for name in ("pretrain-gpt", "profile")]
 SOCKET = "TESTS_NODE_FORKSERVERS"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -56,6 +57,11 @@ def ask(files: list[int], words: list[str]) -> None:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def is_trainer(words: list[str]) -> bool:
+    """Returns whether these words of a command line, which follow ``python -u``, start a rank."""
+    return words[:3] in PROGRAMS or (bool(words) and words[0].endswith(SCRIPTS))
 
 
 def serve(path: str, *, is_new: bool) -> None:
@@ -148,7 +154,8 @@ def _become(given: dict[str, Any], first: int, output: int, error: int) -> None:
                 stream.reconfigure(write_through=True)  # type: ignore[union-attr]
             from tests.labs.one_import import run
 
-            sys.path[0] = os.path.dirname(given["words"][0])
+            is_module = given["words"][0] == "-m"
+            sys.path[0] = os.getcwd() if is_module else os.path.dirname(given["words"][0])
             status = run({"variables": {}, "words": given["words"]})
         else:
             # By this name a test finds it, with the process that asked.
@@ -172,5 +179,5 @@ if __name__ == "__main__":
 elif SOCKET in os.environ:
     if sys.orig_argv[1:3] == ["-m", MODULE]:
         ask([int(sys.orig_argv[3]), 1, 2], [])
-    elif "LOCAL_RANK" in os.environ and sys.orig_argv[2:3] and sys.orig_argv[2].endswith(SCRIPT):
+    elif "LOCAL_RANK" in os.environ and is_trainer(sys.orig_argv[2:]):
         ask([0, 1, 2], sys.orig_argv[2:])

@@ -208,18 +208,15 @@ def test_arrows_memory_and_the_simulated_step_are_switched(page: Any) -> None:
     wait_for(page, "return !chart._fullLayout.yaxis2.visible")
 
 
-def test_replicas_their_mean_and_views_of_too_many_spans(page: Any) -> None:
+def test_replicas_and_views_of_too_many_spans(page: Any) -> None:
     from selenium.webdriver.support.ui import Select
 
     groups = Select(page.find_element("id", "group"))
     names = [option.text for option in groups.options]
-    assert names == ["replica 0", "replica 1", "mean of 2 replicas"]
-    groups.select_by_index(2)
-    wait_for(page, "return state.block.kind === 'mean' && message.innerText.length > 0")
-    area = "return chart.data.filter(t => (t.name || '').startsWith('forward'))[0].x.length"
-    assert page.execute_script(area) > 100
+    assert names == ["replica 0", "replica 1"]
     groups.select_by_index(1)
-    wait_for(page, "return state.block.kind === 'spans'")
+    wait_for(page, "return state.group === 1")
+    area = "return chart.data.filter(t => (t.name || '').startsWith('forward'))[0].x.length"
     page.execute_script("LIMITS.bars = 10; LIMITS.arrows = 5; draw()")
     said = page.execute_script("return message.innerText")
     assert "shown as parts of time" in said

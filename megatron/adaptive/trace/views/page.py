@@ -51,20 +51,17 @@ MAX_MESSAGES = 100_000
 """Messages of all of them."""
 MAX_ACTIONS = 40_000
 """Steps of more actions are drawn without the ideal one: a page has so many bars of it at most."""
-MAX_SHARES = 200_000
-"""Numbers of the mean over replicas, of one iteration."""
 
 SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Selects what the page shows at a time: a replica, or the mean over all of them."""
+    """Selects what the page shows at a time: a replica, or all ranks."""
 
     name: str
     labels: list[str]
     traces: Sequence[RankTrace | None]
-    is_mean: bool = False
 
 
 def write_page(
@@ -83,8 +80,7 @@ def write_page(
         run: the run.
         target: the file, ``.html``.
         iterations: those that the page may show; of many it shows some.
-        dp_rank: only this data-parallel replica; ``None`` for some of them and, where there are
-            several, the mean over all.
+        dp_rank: only this data-parallel replica; ``None`` for some of them.
         figures: of these iterations of all ranks, where they are known.
         labels: of the global ranks; where given, all of them are one chart in place of replicas.
         nodes: rows of that chart by the name of their node; the reader may choose one of them.
@@ -110,7 +106,7 @@ def write_page(
     notes = [*choice.notes]
 
     def blocks() -> Iterator[tuple[str, Any]]:
-        yield from _blocks(run, figures, choice, groups, len(colors), notes)
+        yield from _blocks(run, figures, choice, groups, notes)
         head = _head(run, figures, choice, groups, colors)
         said = [*run.notes(), *figures.notes(), *notes]
         yield "page", {**head, "nodes": nodes or {}, "notes": said}
@@ -188,23 +184,14 @@ def _groups(run: RunTrace, choice: PageSelection) -> list[_Group]:
         traces = run.replica(dp_rank, choice.tp_rank)
         labels = [_label(pp_rank, trace) for pp_rank, trace in enumerate(traces)]
         groups.append(_Group(f"replica {dp_rank}", labels, traces))
-    if choice.mean_of:
-        every = [t for d in choice.mean_of for t in run.replica(d, choice.tp_rank)]
-        some = next(trace for trace in every if trace)
-        labels = [_stages(some, pp_rank) for pp_rank in range(run.num_ranks)]
-        groups.append(_Group(f"mean of {len(choice.mean_of)} replicas", labels, every, True))
     return groups
 
 
 def _label(pp_rank: int, trace: RankTrace | None) -> str:
     if trace is None:
         return f"stage {pp_rank}: no trace"
-    text = _stages(trace, pp_rank)
+    text = stages_text(trace.header, pp_rank, 4) or f"rank {pp_rank}"
     return text if trace.header.rank == pp_rank else f"{text}, rank {trace.header.rank}"
-
-
-def _stages(trace: RankTrace, pp_rank: int) -> str:
-    return stages_text(trace.header, pp_rank, 4) or f"rank {pp_rank}"
 
 
 def _head(
@@ -269,7 +256,6 @@ def _blocks(
     figures: RunFigures,
     choice: PageSelection,
     groups: Sequence[_Group],
-    num_categories: int,
     notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and content of the blocks of all groups and iterations; adds to the notes."""
@@ -281,11 +267,10 @@ def _blocks(
             ranks = [trace.header.rank for trace in group.traces if trace]
             mine = idle[np.isin(figures.ranks, ranks) & ~np.isnan(idle)]
             bubble = float(mine.mean()) if len(mine) else 0.0
-            block = _block(run, iteration, group, num_categories, share, bubble)
-            if not group.is_mean:
-                shortest = max(shortest, block["merged_below_ns"])
-                unsent += block["messages_left_out"]
-                unsimulated += not block["simulated_ms"]
+            block = _block(run, iteration, group, share, bubble)
+            shortest = max(shortest, block["merged_below_ns"])
+            unsent += block["messages_left_out"]
+            unsimulated += not block["simulated_ms"]
             yield f"block-{number}-{place}", block
     if shortest:
         notes.append(f"spans shorter than up to {shortest / 1e6:.3g} ms are merged")
@@ -296,15 +281,14 @@ def _blocks(
 
 
 def _block(
-    run: RunTrace, iteration: int, group: _Group, num_categories: int, share: int, bubble: float
+    run: RunTrace, iteration: int, group: _Group, share: int, bubble: float
 ) -> dict[str, Any]:
     """One iteration of one group.
 
     Args:
         run: the run.
         iteration: its number.
-        group: the replica, or all for their mean.
-        num_categories: how many colours there are.
+        group: its ranks.
         share: blocks that the limits of the page are divided among.
         bubble: idle part of the step, mean over the group's ranks.
     """
@@ -321,17 +305,6 @@ def _block(
         "shown_ms": max([step_ns, *updated_ns]) / 1e6,
         "bubble": bubble,
     }
-    if group.is_mean:
-        bins = min(480, max(60, MAX_SHARES // (run.num_ranks * num_categories)))
-        # Shares of each bin of time that each stage spent on each category, mean over replicas.
-        of_stage = Rows({**rows.columns, "row": rows.columns["row"] % run.num_ranks}, rows.within)
-        shares = stage_shares(of_stage, run.num_ranks, num_categories, start_ns, end_ns, bins)
-        known = [len(table) > 0 for table in tables]
-        ranks = np.bincount(np.arange(len(tables)) % run.num_ranks, known, run.num_ranks)
-        shares = np.clip(np.rint(shares * 255 / np.maximum(ranks, 1)[:, None, None]), 0, 255)
-        used: Ints = np.flatnonzero(shares.any(axis=(0, 2)))
-        columns = {"share": shares[:, used].reshape(-1).astype(np.int64), "used": used}
-        return encode(columns, kind="mean", bins=bins, simulated_ms=0, messages=0, **head)
     present = {trace.header.rank: row for row, trace in enumerate(group.traces) if trace}
     messages = match_messages({rank: tables[row] for rank, row in present.items()})
     actions = sum(int(table.where(*DRAWN_ACTIONS).sum()) for table in tables)
@@ -352,7 +325,6 @@ def _block(
     }
     return encode(
         columns,
-        kind="spans",
         unit_ms=unit_ns / 1e6,
         simulated_ms=(last_ns - first_ns) / 1e6,
         merged_below_ns=small.merged_below_ns,
@@ -387,14 +359,12 @@ class PageSelection:
     Attributes:
         iterations: numbers, ascending.
         replicas: data-parallel ranks drawn one by one.
-        mean_of: data-parallel ranks whose mean is drawn, empty for none.
         tp_rank: of every tensor-parallel group.
         notes: what is left out, a line each.
     """
 
     iterations: tuple[int, ...]
     replicas: tuple[int, ...]
-    mean_of: tuple[int, ...]
     tp_rank: int
     notes: tuple[str, ...]
 
@@ -434,26 +404,21 @@ def choose(
             "evenly spaced ones"
         )
     if whole:
-        return PageSelection(tuple(shown), (), (), 0, tuple(notes))
+        return PageSelection(tuple(shown), (), 0, tuple(notes))
     present = sorted({trace.header.dp_rank for trace in run.ranks.values()})
     tensor = sorted({trace.header.tp_rank for trace in run.ranks.values()})
-    mean_of: tuple[int, ...] = ()
     if dp_rank is not None:
         run.replica(dp_rank, tensor[0])  # refuses one that is not there
         replicas: tuple[int, ...] = (dp_rank,)
     else:
         replicas = _replicas(figures, present)
-        mean_of = tuple(present) if len(present) > 1 else ()
     if len(replicas) < len(present) and dp_rank is None:
-        notes.append(
-            f"{len(replicas)} of {len(present)} replicas one by one (the first and the slowest), "
-            "the others in the mean"
-        )
+        notes.append(f"{len(replicas)} of {len(present)} replicas (the first and the slowest)")
     if len(tensor) > 1:
         notes.append(
             f"of every tensor-parallel group rank {tensor[0]}, not {describe_numbers(tensor[1:])}"
         )
-    return PageSelection(tuple(shown), replicas, mean_of, tensor[0], tuple(notes))
+    return PageSelection(tuple(shown), replicas, tensor[0], tuple(notes))
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int]) -> list[int]:
@@ -619,41 +584,6 @@ def merged(rows: Rows, budget: int) -> Rows:
         if len(found) <= budget or width >= extent:
             return found
         width = width * 3 // 2 + 1
-
-
-def stage_shares(
-    rows: Rows, num_rows: int, num_categories: int, start_ns: int, end_ns: int, bins: int
-) -> Ints:
-    """Returns the share of each bin of time that each row spent on each category.
-
-    Args:
-        rows: the bars; several ranks may share a row, their shares then add up.
-        num_rows: rows of the result.
-        num_categories: categories of the result.
-        start_ns: where the first bin begins.
-        end_ns: where the last one ends.
-        bins: how many there are.
-
-    Returns:
-        ``[rows, categories, bins] float64``, 1 for a rank that did nothing else.
-    """
-    width = max(1.0, (end_ns - start_ns) / bins)
-    begin = np.clip((rows.columns["start"] - start_ns) / width, 0, bins)
-    end = np.clip((rows.columns["start"] + rows.columns["length"] - start_ns) / width, 0, bins)
-    place = (rows.columns["row"] * num_categories + rows.columns["category"]) * (bins + 2)
-    first, last = begin.astype(np.int64), end.astype(np.int64)
-    size = num_rows * num_categories * (bins + 2)
-
-    def added(at: Ints, values: Ints) -> Ints:
-        sums: Ints = np.bincount(place + at, weights=values, minlength=size)
-        return sums
-
-    # Whole bins between the ends by a running sum of +1 and -1, the ends by what they lack.
-    whole = added(first, np.ones(len(first))) - added(last, np.ones(len(last)))
-    parts = added(last, end - last) - added(first, begin - first)
-    shape = (num_rows, num_categories, bins + 2)
-    shares: Ints = whole.reshape(shape).cumsum(axis=2) + parts.reshape(shape)
-    return shares[:, :, :bins]
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:

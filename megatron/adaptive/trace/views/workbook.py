@@ -36,7 +36,6 @@ from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, Floats, RunFigures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.step import PipelineStep
-from megatron.adaptive.trace.views.page import Rows, stage_shares
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,
@@ -204,15 +203,14 @@ def _bins(
 ) -> Iterator[ChartCell]:
     """Chooses what each bin shows: an action, the cause of a wait, or idle time; joins equals."""
     causes, number, count = list(WAIT_NAMES), len(row), len(extent)
-    what = [causes.index(wait.reason if wait.reason in WAIT_NAMES else "") for wait in waits]
-    columns = {
-        "row": np.zeros(number + len(waits), np.int64),
-        "category": np.array([*range(number), *(number + cause for cause in what)]),
-        "start": np.array([span.start_ns for span in (*row, *waits)]),
-        "length": np.array([span.duration_ns for span in (*row, *waits)]),
-    }
-    end_ns = unit_ns * count
-    shares = stage_shares(Rows(columns, -1), 1, number + len(causes), 0, end_ns, count)[0]
+    kinds = [causes.index(wait.reason if wait.reason in WAIT_NAMES else "") for wait in waits]
+    places = [*range(number), *(number + kind for kind in kinds)]
+    shares = np.zeros((number + len(causes), count))
+    for place, span in zip(places, (*row, *waits), strict=True):
+        begin, end = np.clip(np.array([span.start_ns, span.end_ns]) / unit_ns, 0, count)
+        first, last = int(begin), int(np.ceil(end))
+        bins = np.arange(first, last)
+        shares[place, first:last] += np.minimum(bins + 1, end) - np.maximum(bins, begin)
     actions, idle = shares[:number], shares[number:]
     busy = actions.sum(axis=0)
     is_action = 2 * busy >= extent - _ROUNDING

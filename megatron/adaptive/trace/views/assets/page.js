@@ -22,7 +22,7 @@ function options() {
   return {
     arrows: element("arrows").checked,
     simulated: element("simulated").checked,
-    memory: element("memory").checked && state.block.kind === "spans",
+    memory: element("memory").checked,
   };
 }
 
@@ -45,10 +45,6 @@ function currentView() {
 function makeTraces(view) {
   const [block, chosen] = [state.block, options()];
   const idle = idleTrace(block, view, PAGE.idle);
-  if (block.kind === "mean") {
-    element("message").textContent = "height of a colour: its part of the replicas' time";
-    return [idle, ...meanTraces(block, view)];
-  }
   const bars = timelineTraces(block, view, chosen);
   const arrows = arrowTrace(block, view, chosen);
   const said = [];
@@ -122,11 +118,10 @@ async function show(place, group) {
   const block = await loadBlock(...wanted);
   if (wanted[0] !== state.group || wanted[1] !== state.place) return;  // the slider went on
   if (!block.present) {
-    const found = new Set(block.kind === "mean" ? block.used : block.category);
+    const found = new Set(block.category);
     block.present = CATEGORIES.map((_, number) => found.has(number));
   }
   state.block = block;
-  for (const id of SWITCHES) element(id).disabled = block.kind === "mean";
   await draw();
   markOverview();
 }
@@ -161,7 +156,7 @@ function showTip(event) {
   const layout = chart._fullLayout;
   const block = state.block;
   tip.hidden = true;
-  if (!layout || !block || block.kind !== "spans" || event.buttons) return;
+  if (!layout || !block || event.buttons) return;
   const box = chart.getBoundingClientRect();
   const [x, y] = [layout.xaxis, layout.yaxis];
   const [atX, atY] = [event.clientX - box.left - x._offset, event.clientY - box.top - y._offset];

@@ -29,10 +29,8 @@ async function decodeBlock(block) {
     at += block[name].byteLength;
   }
   delete block.data;
-  if (block.kind === "spans") {
-    block.reach = reachOf(block);
-    block.rows = block.offset.length - 1;
-  }
+  block.reach = reachOf(block);
+  block.rows = block.offset.length - 1;
   return block;
 }
 

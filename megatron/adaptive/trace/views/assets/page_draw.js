@@ -144,25 +144,6 @@ function addShares(per, found, row, view, place) {
   });
 }
 
-// The same for the mean over replicas, whose shares come with the page.
-function meanTraces(block, view) {
-  const per = CATEGORIES.map(() => new Bars());
-  const bins = block.bins;
-  const whole = { from: 0, to: block.extent_ms };
-  for (let row = view.top; row <= view.foot; row++) {
-    const shares = CATEGORIES.map(() => null);
-    block.used.forEach((number, k) => {
-      const at = (row * block.used.length + k) * bins;
-      if (!STRIP.has(CATEGORIES[number].kind)) {
-        shares[number] = Float32Array.from(block.share.subarray(at, at + bins), (s) => s / 255);
-      }
-    });
-    addShares(per, { shares, columns: bins }, row, whole, heights(false));
-  }
-  return CATEGORIES.map((category, i) => barTrace(per[i], category, false,
-    legendOf(category, block.present[i])));
-}
-
 function simulatedTraces(block, view, options) {
   const shown = options.simulated && block.simulated_ms > 0;
   const place = heights(true);
