@@ -19,7 +19,7 @@ from megatron.adaptive.cli import pretrain_gpt, run_single
 from megatron.adaptive.data.indexed import check_indexed, check_vocabulary_fits
 from megatron.adaptive.errors import AdaptiveError, DataError, TransportError
 
-from ..multiprocess.launch import run_forked
+from ..multiprocess.launch import forking, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(ROOT / "pretrain_gpt.py")
@@ -145,6 +145,7 @@ def test_missing_vocabulary_is_said_once_by_two_ranks(tmp_path: Path) -> None:
         TRAINER,
         *flags.split(),
         *f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt".split(),
+        **forking(),
     )
     assert "--vocab-file must name an existing file" in complaint(done)
     assert not any(tmp_path.iterdir())

@@ -414,3 +414,14 @@ def test_fp8_plans_are_faster_and_for_other_programs_alone(
     ):
         with pytest.raises(ConfigError, match=message):
             run(cluster(gpu), f"{words} {more}")
+
+
+def test_layers_that_predict_further_tokens_are_in_megatron_s_layout(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"{MODELS['gpt2']} --mtp-num-layers 1 --position-embedding-type rope"
+    flags = "--global-batch-size 8 --tp 1 --pp 2 --top 1 --schedules 1f1b --export megatron"
+    assert main(["--cluster", str(cluster), "--model", model, *flags.split()]) == 0
+    flags = shlex.split(capsys.readouterr().out)
+    layout = flags[flags.index("--pipeline-model-parallel-layout") + 1]
+    assert re.fullmatch(r"E(t.*)?\|(t.*)?mL", layout)

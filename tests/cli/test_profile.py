@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,8 @@ from megatron.adaptive.cli.profile import main
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.model_file import read_model
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..multiprocess.launch import forking
+
 MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
 MODEL += "--max-position-embeddings 16 --vocab-size 100"
 EXPERTS = f"{MODEL} --num-experts 4 --moe-router-topk 2 --moe-layer-freq [0,1,1,1]"
@@ -77,7 +77,7 @@ def profiled(folder: Path, model: str, *more: str) -> dict[str, Any]:
             *(sys.executable, *command.split(), "--model", model, "--output", str(output)),
             *("--repeats", "2", "--micro-batch-sizes", "2", "--node-type", "here", *more),
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=forking(),
         capture_output=True,
         text=True,
         timeout=200,

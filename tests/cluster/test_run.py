@@ -25,7 +25,8 @@ from megatron.adaptive.cluster.job import (
 from megatron.adaptive.cluster.ranks import EXIT_LEFT
 from megatron.adaptive.errors import ConfigError, SetupError
 
-from .jobs import FLAGS, ROOT, JobFolder, environment
+from ..multiprocess.launch import forking
+from .jobs import FLAGS, ROOT, JobFolder
 
 TRAINER = str(ROOT / "pretrain_gpt.py")
 SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
@@ -182,7 +183,7 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
     nodes = {
         name: subprocess.Popen(
             [*words, "--name", name, *trainer, "--keep-checkpoints", "2", "--async-save"],
-            env=environment(),
+            env=forking(),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

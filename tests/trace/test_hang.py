@@ -220,6 +220,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
     rank = subprocess.Popen(["sleep", "1000"])
     job = {"pids": {0: rank.pid}, "names": {0: "rank 0"}, "after_s": 2.0, "on_hang": "report"}
     job |= {"page_folder": str(tmp_path), "machine": 0, "machines": 1, "py_spy": None}
+    job["parent"] = os.getpid()
     (folder / hang.JOB_FILE).write_text(json.dumps({**job, "signal": int(signal.SIGRTMIN) + 9}))
     now = {"pid": rank.pid, "doing": "F", "iteration": 5, "unix_ns": time.time_ns()}
     now["unix_ns"] = time.time_ns() + 60 * 10**9  # it goes on writing
@@ -244,3 +245,16 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
         for process in (rank, watch):
             process.kill()
             process.wait()
+
+
+def test_the_process_ends_where_its_rank_ended_before_it_began(tmp_path: Path) -> None:
+    """It once took whoever had become its parent for the rank, and held its files for ever."""
+    rank = subprocess.Popen(["true"])
+    rank.wait()
+    folder = tmp_path / "private"
+    folder.mkdir()
+    job = {"parent": rank.pid, "pids": {0: rank.pid}, "names": {0: "rank 0"}, "after_s": None}
+    (folder / hang.JOB_FILE).write_text(json.dumps({**job, "on_hang": "report"}))
+    words = [sys.executable, "-I", "-S", hang.__file__, str(folder)]
+    done = subprocess.run(words, capture_output=True, timeout=60, check=True)
+    assert (done.stderr, folder.exists()) == (b"", False)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.transport.liveness import here
 
-from ..multiprocess.launch import free_port
+from ..multiprocess.launch import forking, free_port
 from .pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -197,7 +197,7 @@ else:
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
     """It sends SIGTERM to them as soon as it sees the dead one itself."""
-    script = tmp_path / "ranks.py"
+    script = tmp_path / "watched.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     process = subprocess.Popen(
@@ -205,7 +205,7 @@ def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=forking(),
         start_new_session=True,
     )
     try:

@@ -140,6 +140,7 @@ class HangGuard:
         }
         near = Path(sys.executable).with_name("py-spy")
         job = {
+            "parent": os.getpid(),
             "pids": {rank: places[rank]["pid"] for rank in local},
             "names": names,
             "after_s": after_s,

@@ -466,7 +466,9 @@ def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> st
     flags = [*(word for word in arguments if word not in ("--fp16", "--bf16")), *run_flags(values)]
     if "partition" in document:
         stages = ["t" * layers for layers in document["partition"]]
-        stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+        further = re.search(r"--mtp-num-layers[= ](\d+)", " ".join(arguments))
+        end = "m" * int(further[1] if further else 0) + "L"
+        stages[0], stages[-1] = f"E{stages[0]}", stages[-1] + end
         layout = re.sub("t{2,}", lambda run: f"t*{len(run[0])}", "|".join(stages))
         flags += ["--pipeline-model-parallel-layout", layout]
     return shlex.join(flags) + "\n"

@@ -604,9 +604,9 @@ class _Watch:
         self._beat = 0
 
     def run(self) -> None:
-        parent, last_s = os.getppid(), time.monotonic()
+        last_s = time.monotonic()
         self._still.restart(last_s)
-        while os.getppid() == parent:
+        while os.getppid() == self._job["parent"]:  # which may have ended before this process began
             time.sleep(_LOOK_S)
             now_s, elapsed_s = time.monotonic(), time.monotonic() - last_s
             last_s = now_s
@@ -655,9 +655,7 @@ class _Watch:
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
         """Returns the last word of other machines; an empty one if that is long ago."""
         found = {}
-        for machine in range(self._job["machines"]):
-            if machine == self._job["machine"]:
-                continue
+        for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             said = _read_json(self._folder / f"machine_{machine}.json")
             beat, since_s = self._heard.get(machine, (None, now_s))
             if said.get("beat") != beat:

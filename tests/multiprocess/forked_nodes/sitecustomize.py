@@ -24,8 +24,8 @@ import sys
 from typing import Any
 
 MODULE = "megatron.adaptive.cluster.rank_forkserver"
-SCRIPTS = ("pretrain_gpt.py", "slow_rank.py", "gpt_steps.py", "gpu_steps.py")
-PROGRAM = ["-m", "megatron.adaptive", "pretrain-gpt"]
+SCRIPTS = ("pretrain_gpt.py", "slow_rank.py", "gpt_steps.py", "gpu_steps.py", "watched.py")
+PROGRAMS = [["-m", "megatron.adaptive", name] for name in ("pretrain-gpt", "profile")]
 SOCKET = "TESTS_NODE_FORKSERVERS"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -61,7 +61,7 @@ def ask(files: list[int], words: list[str]) -> None:
 
 def is_trainer(words: list[str]) -> bool:
     """Returns whether these words of a command line, which follow ``python -u``, start a rank."""
-    return words[:3] == PROGRAM or (bool(words) and words[0].endswith(SCRIPTS))
+    return words[:3] in PROGRAMS or (bool(words) and words[0].endswith(SCRIPTS))
 
 
 def serve(path: str, *, is_new: bool) -> None:
