@@ -34,6 +34,7 @@ import faulthandler
 import gc
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Iterable
@@ -294,14 +295,20 @@ def main() -> None:
         if case.get("save") or any(other["after"] == case["name"] for other in cases):
             case["flags"] += ["--save", str(target.with_name(case["name"]))]
             case["flags"] += ["--save-interval", "1"]
-        case["config"] = parse(case["flags"], world_size=environment.world_size, last_wins=True)
-    cases.sort(key=lambda case: (depths[case["name"]], mesh_of(case["config"])))
+    if environment.rank == 0:
+        size = environment.world_size
+        parsed = [parse(case["flags"], world_size=size, last_wins=True) for case in cases]
+        store.set("configs", pickle.dumps(parsed))
+    store.wait(["configs"], 5 * TIMEOUT)  # a second for a dozen cases, beside other programs
+    configs = pickle.loads(store.get("configs"))
+    pairs = [*zip(cases, configs, strict=True)]
+    pairs.sort(key=lambda pair: (depths[pair[0]["name"]], mesh_of(pair[1])))
     results = {}
     meshes = Meshes(store, environment)
-    for case in cases:
+    for case, config in pairs:
         if environment.rank == 0:
             print(f"case {case['name']}", flush=True)
-        results[case["name"]] = run_case(meshes, case, case.pop("config"))
+        results[case["name"]] = run_case(meshes, case, config)
         if environment.rank == 0:
             target.write_text(json.dumps(results))
     faulthandler.cancel_dump_traceback_later()
