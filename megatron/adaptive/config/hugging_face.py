@@ -301,8 +301,7 @@ def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, An
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise ConfigError(f"{path} names no model_type: it is of no model of Hugging Face")
     if document["model_type"] not in _FAMILIES:
-        norm = "llama" if "rms_norm_eps" in document else "gpt_neox"
-        near = difflib.get_close_matches(document["model_type"], _FAMILIES, n=1) or [norm]
+        near = difflib.get_close_matches(document["model_type"], _FAMILIES, n=1) or ["llama"]
         strange = {key for key, value in document.items() if value}
         strange -= {*_READ, *_WITHOUT_EFFECT, *_ACTIVATION, *_ONLY}
         strange.difference_update(*_FAMILIES[near[0]].optional.values())
