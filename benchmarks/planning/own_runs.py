@@ -393,7 +393,7 @@ def measure(
     )
     name = f"own CPU runs, {len(records)} plans" + " with experts" * experts
     rows = [replace(row, note=note) for row in summary(records, name, 0.1 if experts else 0.05)]
-    return Result(rows=rows, facts={name: records})
+    return Result(rows=rows, facts={"experts" if experts else "own": records})
 
 
 def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:

@@ -19,7 +19,7 @@ def test_goals_are_judged() -> None:
         {"measured_s": 1.1, "predicted_s": 1.1, "error": 0.0},
         {"measured_s": 3.0, "predicted_s": 3.1, "error": -0.04},
     ]
-    error, chosen, order = own_runs.summary(records)
+    error, chosen, order = own_runs.summary(records, "own", 0.05)
     assert error.value == pytest.approx(0.04)
     assert error.met
     assert chosen.value == pytest.approx(0.1)

@@ -40,13 +40,11 @@ from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.read import trace_files
 
-OWN = "own runs"
-
 
 def main(argv: Sequence[str]) -> int:
     """Predicts the runs found, and prints how far off that is."""
     options = _parser().parse_args(argv)
-    found = compare(OWN, _read_runs(_find_runs(options.data), options))
+    found = compare("own runs", _read_runs(_find_runs(options.data), options))
     if options.json:
         print(json.dumps([_as_json(found)], indent=2))
         return 0

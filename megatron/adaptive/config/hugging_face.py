@@ -301,11 +301,15 @@ def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, An
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise ConfigError(f"{path} names no model_type: it is of no model of Hugging Face")
     if document["model_type"] not in _FAMILIES:
-        near = difflib.get_close_matches(document["model_type"], _FAMILIES, n=1, cutoff=0.3)
-        known = [name for name, one in _FAMILIES.items() if not one.differs]
+        near = difflib.get_close_matches(document["model_type"], _FAMILIES, n=1) or ["llama"]
+        strange = {key for key, value in document.items() if value}
+        strange -= {*_READ, *_WITHOUT_EFFECT, *_ACTIVATION, *_ONLY}
+        strange.difference_update(*_FAMILIES[near[0]].optional.values())
+        lacks = f", which lacks {', '.join(sorted(strange))}" if strange else ""
+        known = ", ".join(name for name, one in _FAMILIES.items() if not one.differs)
         raise ConfigError(
             f"{path}: model_type {document['model_type']!r} is not known; the nearest is"
-            f" {(near or known)[0]}, and {', '.join(known)} are read"
+            f" {near[0]}{lacks}; {known} are read"
         )
     words, differs = config_arguments(document, str(path), sequence)
     with _expected_kinds(str(path)):
