@@ -167,13 +167,13 @@ def checkpoint(*, quick: bool) -> Result:
 
 
 def copies(folder: Path, *, quick: bool) -> Result:
-    """What copies of the state in memory cost a step, and how many steps a lost node costs."""
+    """Measures the cost of copies in memory: of a step, and the steps lost with a node."""
     cost, lost = _cost_of_copies(3 if quick else 8), _lose_nodes(folder, times=1 if quick else 4)
     return Result(rows=cost.rows + lost.rows, facts=cost.facts | lost.facts)
 
 
 def _cost_of_copies(rounds: int) -> Result:
-    """How much longer steps are for copies at every step, or at one in ten."""
+    """Compares steps with copies at each, and at one in ten, with steps without."""
     result = gpt_turns.measure("copying", rounds)
     steps_ms = [1e3 * step_s for name in ("each", "tenth") for step_s in result[name]["plain_s"]]
     note = result["notice"].removeprefix("every step ")
@@ -215,7 +215,7 @@ def _lose_nodes(folder: Path, *, times: int) -> Result:
 
 
 def _is_present(job: ElasticJob, name: str) -> bool:
-    """Whether a node takes part, as the state tells."""
+    """Returns whether the job's state lists a node as present."""
     machines = job.state().get("machines", [])
     return any(one["name"] == name and one["status"] == "present" for one in machines)
 

@@ -156,15 +156,15 @@ def test_without_workers_nothing_is_read_before_it_is_needed() -> None:
     assert dataset.reads == [0, 1, 2, 3]
 
 
-def test_every_read_is_told_with_its_time(workers: int) -> None:
-    told: list[tuple[int, int, int]] = []
-    loader = _loader(Numbered(20), num_workers=workers, on_read=lambda *read: told.append(read))
+def test_every_read_is_reported_with_its_time(workers: int) -> None:
+    reads: list[tuple[int, int, int]] = []
+    loader = _loader(Numbered(20), num_workers=workers, on_read=lambda *read: reads.append(read))
     step = loader.step(3)
     assert _numbers(step[1]) == [2, 3]
     assert _numbers(step[1]) == [2, 3]
     loader.close()
-    assert [index for index, _, _ in told] == [0, 1]
-    assert all(start_ns < end_ns for _, start_ns, end_ns in told)
+    assert [index for index, _, _ in reads] == [0, 1]
+    assert all(start_ns < end_ns for _, start_ns, end_ns in reads)
 
 
 def test_shapes_and_types(workers: int) -> None:

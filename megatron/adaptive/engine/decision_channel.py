@@ -275,7 +275,13 @@ class MemoryLinks(Links):
         place = torch.empty(2, dtype=torch.int64)
         self._pass(self._group.recv, place, name, writer)
         process, number = place.tolist()
-        fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)  # memory without a name
+        try:
+            fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)  # memory without a name
+        except OSError as error:
+            raise TransportError(
+                f"the decisions of {self.describe(writer)} cannot be read ({error}): let ranks of"
+                " one machine run as the same user and see each other in /proc"
+            ) from error
         try:
             log = self._module.DecisionLog.attach(fd, index, self._local)
         finally:
