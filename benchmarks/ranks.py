@@ -78,8 +78,8 @@ def train(
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
 
-def run_module(module: str, *words: object, limit_s: float) -> Any:
-    """Runs a module as a program; returns the JSON that it prints.
+def run_module(module: str, *words: object, limit_s: float, **variables: str) -> Any:
+    """Runs a module as a program, with further environment; returns the JSON that it prints.
 
     Raises:
         RuntimeError: it failed, or the time limit passed.
@@ -87,7 +87,12 @@ def run_module(module: str, *words: object, limit_s: float) -> Any:
     command = [sys.executable, "-m", module, *map(str, words)]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=limit_s
+            command,
+            cwd=ROOT,
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{module} took more than {limit_s:g} s") from None

@@ -23,16 +23,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_turns  # noqa: E402
-from benchmarks.report import (  # noqa: E402
-    Result,
-    Row,
-    describe_machine,
-    finish,
-    measured,
-    parser_of,
-    ratios,
-    run,
-)
+from benchmarks.report import Result, Row, measure, measured, parser_of, ratios  # noqa: E402
 from benchmarks.tracing import aggregate, cases, clocks, emulated, repairs  # noqa: E402
 from benchmarks.tracing.cases import WEAK, Outcome  # noqa: E402
 
@@ -211,9 +202,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure and print; returns 1 where a goal is missed."""
     options = parse()
-    known = describe_machine()
-    total = run({part: partial(PARTS[part], options) for part in options.part})
-    return finish(total, options.json, **known)
+    return measure({name: partial(part, options) for name, part in PARTS.items()}, options)
 
 
 if __name__ == "__main__":

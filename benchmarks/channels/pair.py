@@ -104,6 +104,11 @@ class Pair:
                 self.kill()
                 raise
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the processes have ended."""
+        return not self._members
+
     def call(
         self, module: str, function: str, *, limit_s: float = 120.0, **arguments: Any
     ) -> list[Any]:
@@ -185,7 +190,9 @@ class Pair:
                 except (EOFError, OSError):
                     raise self._failed(f"rank {rank} ended in {what}") from None
                 if not fine:
-                    raise self._failed(f"{what} failed on rank {rank}: {answer}")
+                    print(answer, file=sys.stderr)
+                    why = answer.strip().splitlines()[-1]
+                    raise self._failed(f"{what} failed on rank {rank}: {why}")
                 answers[rank] = answer
         return [answers[0], answers[1]]
 

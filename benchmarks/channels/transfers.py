@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.report import Result, Row, measured, missing, ratios
 
-from .chart import Point, size_text
+from .chart import Point, bandwidths, size_text
 from .copies import Copies
 from .pair import Pair, PairError, find_peers
 
@@ -47,8 +47,7 @@ class Bench:
         cores: processors of a pair.
         repetitions: of everything.
         pool_bytes: cold memory.
-        pairs: by name; ``torch`` is always there.
-        absent: why other pairs are not.
+        absent: why other pairs than ``torch`` are not there.
         distances_ns: cache-line ping-pongs, in the order they were taken.
     """
 
@@ -56,20 +55,24 @@ class Bench:
     cores: tuple[int, int]
     repetitions: int
     pool_bytes: int
-    pairs: dict[str, Pair] = field(default_factory=dict)
     absent: str = ""
     distances_ns: list[float] = field(default_factory=list)
+    _pairs: dict[str, Pair] = field(default_factory=dict)
 
-    def start(self) -> None:
-        """Start all pairs that can be.
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        """All pairs that can be, by name; started at first, and anew after one has failed.
 
         Raises:
             PairError: the one with our transports did not start.
         """
+        if self._pairs and not any(pair.is_gone for pair in self._pairs.values()):
+            return self._pairs
+        self.close()
         found, self.absent = find_peers()
         for name, launcher in {"torch": [], **found}.items():
             try:
-                self.pairs[name] = Pair(
+                self._pairs[name] = Pair(
                     name,
                     cores=self.cores,
                     copies=self.library,
@@ -81,6 +84,7 @@ class Bench:
                     raise
                 self.absent = str(error).splitlines()[0]
                 print(f"left out: {error}", file=sys.stderr)
+        return self._pairs
 
     def distance(self) -> float:
         """Measure how far apart the processors are now; not-a-number where that is impossible."""
@@ -91,12 +95,12 @@ class Bench:
 
     def close(self) -> None:
         """End all pairs."""
-        for pair in self.pairs.values():
+        for pair in self._pairs.values():
             try:
                 pair.close()
             except PairError as error:
                 print(f"warning: {error}", file=sys.stderr)
-        self.pairs.clear()
+        self._pairs.clear()
 
     def competitors(self) -> list[tuple[str, str]]:
         """Pairs and the connectors that they measure."""
@@ -164,6 +168,7 @@ def bandwidth(bench: Bench, sizes: Sequence[int]) -> Result:
         for pattern, series in (("stream", one_way), ("written, sent and read", fresh_ones))
         for (name, nbytes), seconds in series.items()
     ]
+    print(bandwidths(points))
     return Result(
         rows=bandwidth_rows(one_way, fresh_ones, states, bench.absent),
         points=points,
