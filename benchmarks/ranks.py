@@ -230,6 +230,12 @@ class GptRank:
         self._microbatches = config.num_microbatches
         self._iteration = 0
 
+    @staticmethod
+    def size_bytes(checkpoints: Path) -> int:
+        """Returns the size of the newest checkpoint in a folder."""
+        latest = max(checkpoints.glob("iter_*"))
+        return sum(file.stat().st_size for file in latest.iterdir())
+
     @property
     def is_first(self) -> bool:
         """Whether this rank reports."""
@@ -260,6 +266,17 @@ class GptRank:
         """Read a step's microbatches; ``None`` on a rank that needs none."""
         return None if self._loader is None else self._loader.step(self._microbatches)
 
+    def progress(self, iteration: int) -> Any:
+        """Returns a checkpoint's entry for a run that has done ``iteration`` steps."""
+        from megatron.adaptive.checkpoint.training import Progress
+
+        return Progress(
+            iteration=iteration,
+            consumed_train_samples=iteration * self._microbatches,
+            consumed_valid_samples=0,
+            skipped_iterations=0,
+        )
+
     def train(self, before_update: Callable[[], None] = lambda: None) -> None:
         """Take a step.
 
@@ -271,7 +288,7 @@ class GptRank:
     def turns(
         self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
     ) -> dict[str, Any]:
-        """Take turns with and without something.
+        """Take turns with and without something, after one of each that does not count.
 
         Args:
             rounds: of two turns of each kind.
@@ -286,6 +303,8 @@ class GptRank:
         import torch
         import torch.distributed as dist
 
+        for kind in (False, True):
+            turn(kind)
         taken = torch.zeros(rounds, 2, 2, dtype=torch.float64)
         for number in range(rounds):
             for kind in _ORDERS[number % 2]:

@@ -34,19 +34,15 @@ from typing import Any, TextIO
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.report import Result, Row  # noqa: E402
-from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper  # noqa: E402
-from megatron.adaptive.cluster.agent import Agent  # noqa: E402
-from megatron.adaptive.cluster.connection import SILENCE_S  # noqa: E402
-from megatron.adaptive.cluster.layouts import Chooser  # noqa: E402
-from megatron.adaptive.cluster.manager import Manager  # noqa: E402
-from megatron.adaptive.cluster.membership import allow_files  # noqa: E402
-from megatron.adaptive.cluster.ranks import JobSpec, NodeWork  # noqa: E402
-from tests.cluster.jobs import environment  # noqa: E402
+from benchmarks.report import ROOT, Result, Row
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
+from megatron.adaptive.cluster.agent import Agent
+from megatron.adaptive.cluster.connection import SILENCE_S
+from megatron.adaptive.cluster.layouts import Chooser
+from megatron.adaptive.cluster.manager import Manager
+from megatron.adaptive.cluster.membership import allow_files
+from megatron.adaptive.cluster.ranks import JobSpec, NodeWork
+from tests.cluster.jobs import environment
 
 LAYERS = 8
 FLAGS = (

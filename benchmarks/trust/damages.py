@@ -22,20 +22,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.report import Result, Row, measured  # noqa: E402
-from megatron.adaptive.checkpoint.folder import (  # noqa: E402
+from benchmarks.report import ROOT, Result, Row, measured
+from megatron.adaptive.checkpoint.folder import (
     CheckpointFolder,
     PipelineFolder,
     StepFolders,
     verify,
 )
-from megatron.adaptive.errors import AdaptiveError  # noqa: E402
-from tests.cluster.jobs import FLAGS, TRAINER  # noqa: E402
-from tests.multiprocess.launch import torchrun  # noqa: E402
+from megatron.adaptive.errors import AdaptiveError
+from tests.cluster.jobs import FLAGS, TRAINER
+from tests.multiprocess.launch import torchrun
 
 KINDS = ("bit", "byte", "zeros", "truncated", "swapped", "missing")
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
