@@ -67,14 +67,14 @@ def of_watch(options: argparse.Namespace) -> Result:
 def of_detection(options: argparse.Namespace) -> Result:
     """Part ``detection``."""
     found = list(cases.outcomes(40 if options.quick else 200, options.seed))
-    facts = {"detection": [outcome.as_dict() for outcome in found]}
+    facts = {"detection": [vars(outcome) for outcome in found]}
     return Result(rows=_rates("made-up", found), facts=facts)
 
 
 def of_real(options: argparse.Namespace) -> Result:
     """Part ``real``."""
     found = emulated.measure(7 if options.quick else 30, options.seed, limit_s=1800)
-    facts = {"real": [outcome.as_dict() for outcome in found]}
+    facts = {"real": [vars(outcome) for outcome in found]}
     return Result(rows=_rates("real", found), facts=facts)
 
 
