@@ -162,43 +162,26 @@ def _copy(files: Sequence[Path], target: Path) -> float:
 def _make_up(folder: Path, gigabytes: float) -> int:
     """Writes a Llama of about this size; returns its bytes."""
     import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from megatron.adaptive.checkpoint.safetensors import write_folder
 
     hidden, inner, rows = 2048, 5632, 32000
     layer = 2 * (2 * hidden * hidden + 2 * 256 * hidden + 3 * hidden * inner)
-    layers = max(2, 2 * round((gigabytes * 1e9 - 4 * rows * hidden) / layer / 2))
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "vocab_size": rows,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "dtype": "bfloat16",
-        "tie_word_embeddings": False,
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (rows, hidden)}
-    for number in range(layers):
-        for name, shape in (
-            ("self_attn.q_proj", (hidden, hidden)),
-            ("self_attn.k_proj", (256, hidden)),
-            ("self_attn.v_proj", (256, hidden)),
-            ("self_attn.o_proj", (hidden, hidden)),
-            ("mlp.gate_proj", (inner, hidden)),
-            ("mlp.up_proj", (inner, hidden)),
-            ("mlp.down_proj", (hidden, inner)),
-            ("input_layernorm", (hidden,)),
-            ("post_attention_layernorm", (hidden,)),
-        ):
-            shapes[f"model.layers.{number}.{name}.weight"] = shape
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (rows, hidden)}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=max(2, 2 * round((gigabytes * 1e9 - 4 * rows * hidden) / layer / 2)),
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=rows,
+        rms_norm_eps=1e-5,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    config.save_pretrained(folder)
     write_folder(
         folder,
         {name: (torch.bfloat16, shape) for name, shape in shapes.items()},

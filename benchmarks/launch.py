@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.ranks import run_module  # noqa: E402
 from benchmarks.report import Result, Row, measure, measured, missing, parser_of  # noqa: E402
 from megatron.adaptive.cli.submit import batch_script, settings_text  # noqa: E402
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf  # noqa: E402
@@ -263,21 +264,14 @@ def of_status(options: argparse.Namespace) -> Result:
     """Part ``status``: made-up logs, half of each file as long as a run leaves it."""
     with tempfile.TemporaryDirectory() as folder:
         nbytes = write_logs(Path(folder, "pods-1"), int(options.gigabytes * 1e9))
-        words = [sys.executable, "-m", "megatron.adaptive", "status", "pods-1", "--json"]
+        words = ["status", "pods-1", "--json", "--log-dir", folder]
         took = []
         for _ in range(5):
             begin_s = time.perf_counter()
-            done = subprocess.run(
-                [*words, "--log-dir", folder],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            told = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
             took.append(time.perf_counter() - begin_s)
-            told = json.loads(done.stdout)
             if len(told["nodes"]) != NODES or told["iteration"] != 20_000:
-                raise TimeoutError(f"the monitor did not see all: {done.stdout[:300]}")
+                raise TimeoutError(f"the monitor did not see all: {str(told)[:300]}")
     note = f"{NODES} nodes, {nbytes / 1e9:.2f} GB"
     rows = [measured("status: time of an answer", took, unit="s", goal=2, note=note)]
     return Result(rows=rows, facts={"status": {"seconds": took, "bytes": nbytes}})

@@ -34,6 +34,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from benchmarks.ranks import run_module
 from benchmarks.report import ROOT, Result, Row
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.agent import Agent
@@ -163,17 +164,10 @@ def measure(
 
 def _status_s(checkpoints: Path) -> float:
     """Returns the seconds until the state of the job was printed; checks that it is all there."""
-    words = ["run", "--status", str(checkpoints), "--json"]
+    words = ["run", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron.adaptive", *words],
-        env=environment(),
-        capture_output=True,
-        check=True,
-        timeout=LIMIT_S,
-    )
+    state = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
     took_s = time.monotonic() - begun_s
-    state = json.loads(done.stdout)
     age_s = time.time() - state["unix_ns"] / 1e9
     if age_s > 10.0 or not state["machines"]:
         raise RuntimeError(f"the state of the job is {age_s:.0f} s old")
