@@ -30,7 +30,7 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
+from megatron.adaptive.errors import ConfigError, TransportError
 
 _SECONDS = 2.0
 _MEETING_S = 120.0
@@ -151,9 +151,7 @@ def _try(check: Any, pair: tuple[int, int], kind: str, seconds: float) -> Outcom
         return Outcome(**facts | {"note": reason})
     try:
         speed = check.run(pair, kind, seconds)
-    except AdaptiveError as error:
-        if not isinstance(error, TransportError):
-            raise
+    except TransportError as error:
         return Outcome(**facts | {"note": str(error)})
     facts |= {"works": True, "latency_us": speed.latency_s * 1e6}
     return Outcome(**facts, gb_per_s=speed.bytes_per_s / 1e9)

@@ -177,7 +177,7 @@ def plotly_js() -> str:
 def _label(pp_rank: int, trace: RankTrace | None) -> str:
     if trace is None:
         return f"stage {pp_rank}: no trace"
-    text = stages_text(trace.header, pp_rank, 4) or f"rank {pp_rank}"
+    text = stages_text(trace.header, pp_rank, 4)
     return text if trace.header.rank == pp_rank else f"{text}, rank {trace.header.rank}"
 
 

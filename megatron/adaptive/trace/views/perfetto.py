@@ -181,8 +181,7 @@ def _within_limit(
 
 def _names_of(run: RunTrace, trace: RankTrace, place: int) -> Iterator[Event]:
     header = trace.header
-    stages = stages_text(header, header.pp_rank)
-    name = f"rank {header.rank}" + (f": {stages}" if stages else "")
+    name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
         name += f", replica {header.dp_rank}"
     yield _metadata("process_name", header.rank, 0, name=name)
