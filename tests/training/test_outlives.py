@@ -21,14 +21,7 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.trace.live_state import ProgressTail, progress_file
 from megatron.adaptive.trace.read import read_run
 
-from ..multiprocess.launch import (
-    ROOT,
-    SMALL_GPT,
-    forking,
-    forkserver,
-    kill_tree,
-    limited_disk,
-)
+from ..multiprocess.launch import ROOT, SMALL_GPT, forking, forkserver, kill_tree, limited_disk
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(180)]
 
