@@ -71,8 +71,7 @@ def test_a_run_without_anything_to_draw_is_refused(write_run: Callable[..., Path
 
 
 @pytest.mark.parametrize(
-    ("placement", "table"),
-    [("loop", [(0, 2, 4), (1, 3, 5)]), ("v", [(0, 3, 4), (1, 2, 5)])],
+    ("placement", "table"), [("loop", [(0, 2, 4), (1, 3, 5)]), ("v", [(0, 3, 4), (1, 2, 5)])]
 )
 def test_stages_of_a_rank(placement: str, table: list[tuple[int, ...]]) -> None:
     header = make_header(0, 2, num_chunks=3, placement=placement)
