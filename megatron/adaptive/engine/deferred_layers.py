@@ -41,6 +41,7 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron.adaptive.engine.weight_gradient import (
     EmbeddingCall,
+    LayerCall,
     WeightGradientStore,
     defer,
     is_deferring,
@@ -54,7 +55,7 @@ except ImportError:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ParallelLinearCall:
+class ParallelLinearCall(LayerCall):
     """A call of megatron-core's linear layers; the operations are those of megatron-core.
 
     Attributes:
@@ -101,10 +102,6 @@ class ParallelLinearCall:
         if self.bias is not None and self.bias.requires_grad:
             yield self.bias, gradient.sum(dim=0)
 
-    def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        return 2.0 * gradient.numel() * self.weight.shape[1]
-
     def _whole(self, given: torch.Tensor) -> torch.Tensor:
         """Return the whole sequence, in a buffer that the next such call overwrites."""
         if self.sequence_group is None:
@@ -123,7 +120,7 @@ class ParallelLinearCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GroupedCall:
+class GroupedCall(LayerCall):
     """The products of all experts of a rank, each of its own rows; the operations are torch's.
 
     Attributes:
@@ -170,7 +167,7 @@ class GroupedCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class DelayedCall:
+class DelayedCall(LayerCall):
     """A call of a layer of Transformer Engine, which keeps by itself what its W needs.
 
     Attributes:
@@ -182,14 +179,6 @@ class DelayedCall:
     layer: Any
     weight: torch.nn.Parameter
     delayed: Any
-
-    def output(self, given: torch.Tensor) -> torch.Tensor:
-        """Never asked for: the layer runs its own forward."""
-        raise AssertionError("a layer of Transformer Engine computes its own output")
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Never asked for: the layer runs its own backward."""
-        raise AssertionError("a layer of Transformer Engine computes its own input gradient")
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
         """Announce the call's weight gradient, right before the layer's own B.
@@ -241,10 +230,6 @@ class DelayedCall:
                 parameter.grad = former
         present = (*weights, *(() if absent else biases))
         return [(each, found[each]) for each in present if found[each] is not None]
-
-    def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        return 2.0 * gradient.numel() * self.weight.shape[1]
 
 
 def _weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:

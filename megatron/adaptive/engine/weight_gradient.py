@@ -23,7 +23,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -34,18 +34,23 @@ from megatron.adaptive.errors import ScheduleError
 _FLOPS_PER_ELEMENT = 32
 
 
-class LayerCall(Protocol):
-    """The arithmetic of one call of a layer."""
+class LayerCall:
+    """The arithmetic of one call of a layer.
 
-    @property
-    def weight(self) -> torch.nn.Parameter:
-        """The weight; calls that share one are accumulated as autograd would."""
+    Attributes:
+        weight: calls that share one are accumulated as autograd would.
+    """
+
+    __slots__ = ()
+    weight: torch.nn.Parameter
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
         """Return the layer's output for its input."""
+        raise AssertionError(f"{type(self).__name__}: the layer runs its own forward")
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the input from that of the output."""
+        raise AssertionError(f"{type(self).__name__}: there is no gradient of the input")
 
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
@@ -54,13 +59,15 @@ class LayerCall(Protocol):
 
         Neither tensor requires a gradient, so that none of this is recorded.
         """
+        raise NotImplementedError
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Return roughly how much work :meth:`weight_gradients` is."""
+        """Return roughly how much work :meth:`weight_gradients` is; here, of a product."""
+        return 2.0 * gradient.numel() / gradient.shape[-1] * self.weight.numel()
 
 
 @dataclass(frozen=True, slots=True)
-class LinearCall:
+class LinearCall(LayerCall):
     """A call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
 
     Attributes:
@@ -99,16 +106,12 @@ class LinearCall:
         if self.bias is not None and self.bias.requires_grad:
             yield self.bias, gradient.sum(dim=0).to(self.bias.dtype)
 
-    def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`LayerCall`."""
-        return 2.0 * gradient.numel() / gradient.shape[-1] * self.weight.numel()
-
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingCall:
+class EmbeddingCall(LayerCall):
     """A call of ``torch.nn.Embedding`` with a dense gradient: ``[...] int -> [..., width]``.
 
     Attributes:
@@ -126,10 +129,6 @@ class EmbeddingCall:
     def output(self, given: torch.Tensor) -> torch.Tensor:
         """Implements :class:`LayerCall`."""
         return self.weight[given] if self.by_index else F.embedding(given, self.weight)
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Never asked for: the input is of integers."""
-        raise AssertionError("an embedding has no input gradient")
 
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
@@ -197,11 +196,6 @@ def _run_unit(unit: Sequence[_Task]) -> None:
     Autograd sums a microbatch's gradients of a parameter before they are added to those of
     earlier microbatches; so does this.
     """
-    if len(unit) == 1:
-        task = unit[0]
-        for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
-            accumulate(parameter, gradient)
-        return
     totals: dict[torch.nn.Parameter, torch.Tensor] = {}
     for task in unit:
         for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
