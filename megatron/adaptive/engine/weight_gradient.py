@@ -383,23 +383,16 @@ class WeightGradientStore:
         return self._cut[1]
 
     def _check_turn(self, microbatch: int, piece: int, pieces: int) -> None:
-        first = self._backlog[0] if self._backlog else None
+        first, due = self._backlog[0] if self._backlog else None, "nothing"
         if first is not None and 0 <= piece < pieces:
             expected = len(first.counts) or pieces
+            due = f"microbatch {first.microbatch}, piece {first.next_piece} of {expected}"
             if (microbatch, piece, pieces) == (first.microbatch, first.next_piece, expected):
                 return
-        asked = f"weight gradients of microbatch {microbatch}, piece {piece} of {pieces}"
-        if not 0 <= piece < pieces:
-            raise ScheduleError(f"{asked} were asked for; a piece is at least 0 and below {pieces}")
-        if first is None:
-            raise ScheduleError(
-                f"{asked} were asked for, but none are pending after the backward of microbatch "
-                f"{self._last_collected}; run each once, after its backward"
-            )
         raise ScheduleError(
-            f"{asked} were asked for, but microbatch {first.microbatch}, piece "
-            f"{first.next_piece} of {expected} is next; ask for microbatches and pieces in "
-            "ascending order, and for one number of pieces throughout a microbatch"
+            f"weight gradients of microbatch {microbatch}, piece {piece} of {pieces} were asked "
+            f"for where {due} is due: ask for each once, after its backward, microbatches and "
+            "pieces in ascending order"
         )
 
 
@@ -415,6 +408,43 @@ class _Collecting:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._store.end(is_whole=error is None)
+
+
+class SplitStages:
+    """What stages of a step do for weight gradients, see ``executor.Stages``.
+
+    Args:
+        stores: of the rank's chunks, ``None`` for whole backwards.
+    """
+
+    def __init__(self, stores: Sequence[WeightGradientStore] | None) -> None:
+        self._stores = stores
+        for store in stores or ():
+            store.clear()
+            store.active = True
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Compute a part of the weight gradients that a split backward left.
+
+        Raises:
+            ScheduleError: another part is next, or backwards are not split.
+        """
+        if self._stores is None:
+            raise ScheduleError(
+                f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "
+                "step whose backwards are whole; split them"
+            )
+        self._stores[chunk].run(microbatch, piece, pieces)
+
+    def retained_bytes(self, chunk: int, microbatch: int) -> int:
+        """Bytes that a split backward leaves, measured at the first one; 0 before it."""
+        return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
+
+    def finish(self) -> None:
+        """End the step, normally or after an error."""
+        for store in self._stores or ():
+            store.active = False
+            store.clear()
 
 
 class _Defer(torch.autograd.Function):

@@ -47,10 +47,7 @@ from megatron.adaptive.planner import profile_file  # noqa: E402
 from megatron.adaptive.planner.measured_module import (  # noqa: E402
     MESSAGE_ELEMENT_BYTES,
     MeasuredHost,
-    module_model,
 )
-from megatron.adaptive.planner.model import Model  # noqa: E402
-from megatron.adaptive.planner.profile import Profile  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
 from megatron.adaptive.profiling.memory import (  # noqa: E402  # noqa: E402
     KEPT_FREE,
@@ -356,10 +353,6 @@ class ModuleProfile:
         sizes = [{one.micro_batch for one in part.samples} for part in self.parts]
         return tuple(sorted(set.intersection(*sizes)))
 
-    def weights(self, micro_batch: int) -> tuple[float, ...]:
-        """Returns seconds of forward and backward of each piece on rank 0's device."""
-        return tuple(one.seconds for one in self.samples if one.micro_batch == micro_batch)
-
     def document(self, *, split: bool = True) -> dict[str, Any]:
         """Returns what a profile file holds; see ``docs/planner.md``.
 
@@ -409,19 +402,6 @@ class ModuleProfile:
             model["tied_parameters"] = part.tied_parameters
             model["tied_layers"] = list(part.tied_segments)
         return model
-
-    @cached_property
-    def model(self) -> Model:
-        """Describes the pieces: parameters, gradients and Adam in their own type."""
-        return module_model(self._model(), self.name, self.parts[0].element_bytes)
-
-    def times(self, *, split: bool) -> Profile:
-        """Returns the durations as the planner sees them.
-
-        Args:
-            split: of backwards in two halves.
-        """
-        return profile_file.make_profile(self.document(split=split))
 
     @property
     def hosts(self) -> tuple[MeasuredHost, ...]:
