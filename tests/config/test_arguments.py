@@ -21,7 +21,7 @@ from megatron.adaptive.errors import ConfigError
 from .conftest import SMALL, cases_of, check_words, complaint, small
 from .megatron_lm_flags import ALL
 
-BARE = Installed(transformer_engine=False, apex=False)
+BARE = Installed(transformer_engine=False)
 
 GPT3_857M = """
 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048

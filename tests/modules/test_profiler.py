@@ -115,7 +115,7 @@ class Failing(Tower):
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        (Tower, {"micro_batch_sizes": [0]}, ["micro_batch_sizes [0]", "from 1 on"]),
+        (Tower, {"micro_batch_sizes": [0]}, ["micro_batch_sizes 0", "from 1 on"]),
         (Tower, {"repeats": 0}, ["repeats 0"]),
         (Tower, {"memory_limit_bytes": -1.0}, ["memory_limit_bytes -1.0"]),
         (Tower, {"mixed_precision": "fp8"}, ["'fp8'", "bf16"]),

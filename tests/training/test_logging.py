@@ -44,7 +44,7 @@ Scalars = dict[str, list[tuple[int, float]]]
 
 
 def settings(flags: str = "", world_size: int = 1) -> TrainerConfig:
-    installed = Installed(transformer_engine=True, apex=True)
+    installed = Installed(transformer_engine=True)
     argv = f"{SMALL} {flags}".split()
     return parse(argv, world_size=world_size, last_wins=True, installed=installed)
 

@@ -211,7 +211,6 @@ class Installed:
     """Optional packages that decide which settings are possible; none of them is imported."""
 
     transformer_engine: bool
-    apex: bool
     flexible_dispatch: bool = False
 
     @classmethod
@@ -219,7 +218,6 @@ class Installed:
         """Look for the packages on Python's path."""
         return cls(
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
-            apex=importlib.util.find_spec("apex") is not None,
             flexible_dispatch=importlib.util.find_spec("deep_ep") is not None,
         )
 

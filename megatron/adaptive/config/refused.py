@@ -116,17 +116,13 @@ it was renamed long ago; use --distributed-backend
 # Flags that are taken with whatever follows them, and change nothing.
 _IDLE_TABLE = """\
 it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieval, Mamba
-    vision-pretraining vision-pretraining-type vision-backbone-type swin-backbone-type num-classes
-    img-h img-w num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
+    num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
     head-lr-mult mask-type mask-factor iter-per-epoch mrope-section relative-attention-num-buckets
-    relative-attention-max-distance bert-no-binary-head bert-load bert-embedder-type
-    output-bert-embeddings mask-prob short-seq-prob sample-rate vocab-extra-ids decoder-seq-length
-    retriever-seq-length decoder-num-layers ict-head-size ict-load biencoder-projection-dim
-    biencoder-shared-query-context-model titles-data-path query-in-block-prob use-one-sent-docs
-    evidence-data-path retriever-score-scaling retriever-report-topk-accuracies block-data-path
-    embedding-path indexer-batch-size indexer-log-interval disable-mamba-mem-eff-path vision-*
-    swin-* dino-* image-* img-* multimodal-* bert-* t5-* ict-* biencoder-* retriever-* indexer-*
-    retro-* mamba-* dsa-* linear-* use-mamba-* no-use-mamba-*
+    relative-attention-max-distance output-bert-embeddings mask-prob short-seq-prob sample-rate
+    vocab-extra-ids decoder-seq-length decoder-num-layers titles-data-path query-in-block-prob
+    use-one-sent-docs evidence-data-path block-data-path embedding-path disable-mamba-mem-eff-path
+    vision-* swin-* dino-* image-* img-* multimodal-* bert-* t5-* ict-* biencoder-* retriever-*
+    indexer-* retro-* mamba-* dsa-* linear-* use-mamba-* no-use-mamba-*
 it belongs to inference, reinforcement learning or instruction tuning
     max-tokens-to-oom flash-decode symmetric-ar-type nccl-all-reduce-for-prefill
     disable-chunked-prefill decode-only-cuda-graphs use-legacy-static-engine inference-*
@@ -142,8 +138,8 @@ it is part of a feature whose own flag is refused
     no-tp-comm-* disable-tp-comm-* sharp-* disable-symmetric-registration straggler-*
     disable-straggler-on-startup calc-ft-timeouts inprocess-* ft-* adlr-* error-injection-*
     result-rejected-tracker-filename replication-* non-persistent-* ckpt-convert-* fim-*
-    no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit
-    qk-clip-* object-storage-* msc-*
+    no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit qk-clip-*
+    object-storage-* msc-*
 it belongs to tokenizers that are not built
     tiktoken-special-tokens special-tokens legacy-tokenizer trust-remote-code null-tokenizer-*
     sentencepiece-*

@@ -411,7 +411,7 @@ class _Collecting:
 
 
 class SplitStages:
-    """What stages of a step do for weight gradients, see ``executor.Stages``.
+    """Does for the stages of a step what weight gradients ask, see ``executor.Stages``.
 
     Args:
         stores: of the rank's chunks, ``None`` for whole backwards.

@@ -205,11 +205,10 @@ class Pipeline:
             payload_shape=None,
             payload_dtype=torch.float32,
             timeout_s=timeout_s,
-            recorder=self._tracing.recorder,
+            tracing=self._tracing,
             transport=transport,
             in_flight=orders.inputs_in_flight(4 * orders.placement.num_ranks),
         )
-        self._tracing.watch(self._wiring.executor.snapshot)
         self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
         self._meter = ActivationMeter()
         self._stores: list[WeightGradientStore] | None = None

@@ -26,7 +26,12 @@ _accelerator.quiet_libraries()
 
 from megatron.adaptive.engine.job import Job  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
-from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched  # noqa: E402
+from megatron.adaptive.modules.batch import (  # noqa: E402
+    BatchShape,
+    require_whole,
+    samples_in,
+    stretched,
+)
 from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
 from megatron.adaptive.modules.mesh import join_job  # noqa: E402
 from megatron.adaptive.modules.recording import (  # noqa: E402
@@ -115,11 +120,9 @@ class Profiler:
                 f"parameter {gone} is on the meta device, where a Pipeline puts those of other "
                 "stages: profile the model before, or build another"
             )
-        sizes = list(self.micro_batch_sizes or ())
-        if any(type(size) is not int or size < 1 for size in sizes):
-            raise ConfigError(f"micro_batch_sizes {sizes}: give whole numbers of samples from 1 on")
-        if type(self.repeats) is not int or self.repeats < 1:
-            raise ConfigError(f"repeats {self.repeats!r}: give a whole number from 1 on")
+        for size in self.micro_batch_sizes or ():
+            require_whole(1, micro_batch_sizes=size)
+        require_whole(1, repeats=self.repeats)
         for limit in ("time_limit_s", "memory_limit_bytes"):
             value = getattr(self, limit)
             if value is not None and not value > 0:

@@ -25,6 +25,7 @@ from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.orders import Orders, weight_pieces
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import PipelineRequest
+from megatron.adaptive.modules.batch import require_whole
 from megatron.adaptive.modules.cutting import (
     balanced,
     check_weights,
@@ -222,10 +223,7 @@ def choose_orders(
 
 def _choose(job: Job, request: PipelineRequest) -> Chosen:
     """Profile and plan. Collective over all ranks; the same on all of them."""
-    if type(request.batch_size) is not int or request.batch_size < 1:
-        raise ConfigError(
-            f"batch_size {request.batch_size!r}: give a whole number of samples from 1 on"
-        )
+    require_whole(1, batch_size=request.batch_size)
     if request.pipeline_size == "auto":
         request = dataclasses.replace(request, pipeline_size=None)
     elif request.pipeline_size is not None:
