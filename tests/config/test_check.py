@@ -32,7 +32,7 @@ BROKEN = """\
     => --ffn-hidden-size 33 | --tensor-model-parallel-size 2
 --hidden-size 66 => --hidden-size 66 | --num-attention-heads 4
 --hidden-size 20 --swiglu => --swiglu | --hidden-size 20 | --ffn-hidden-size
---seq-length 64 => --seq-length 64 | --max-position-embeddings 32 | raise
+--seq-length 64 => --seq-length 64 | --max-position-embeddings 32
 --num-query-groups 2 => --num-query-groups 2 | --group-query-attention
 --group-query-attention --num-query-groups 3 => --num-attention-heads 4 | --num-query-groups 3
 --swiglu --squared-relu => --swiglu | --squared-relu
@@ -115,7 +115,7 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --sft => --sft | --variable-seq-lengths
 --variable-seq-lengths --reset-position-ids => --reset-position-ids | never glued
 --variable-seq-lengths --pack-to 64 => --micro-batch-size 2 | --pack-to 64 | one row
---variable-seq-lengths --pack-to 31 --micro-batch-size 1 => --pack-to 31 is below --seq-length 32
+--variable-seq-lengths --pack-to 31 --micro-batch-size 1 => --seq-length 32 is above --pack-to 31
 --balance-replicas lengths @2 => --balance-replicas lengths | --variable-seq-lengths | speed
 --balance-replicas speed --pipeline-schedule megatron @2
     => --balance-replicas speed | --pipeline-schedule megatron | same number
@@ -136,7 +136,7 @@ NO_DATA --mock-data --tokenizer-type NullTokenizer => NullTokenizer | --vocab-si
 GROWS --train-samples 10 --rampup-batch-size 8 2 10 => starts at 8 | start lower
 GROWS --train-samples 10 --rampup-batch-size 2 4 10 => never reaches | 8 | distance 6
 GROWS --train-samples 10 --rampup-batch-size 1 1 10 => 2 x data parallel size 1 = 2
-GROWS --train-samples 4 => --train-samples 4 | one batch of 8
+GROWS --train-samples 4 => --train-samples 4 | --global-batch-size 8
 GROWS --micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2
     --pipeline-model-parallel-size 2 --pipeline-schedule interleaved @2
     => 3 microbatches (global batch 3)

@@ -31,6 +31,20 @@ _MIN_PIPELINE_WITHOUT_OVERLAP = 3
 _UNLIKE = "heterogeneous_layers_config_path"
 _ENGINE = "transformer_impl=transformer_engine"
 _TABLE = f"""\
+swiglu excludes squared_relu quick_geglu geglu openai_gelu | a model has one activation
+squared_relu excludes quick_geglu geglu openai_gelu | a model has one activation
+quick_geglu excludes geglu openai_gelu | a model has one activation
+geglu excludes openai_gelu | a model has one activation
+seq_length within max_position_embeddings pack_to
+min_lr lr_warmup_init within lr
+decoupled_min_lr within decoupled_lr
+min_loss_scale within initial_loss_scale
+start_weight_decay within end_weight_decay | the weight decay can only grow
+global_batch_size within train_samples
+tensor_model_parallel_size divides num_attention_heads ffn_hidden_size
+    | every rank takes an equal share
+expert_model_parallel_size divides num_moe_experts | every rank takes as many experts
+num_query_groups divides num_attention_heads | every group serves the same number of heads
 stage_data_parallel_sizes excludes tensor_model_parallel_size>1 context_parallel_size>1
     num_virtual_stages_per_pipeline_rank>1 use_distributed_optimizer mtp_num_layers num_moe_experts
     ddp_average_in_collective repartition trace_dir calculate_per_token_loss record_schedule
@@ -130,7 +144,6 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _balance(config, given),
         _microbatch_groups(config, given),
         _messages(config, given),
-        _precision(config, given),
         _learning_rate(config, given),
         _adapters(config, given),
         _data(config, given),
@@ -211,23 +224,6 @@ def _shape(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
         f"--swiglu with {given.hidden_size} makes a feed-forward block of width 0, rounded down "
         "to a multiple of 64: give --ffn-hidden-size",
     )
-    yield (
-        model.seq_length > model.max_position_embeddings,
-        f"{given.seq_length} is longer than {given.max_position_embeddings}: raise the latter to "
-        f"{model.seq_length} at least",
-    )
-    yield (
-        heads % model.query_groups != 0,
-        f"{given.num_attention_heads} is not a multiple of {given.num_query_groups}: every group "
-        "serves the same number of heads",
-    )
-    activations = ("swiglu", "squared_relu", "quick_geglu", "geglu", "openai_gelu")
-    chosen = [name for name in activations if getattr(model, name)]
-    yield (
-        len(chosen) > 1,
-        f"{' and '.join(getattr(given, name) for name in chosen)} exclude each other: a model has "
-        "one activation; keep one",
-    )
 
 
 def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
@@ -286,11 +282,6 @@ def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
     spread, tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     if experts is None:
         return
-    yield (
-        experts % spread != 0,
-        f"{given.num_moe_experts} is not a multiple of {given.expert_model_parallel_size}: every "
-        "rank takes as many experts; change one of them",
-    )
     tensor = tensor or parallel.tensor_model_parallel_size
     unit = tensor * spread * parallel.pipeline_model_parallel_size
     yield (
@@ -318,19 +309,9 @@ def _parallel(config: TrainerConfig, given: Given) -> Rules:
     tensor = config.parallel.tensor_model_parallel_size
     context = config.parallel.context_parallel_size
     yield (
-        model.num_attention_heads % tensor != 0,
-        f"{given.num_attention_heads} is not a multiple of {given.tensor_model_parallel_size}: "
-        "every rank takes whole heads; change one",
-    )
-    yield (
         model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
         f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
         f"{given.tensor_model_parallel_size}: change one of them",
-    )
-    yield (
-        model.ffn_hidden_size % tensor != 0,
-        f"{given.ffn_hidden_size} is not a multiple of {given.tensor_model_parallel_size}: every "
-        "rank takes an equal share; change one",
     )
     yield (
         config.parallel.sequence_parallel and model.seq_length % (tensor * context) != 0,
@@ -379,10 +360,6 @@ def _lengths(config: TrainerConfig, given: Given) -> Rules:
     parallel, pack = config.parallel, config.data.pack_to
     if pack is None:
         return
-    yield (
-        pack < config.model.seq_length,
-        f"{given.pack_to} is below {given.seq_length}, the longest document: raise it",
-    )
     unit = parallel.data_parallel_size * config.microbatch_group
     yield (
         any(size % unit for size in config.batch.batch_sizes()),
@@ -440,26 +417,9 @@ def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:
         )
 
 
-def _precision(config: TrainerConfig, given: Given) -> Rules:
-    own = config.precision
-    yield (
-        own.min_loss_scale > own.initial_loss_scale,
-        f"{given.min_loss_scale} is above {given.initial_loss_scale}: lower it or raise the other",
-    )
-
-
 def _learning_rate(config: TrainerConfig, given: Given) -> Rules:
     """Learning rate and weight decay."""
     own, run = config.optimizer, config.run
-    for what, value in ((given.min_lr, own.min_lr), (given.lr_warmup_init, own.lr_warmup_init)):
-        yield (
-            value > own.lr,
-            f"{what} is above {given.lr}: the rate never leaves this range; lower it",
-        )
-    yield (
-        (own.decoupled_min_lr or 0) > (own.decoupled_lr or 0),
-        f"{given.decoupled_min_lr} is above {given.decoupled_lr}: lower it",
-    )
     unit, length = "iters", own.lr_decay_iters or run.train_iters or 0
     warmup, last_part = own.lr_warmup_iters, own.lr_wsd_decay_iters
     if run.train_iters is None:
@@ -480,11 +440,6 @@ def _learning_rate(config: TrainerConfig, given: Given) -> Rules:
             f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}: "
             "lower it",
         )
-    yield (
-        (own.start_weight_decay or 0) > (own.end_weight_decay or 0),
-        f"{given.start_weight_decay} is above {given.end_weight_decay}: the weight decay can only "
-        "grow; swap them",
-    )
 
 
 def _adapters(config: TrainerConfig, given: Given) -> Rules:
@@ -536,11 +491,6 @@ def _is_split(text: str) -> bool:
 
 def _run(config: TrainerConfig, given: Given) -> Rules:
     run = config.run
-    yield (
-        run.train_samples is not None and run.train_samples < config.batch.global_batch_size,
-        f"{given.train_samples} is less than one batch of {config.batch.global_batch_size}: raise "
-        "it",
-    )
     yield (
         run.profile_step_end <= run.profile_step_start,
         f"{given.profile_step_end} is not after {given.profile_step_start}: raise it",

@@ -1,9 +1,11 @@
-"""Rules between settings as tables: what a setting needs, and what it does not go with.
+"""Rules between settings as tables: what a setting needs, what it does not go with, its bounds.
 
-A line has the settings, ``needs`` or ``excludes``, the others, and a reason::
+A line has the settings, a verb, the others, and a reason::
 
     loss_scale fp16_lm_cross_entropy needs fp16
     sft excludes mock_data | conversations come from files
+    min_lr within lr
+    num_query_groups divides num_attention_heads | every group serves the same number of heads
 
 Each on the left is held against each on the right. A setting is meant where it is not at its
 default, ``name=a,b`` where it has one of these values, ``name>1`` where it is larger; ``+`` joins
@@ -61,7 +63,7 @@ overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall
 """
 """Rules of the order of work, for our trainer and for a user's Megatron-LM alike."""
 
-_VERB = re.compile(r" (needs|excludes) ")
+_VERB = re.compile(r" (needs|excludes|within|divides) ")
 _TERM = re.compile(r"(\w+)(?:([=>])(\S+))?")
 
 
@@ -90,16 +92,28 @@ class Given:
             rule, _, reason = line.partition(" | ")
             left, verb, right = _VERB.split(rule)
             for one, other in itertools.product(left.split(), right.split()):
-                together, options = one.split("+"), other.split("/")
-                is_met = any(self._holds(option, verb == "needs") for option in options)
-                if is_met == (verb == "needs") or not all(map(self._holds, together)):
-                    continue
-                what = " with ".join(map(self._text, together))
-                if verb == "needs":
-                    what = f"{what}{self._present(options[0])} needs {self._wanted(options)}"
-                else:
-                    what = f"{what} and {self._text(other)} exclude each other"
-                raise ConfigError(f"{what}{reason and f': {reason}'}; change or drop one of them")
+                if what := self._broken(verb, one, other):
+                    end = f"{reason and f': {reason}'}; change or drop one of them"
+                    raise ConfigError(f"{what}{end}")
+
+    def _broken(self, verb: str, one: str, other: str) -> str:
+        """Returns how settings break a rule, empty if they do not."""
+        if verb in ("within", "divides"):
+            low, high = self._values.get(one), self._values.get(other)
+            if low is None or high is None:
+                return ""
+            if verb == "within":
+                return f"{self._text(one)} is above {self._text(other)}" if low > high else ""
+            whole = f"{self._text(other)} is not a multiple of {self._text(one)}"
+            return whole if high % low else ""
+        together, options = one.split("+"), other.split("/")
+        is_met = any(self._holds(option, verb == "needs") for option in options)
+        if is_met == (verb == "needs") or not all(map(self._holds, together)):
+            return ""
+        what = " with ".join(map(self._text, together))
+        if verb == "needs":
+            return f"{what}{self._present(options[0])} needs {self._wanted(options)}"
+        return f"{what} and {self._text(other)} exclude each other"
 
     def _holds(self, term: str, unknown: bool = False) -> bool:
         name, sign, given = _parts(term)
