@@ -339,12 +339,9 @@ def _why_not_taken(name: str, taken: list[str]) -> str:
     reason = reason_for(name)
     if reason is not None:
         return f"{name} is a flag of Megatron-LM that this trainer refuses: {reason}"
-    for names, note in ((taken, ""), (list(refused_flags()), ", which is refused")):
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-        if nearest:
-            return f"{name} is not a flag of this trainer: the nearest is {nearest[0]}{note}"
-    nearest = difflib.get_close_matches(name, taken, n=1, cutoff=0.0)
-    return f"{name} is not a flag of this trainer: the nearest is {nearest[0]}; see --help"
+    (nearest,) = difflib.get_close_matches(name, [*taken, *refused_flags()], n=1, cutoff=0.0)
+    note = "" if nearest in taken else ", which is refused"
+    return f"{name} is not a flag of this trainer: the nearest is {nearest}{note}; see --help"
 
 
 def _read_values(argv: Sequence[str]) -> dict[str, Any]:

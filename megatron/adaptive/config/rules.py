@@ -15,6 +15,7 @@ about a setting that is not known does not count, so that front ends can share a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -88,13 +89,10 @@ class Given:
         Raises:
             ConfigError: the first rule that is broken.
         """
-        for line in table.replace("\n    ", " ").splitlines():
-            rule, _, reason = line.partition(" | ")
-            left, verb, right = _VERB.split(rule)
-            for one, other in itertools.product(left.split(), right.split()):
-                if what := self._broken(verb, one, other):
-                    end = f"{reason and f': {reason}'}; change or drop one of them"
-                    raise ConfigError(f"{what}{end}")
+        for one, verb, other, reason in _pairs(table):
+            if what := self._broken(verb, one, other):
+                end = f"{reason and f': {reason}'}; change or drop one of them"
+                raise ConfigError(f"{what}{end}")
 
     def _broken(self, verb: str, one: str, other: str) -> str:
         """Returns how settings break a rule, empty if they do not."""
@@ -143,6 +141,19 @@ class Given:
         return " or ".join(texts)
 
 
+@functools.cache
+def _pairs(table: str) -> list[tuple[str, str, str, str]]:
+    """Reads a table: setting, verb, other setting and reason."""
+    found = []
+    for line in table.replace("\n    ", " ").splitlines():
+        rule, _, reason = line.partition(" | ")
+        left, verb, right = _VERB.split(rule)
+        pairs = itertools.product(left.split(), right.split())
+        found += [(one, verb, other, reason) for one, other in pairs]
+    return found
+
+
+@functools.cache
 def _parts(term: str) -> tuple[str, str, str]:
     """Takes a term apart: setting, ``=`` or ``>``, values."""
     found = _TERM.fullmatch(term)
