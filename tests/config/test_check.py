@@ -147,7 +147,7 @@ PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of 2
 --context-parallel-size 2 --window-size 8,0 @2 => --window-size | local layers | --context
 --mtp-num-layers 1 => --position-embedding-type learned_absolute | --mtp-num-layers 1 | rope
 --mtp-num-layers 0 => --mtp-num-layers | at least 1
---heterogeneous-layers-config-path /no/file => /no/file cannot be read | block_configs
+--heterogeneous-layers-config-path /no/file => /no/file: No such file | block_configs
 --heterogeneous-layers-config-encoded-json {} => layer 1 has another form | KeyError
 --heterogeneous-layers-config-encoded-json [ => layer 1 has another form | JSONDecodeError
 UNLIKE{"attention":{"num_query_groups":2,"no_op":1},"ffn":{"ffn_hidden_size":8}}]}

@@ -20,6 +20,7 @@ from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.layers import lay_out
+from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
 from megatron.adaptive.config.rules import Given
@@ -391,14 +392,8 @@ def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) ->
 
 
 def _read_data_args(path: str) -> tuple[str, ...]:
-    try:
-        words = tuple(Path(path).read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigError(
-            f"--data-args-path {path} cannot be read ({why}): name a text file that holds the "
-            "value of --data-path"
-        ) from None
+    hint = "give --data-args-path a text file that holds the value of --data-path"
+    words = tuple(read_text(Path(path), hint).split())
     if not words:
         raise ConfigError(
             f"--data-args-path {path} is empty: write the value of --data-path into it"

@@ -224,18 +224,12 @@ class Installed:
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
     """Reads a variable's number; raises ConfigError if it is none or out of range."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise ConfigError(
-            f"environment variable {name} is {text!r}: it must be a whole number; {_LAUNCHER}"
-        ) from None
-    if value < minimum or (maximum is not None and value > maximum):
-        limit = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise ConfigError(
-            f"environment variable {name} is {value}: it must be {limit}; {_LAUNCHER}"
-        )
-    return value
+    if text.isdecimal() and minimum <= int(text) <= (int(text) if maximum is None else maximum):
+        return int(text)
+    limit = f"from {minimum} on" if maximum is None else f"from {minimum} to {maximum}"
+    raise ConfigError(
+        f"environment variable {name} is {text!r}: it must be a whole number {limit}; {_LAUNCHER}"
+    )
 
 
 SECRET_VARIABLE = "MEGATRON_ADAPTIVE_SECRET"

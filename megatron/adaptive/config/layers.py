@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.adaptive.config.flags import FieldSpec
+from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.config.schedule import (
     default_placement,
     format_partition,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from megatron.adaptive.config.trainer import TrainerConfig
 
 _MAX_EXAMPLE = 64
+_HINT = 'give --heterogeneous-layers-config-path a JSON file with "block_configs"'
 _UNEVEN = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -43,7 +45,7 @@ def lay_out(given: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
     """
     if path := given.get("heterogeneous_layers_config_path"):
         # Kept in checkpoints, as the file need not be.
-        given.setdefault("heterogeneous_layers_config_encoded_json", _read(path))
+        given.setdefault("heterogeneous_layers_config_encoded_json", read_text(Path(path), _HINT))
     pipeline = given.get("pipeline_model_parallel_size", 1)
     if "num_layers_per_virtual_pipeline_stage" in given:
         given["num_virtual_stages_per_pipeline_rank"] = _chunks_of(
@@ -98,17 +100,6 @@ def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
             "them, or give --model-chunks and --partition"
         )
     return num_layers // unit
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigError(
-            f"--heterogeneous-layers-config-path {path} cannot be read ({why}): name a JSON file "
-            'with "block_configs"'
-        ) from None
 
 
 class UnlikeLayer(NamedTuple):
