@@ -64,7 +64,13 @@ overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall
 """
 """Rules of the order of work, for our trainer and for a user's Megatron-LM alike."""
 
-_VERB = re.compile(r" (needs|excludes|within|divides) ")
+_REMEDIES = {
+    "needs": "give that, or change or drop the first",
+    "excludes": "change or drop one of them",
+    "within": "change one of them",
+    "divides": "change one of them",
+}
+_VERB = re.compile(f" ({'|'.join(_REMEDIES)}) ")
 _TERM = re.compile(r"(\w+)(?:([=>])(\S+))?")
 
 
@@ -91,8 +97,7 @@ class Given:
         """
         for one, verb, other, reason in _pairs(table):
             if what := self._broken(verb, one, other):
-                end = f"{reason and f': {reason}'}; change or drop one of them"
-                raise ConfigError(f"{what}{end}")
+                raise ConfigError(f"{what}{reason and f': {reason}'}; {_REMEDIES[verb]}")
 
     def _broken(self, verb: str, one: str, other: str) -> str:
         """Returns how settings break a rule, empty if they do not."""
