@@ -9,8 +9,7 @@ that the trainer takes must not appear here (a test holds this).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import groupby
 
 # Below each reason its flags, without leading dashes; a prefix ends in a star.
@@ -151,35 +150,19 @@ what it turns on or off is always so here
 """
 
 
-@dataclass(frozen=True)
-class Family:
-    """Flags that are refused for one reason.
-
-    Attributes:
-        reason: why, and what to do instead.
-        flags: the names, without leading dashes.
-        prefixes: beginnings that cover the rest of the family, likewise.
-    """
-
-    reason: str
-    flags: tuple[str, ...]
-    prefixes: tuple[str, ...]
-
-
-def _families(table: str) -> Iterator[Family]:
+def _reasons(table: str) -> dict[str, str]:
+    """Returns the reason for each flag and each prefix of a table."""
+    found: dict[str, str] = {}
     reason = ""
     for is_flags, lines in groupby(table.splitlines(), key=lambda line: line.startswith(" ")):
         text = " ".join(line.strip() for line in lines)
-        if not is_flags:
-            reason = text
-            continue
-        names = [name for name in text.split() if not name.endswith("*")]
-        prefixes = [name[:-1] for name in text.split() if name.endswith("*")]
-        yield Family(reason, tuple(names), tuple(prefixes))
+        if is_flags:
+            found |= dict.fromkeys(text.split(), reason)
+        reason = text
+    return found
 
 
-FAMILIES = tuple(_families(_TABLE))
-IDLE = tuple(_families(_IDLE_TABLE))
+_REFUSED, _IDLE = _reasons(_TABLE), _reasons(_IDLE_TABLE)
 
 
 def reason_for(name: str) -> str | None:
@@ -188,7 +171,9 @@ def reason_for(name: str) -> str | None:
     Args:
         name: the flag with its dashes.
     """
-    return _reason(name, by_name=FAMILIES, by_prefix=() if is_idle(name) else FAMILIES)
+    bare = name.removeprefix("--")
+    known = bare in _REFUSED or is_idle(name)
+    return _REFUSED.get(bare) if known else _by_prefix(bare, _REFUSED)
 
 
 def is_idle(name: str) -> bool:
@@ -197,18 +182,15 @@ def is_idle(name: str) -> bool:
     Args:
         name: the flag with its dashes.
     """
-    refused = _reason(name, by_name=FAMILIES, by_prefix=())
-    return refused is None and _reason(name, by_name=IDLE, by_prefix=IDLE) is not None
-
-
-def _reason(name: str, *, by_name: Sequence[Family], by_prefix: Sequence[Family]) -> str | None:
     bare = name.removeprefix("--")
-    named = (family for family in by_name if bare in family.flags)
-    begun = (family for family in by_prefix if bare.startswith(family.prefixes))
-    found = next(named, None) or next(begun, None)
-    return None if found is None else found.reason
+    return bare not in _REFUSED and (bare in _IDLE or _by_prefix(bare, _IDLE) is not None)
+
+
+def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
+    begun = (name for name in reasons if name.endswith("*") and bare.startswith(name[:-1]))
+    return reasons.get(next(begun, ""))
 
 
 def refused_flags() -> tuple[str, ...]:
     """Every flag that is refused by its full name, with dashes."""
-    return tuple("--" + name for family in FAMILIES for name in family.flags)
+    return tuple(f"--{name}" for name in _REFUSED if not name.endswith("*"))
