@@ -162,7 +162,8 @@ def _reasons(table: str) -> dict[str, str]:
     return found
 
 
-_REFUSED, _IDLE = _reasons(_TABLE), _reasons(_IDLE_TABLE)
+REFUSED, _IDLE = _reasons(_TABLE), _reasons(_IDLE_TABLE)
+"""Reasons by flags without leading dashes; a prefix ends in a star."""
 
 
 def reason_for(name: str) -> str | None:
@@ -172,8 +173,8 @@ def reason_for(name: str) -> str | None:
         name: the flag with its dashes.
     """
     bare = name.removeprefix("--")
-    known = bare in _REFUSED or is_idle(name)
-    return _REFUSED.get(bare) if known else _by_prefix(bare, _REFUSED)
+    known = bare in REFUSED or is_idle(name)
+    return REFUSED.get(bare) if known else _by_prefix(bare, REFUSED)
 
 
 def is_idle(name: str) -> bool:
@@ -183,7 +184,7 @@ def is_idle(name: str) -> bool:
         name: the flag with its dashes.
     """
     bare = name.removeprefix("--")
-    return bare not in _REFUSED and (bare in _IDLE or _by_prefix(bare, _IDLE) is not None)
+    return bare not in REFUSED and (bare in _IDLE or _by_prefix(bare, _IDLE) is not None)
 
 
 def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
@@ -193,4 +194,4 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 def refused_flags() -> tuple[str, ...]:
     """Every flag that is refused by its full name, with dashes."""
-    return tuple(f"--{name}" for name in _REFUSED if not name.endswith("*"))
+    return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))
