@@ -7,6 +7,7 @@ the parser is made from.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import signal
