@@ -51,7 +51,7 @@ PP2 --pipeline-schedule interleaved @2
     => rank 2 | several pipeline ranks | --pipeline-model-parallel-size above 1
 PP2 --model-chunks 2 --pipeline-schedule 1f1b @2 => 1f1b | rank 2 | interleaved
 PP2 --model-chunks 2 --pipeline-schedule megatron --no-overlap-p2p-communication @2
-    => megatron | --no-overlap-p2p-communication | 3
+    => megatron | --no-overlap-p2p-communication | above 2
 PP2 --model-chunks 2 --pipeline-schedule interleaved --global-batch-size 6 @2
     => 3 microbatches | groups of 2 | multiple of 4 | adaptive
 PP2 --model-chunks 2 --pipeline-schedule megatron --global-batch-size 2 @2

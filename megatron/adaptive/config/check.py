@@ -27,7 +27,6 @@ Rules: TypeAlias = Iterator[tuple[object, str]]
 """Conditions under which a configuration is refused, and the messages."""
 
 _MAX_SPLITS = 3
-_MIN_PIPELINE_WITHOUT_OVERLAP = 3
 _UNLIKE = "heterogeneous_layers_config_path"
 _ENGINE = "transformer_impl=transformer_engine"
 _TABLE = f"""\
@@ -53,6 +52,8 @@ stage_data_parallel_sizes needs pipeline_schedule={",".join(UNEQUAL_SCHEDULES)}
     | the others are made for stages of equal sizes
 overlap_moe_expert_parallel_comm needs expert_model_parallel_size>1 | else no tokens are exchanged
 {ORDER}\
+pipeline_schedule=megatron+num_virtual_stages_per_pipeline_rank>1+overlap_p2p_comm=False
+    needs pipeline_model_parallel_size>2 | two messages between the same ranks would mix
 repartition needs pipeline_model_parallel_size>1
 repartition excludes pipeline_schedule=file,megatron
     | its order cannot be simulated under another partition; use adaptive
@@ -95,6 +96,8 @@ sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengt
     | it runs one plain text
 reset_attention_mask excludes create_attention_mask_in_dataloader=False
     | a mask that ends at documents comes with the data
+valid_data_path test_data_path needs train_data_path/skip_train | nothing is left to train on
+lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples | that is its last part
 save needs save_interval
 save_local needs save | checkpoints there are on their way to storage that all nodes share
 num_query_groups needs group_query_attention
@@ -143,7 +146,6 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _lengths(config, given),
         _balance(config, given),
         _microbatch_groups(config, given),
-        _messages(config, given),
         _learning_rate(config, given),
         _adapters(config, given),
         _data(config, given),
@@ -380,20 +382,6 @@ def _balance(config: TrainerConfig, given: Given) -> Rules:
         )
 
 
-def _messages(config: TrainerConfig, given: Given) -> Rules:
-    """Messages of megatron-core's own loop."""
-    pipeline, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
-    is_own = config.schedule.pipeline_schedule == "megatron" and chunks > 1
-    yield (
-        is_own
-        and not config.parallel.overlap_p2p_comm
-        and pipeline < _MIN_PIPELINE_WITHOUT_OVERLAP,
-        f"{given.pipeline_schedule} with {chunks} chunks, pipeline size {pipeline} and "
-        "--no-overlap-p2p-communication: two messages between the same ranks would mix; drop the "
-        "last flag or use a pipeline size of 3 at least",
-    )
-
-
 def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:
     """The interleaved order runs microbatches in groups, none smaller than the pipeline."""
     schedule, parallel = config.schedule.pipeline_schedule, config.parallel
@@ -430,16 +418,10 @@ def _learning_rate(config: TrainerConfig, given: Given) -> Rules:
         f"--lr-warmup-{unit} {warmup} does not end before the decay of {length} {unit} does: "
         f"lower it or raise --lr-decay-{unit}",
     )
-    if own.lr_decay_style == "WSD":
-        yield (
-            last_part is None,
-            f"--lr-decay-style WSD needs the length of its last part: add --lr-wsd-decay-{unit}",
-        )
-        yield (
-            (last_part or 0) > length,
-            f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}: "
-            "lower it",
-        )
+    yield (
+        own.lr_decay_style == "WSD" and (last_part or 0) > length,
+        f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}: lower it",
+    )
 
 
 def _adapters(config: TrainerConfig, given: Given) -> Rules:
@@ -462,10 +444,6 @@ def _data(config: TrainerConfig, given: Given) -> Rules:
     yield (
         not (data.data_path or data.mock_data or data.has_path_per_split),
         "no data is given: add --data-path with a prefix of .bin and .idx files, or --mock-data",
-    )
-    yield (
-        data.has_path_per_split and not data.train_data_path and not config.run.skip_train,
-        "--valid-data-path and --test-data-path leave nothing to train on: add --train-data-path",
     )
     yield (
         data.split is not None and not _is_split(data.split),
