@@ -352,23 +352,15 @@ class ProgramStages(SplitStages):
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        pending = self._pending.pop((chunk, microbatch))
-        if self._stores is None:
-            return self._backward(chunk, pending, gradient)
-        with self._stores[chunk].collect(microbatch):
-            return self._backward(chunk, pending, gradient)
-
-    def _backward(
-        self, chunk: int, pending: _Pending, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        program = self._programs[chunk]
-        if pending.loss is not None:
-            if pending.loss.requires_grad:
-                torch.autograd.backward(pending.loss)
-        elif pending.edges:
-            assert gradient is not None
-            # Values that the stage hands on are leaves: their gradients add up with its own use.
-            torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
+        program, pending = self._programs[chunk], self._pending.pop((chunk, microbatch))
+        with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
+            if pending.loss is not None:
+                if pending.loss.requires_grad:
+                    torch.autograd.backward(pending.loss)
+            elif pending.edges:
+                assert gradient is not None
+                # Values that the stage hands on are leaves: their gradients add up with its own.
+                torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
         if not program.plan.received:
             return None
         return program.backward_layout.pack(program.gradients_of(pending.leaves), self._device)
