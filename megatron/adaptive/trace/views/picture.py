@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DPI = 150
 WIDTH_IN, MAX_WIDTH_IN, FORWARD_IN = 14.0, 22.0, 0.13
 """The picture grows from the first width to the second, so that a short action is this wide."""
-AROUND_IN = 1.9
+AROUND_IN = 1.5
 """Height of all that lies above and below the rows."""
 ROW_IN_FEW, ROW_IN_MANY, MANY_ROWS = 0.62, 0.36, 8
 MAX_ROWS_IN = 100.0
@@ -219,7 +219,7 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
         TraceError: the file cannot be written.
     """
     heights = [PANEL_ROW_IN * result.placement.num_ranks + PANEL_TITLE_IN for _, result in steps]
-    figure = _figure(WIDTH_IN, sum(heights) + 0.95, 110)
+    figure = _figure(WIDTH_IN, sum(heights) + 0.7, 110)
     panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False, height_ratios=heights)
     for (title, result), axes in zip(steps, panels[:, 0], strict=True):
         chunks, last = result.placement.num_chunks, result.placement.num_ranks - 1
