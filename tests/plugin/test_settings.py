@@ -101,10 +101,7 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (
-            ("--pipeline-schedule", "forward-only"),
-            "'forward-only' is not one of megatron",
-        ),
+        (("--pipeline-schedule", "forward-only"), "'forward-only' is not one of megatron"),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )
