@@ -30,15 +30,7 @@ if str(ROOT) not in sys.path:
 from benchmarks.channels import chart, jobs, lab, transfers  # noqa: E402
 from benchmarks.channels.copies import NoCompilerError, build  # noqa: E402
 from benchmarks.channels.transfers import KIB, MIB, Bench, state_of  # noqa: E402
-from benchmarks.report import (  # noqa: E402
-    Result,
-    Row,
-    attempt,
-    measure,
-    measured,
-    missing,
-    parser_of,
-)
+from benchmarks.report import Result, Row, attempt, measure, measured, missing, parser_of  # noqa: E402
 from megatron.adaptive import extension  # noqa: E402
 
 PARTS = ("bandwidth", "latency", "hand-over", "1f1b", "ranks", "soak", "kills", "rdma")

@@ -29,18 +29,8 @@ import psutil
 
 from benchmarks.report import ROOT, Result, Row
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.calibrate import (
-    TracedRun,
-    calibrate,
-    rank_correlation,
-    stage_layers,
-)
-from megatron.adaptive.planner.cluster import (
-    Cluster,
-    LinkSpeed,
-    NodePool,
-    NodeType,
-)
+from megatron.adaptive.planner.calibrate import TracedRun, calibrate, rank_correlation, stage_layers
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import arguments_model

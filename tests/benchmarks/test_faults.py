@@ -40,8 +40,7 @@ def test_a_part_that_fails_is_missed_and_the_others_stay(
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
-    [("", None), ("--part a c", ["a", "c"]), ("--part c --part a", ["c", "a"])],
+    ("words", "wanted"), [("", None), ("--part a c", ["a", "c"]), ("--part c --part a", ["c", "a"])]
 )
 def test_parts_are_named_in_one_flag_or_several(words: str, wanted: list[str] | None) -> None:
     parser = report.parser_of("What it measures.", ("a", "b", "c"))

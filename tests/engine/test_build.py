@@ -15,10 +15,7 @@ accelerator.install()
 from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.engine.agreement import Agreement  # noqa: E402
-from megatron.adaptive.engine.build import (  # noqa: E402
-    build_executor,
-    gather_places,
-)
+from megatron.adaptive.engine.build import build_executor, gather_places  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
 
@@ -42,7 +39,6 @@ def test_a_rank_alone_needs_neither_channels_nor_agreement() -> None:
         payload_shape=(4, 1, 8),
         payload_dtype=torch.float32,
         timeout_s=1.0,
-        recorder=None,
     )
     assert wiring.transport is None
     assert type(wiring.agreement) is Agreement

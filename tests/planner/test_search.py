@@ -14,25 +14,13 @@ from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.config.plan import plan_flags, world_size_of
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import (
-    Cluster,
-    LinkSpeed,
-    NodePool,
-    NodeType,
-    make_cluster,
-)
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType, make_cluster
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import make_estimator
 from megatron.adaptive.planner.model_file import arguments_model, preset
 from megatron.adaptive.planner.plan import Plan, plan_document
 from megatron.adaptive.planner.profile import PlanInputs, Profile
-from megatron.adaptive.planner.propose import (
-    SCHEDULES,
-    Request,
-    complete_profile,
-    pareto,
-    propose,
-)
+from megatron.adaptive.planner.propose import SCHEDULES, Request, complete_profile, pareto, propose
 from megatron.adaptive.planner.search import Objective, Searcher, SearchOptions
 
 
@@ -136,7 +124,7 @@ def test_long_sequences_are_shared_and_the_trainer_takes_such_plans() -> None:
     document = plan_document(plan, inputs, row.prediction)
     given = [*model.arguments, "--train-iters", "1", "--lr", "1e-4", "--mock-data"]
     world_size = plan.tp * sum(len(place.replicas) for place in plan.places)
-    installed = Installed(transformer_engine=True, apex=True)
+    installed = Installed(transformer_engine=True)
     config = parse(
         [*given, *plan_flags(document, "plan")],
         world_size=world_size,
