@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
@@ -37,6 +35,7 @@ from megatron.adaptive.cluster.conf import LaunchConf, load_conf  # noqa: E402
 from megatron.adaptive.cluster.node import trainer_flags  # noqa: E402
 from tests.labs import slurm_lab  # noqa: E402
 from tests.labs.slurm_lab import Kind, Lab  # noqa: E402
+from tests.multiprocess.launch import kill_tree  # noqa: E402
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
@@ -159,12 +158,7 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
         return time.perf_counter() - begin_s
     finally:
         for one in started:
-            with contextlib.suppress(psutil.Error):
-                for process in psutil.Process(one.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.Error):
-                        process.kill()
-            one.kill()
-            one.wait()
+            kill_tree(one)
 
 
 def of_start(options: argparse.Namespace) -> Result:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, Result, Row, measured, missing, ratios
 from megatron.adaptive import extension
+from tests.multiprocess.launch import environment
 
 from . import jobs
 from .chart import Point, bandwidths, size_text
@@ -41,7 +41,7 @@ def measure(repetitions: int) -> Result:
             result = rdma_lab.run(
                 [sys.executable, str(script), "--repetitions", str(repetitions)],
                 timeout_s=LIMIT_S,
-                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
+                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": environment()["PYTHONPATH"]},
                 memory_mib=1536,
                 share=Path(folder),
             )
@@ -110,7 +110,7 @@ def kills(count: int) -> Result:
             timeout_s=120.0 + 30.0 * count,
             env={
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": _path(),
+                "PYTHONPATH": environment()["PYTHONPATH"],
                 "PYTHON": sys.executable,
                 "COUNT": str(count),
             },
@@ -171,7 +171,3 @@ def rows(samples: dict[str, list[float]]) -> Result:
     ]
     print(bandwidths(points))
     return Result(rows=table, points=points, facts={"rdma lab, samples": samples})
-
-
-def _path() -> str:
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

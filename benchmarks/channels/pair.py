@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
+from tests.multiprocess.launch import environment
 
 START_S = 120.0
 INSTALL = "bash prerequisite.sh --benchmarks"
@@ -79,7 +80,6 @@ class Pair:
             *(("--copies", str(copies)) if copies else ()),
         ]
         jobs = [[*launcher, *command]] if launcher else [[*command, "--rank", r] for r in "01"]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._members: dict[int, Connection] = {}
         self.pids: dict[int, int] = {}
         with (
@@ -90,7 +90,7 @@ class Pair:
                 subprocess.Popen(
                     job,
                     cwd=ROOT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+                    env=environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -39,6 +39,7 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
+from tests.multiprocess.launch import environment
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH = 6, 256, 4, 256, 1024, 8
 MODEL_FLAGS = (
@@ -261,11 +262,10 @@ def profiled(folder: Path) -> Profile:
 
 def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
     """Runs Python with arguments under a watch, which it returns."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env=environment,
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
