@@ -183,15 +183,15 @@ def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str
 def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
     """Turns what :meth:`GpuRank.measure` returned into rows; without goals for a small model."""
     rows = []
-    rounds: dict[str, list[float]] = found["times"]
+    rounds: dict[str, list[float | None]] = found["times"]
     for name, times in rounds.items():
         note = ""
         for link in list(found["links"].get(name, {}).values())[:1]:
             note = link.get("gpu_path", link["kind"])
             if link.get("gpu_reason"):
                 note += f": {link['gpu_reason']}"
-        row = measured(f"{part}: step, {name}", [1e3 * one for one in _taken(times)], unit="ms")
-        rows.append(Row(**{**vars(row), "note": note}))
+        taken_ms = [1e3 * one for one in times if one is not None]
+        rows.append(measured(f"{part}: step, {name}", taken_ms, unit="ms", note=note))
     for name, times in rounds.items():
         if name == "megatron" or "megatron" not in rounds:
             continue
@@ -212,10 +212,6 @@ def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> lis
             goal = None if name.endswith("gloo") else 0
             rows.append(Row(what=what, value=len(places), goal=goal, note=" ".join(places)))
     return rows
-
-
-def _taken(times: list[float | None]) -> list[float]:
-    return [one for one in times if one is not None]
 
 
 def memory(folder: Path, *, tiny: bool) -> tuple[list[Row], dict[str, Any]]:

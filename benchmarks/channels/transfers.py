@@ -26,7 +26,7 @@ MEMORY_SIZES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 GLOO_SIZES = (MIB, 4 * MIB, 16 * MIB)
 MEMORY_SPEED = 0.90
 GLOO_NEAR, GLOO_FAR = 5.0, 10.0
-PEERS, FRESH_NEAR, FRESH_FAR = 1.7, 1.5, 4.0
+PEERS, FRESH = 1.7, (1.5, 4.0)
 HALF_ROUND_TRIP_US, GLOO_OVER_SHM = 2.0, 25.0
 HAND_OVER_US = 3.0
 _LEAST_MESSAGES = 16  # in fewer, the first and the last weigh too much
@@ -179,58 +179,32 @@ def bandwidth(bench: Bench, sizes: Sequence[int]) -> Result:
 def bandwidth_rows(
     one_way: Series, fresh: Series, states: dict[int, str], absent: str
 ) -> list[Row]:
-    """Compare the series, size by size."""
+    """Compare the series with the fastest of their rivals, size by size."""
     rows = []
-    for nbytes in (n for n in MEMORY_SIZES if n in states):
-        fastest = min((one_way["memcpy " + kind, nbytes] for kind in COPIES), key=statistics.median)
-        rows.append(
-            measured(
-                f"shm, {size_text(nbytes)}: speed of the faster memcpy",
-                ratios(fastest, one_way["shm", nbytes]),
-                goal=MEMORY_SPEED,
-                least=True,
-                note=_times(one_way["shm", nbytes], fastest),
-            )
-        )
-    for nbytes in (n for n in GLOO_SIZES if n in states):
-        state = states[nbytes]
-        gloo, ours = one_way["gloo", nbytes], one_way["shm", nbytes]
-        rows.append(
-            measured(
-                f"shm over gloo, {size_text(nbytes)}",
-                ratios(gloo, ours),
-                goal=GLOO_FAR if state == "far" else GLOO_NEAR,
-                least=True,
-                note=f"{state}; {_times(ours, gloo)}",
-            )
-        )
-    over = "shm over the best of MPI and UCX"
-    for what, own, series, near, far in (
-        (over, "shm", one_way, PEERS, PEERS),
-        (f"{over}, written and read", "shm", fresh, FRESH_NEAR, FRESH_FAR),
-        (f"{over}, written in place and read", "shm, in place", fresh, FRESH_NEAR, FRESH_FAR),
+    over, peers = "shm over the best of MPI and UCX", ("mpi", "ucx")
+    copies = tuple(f"memcpy {kind}" for kind in COPIES)
+    speed = "shm, {}: speed of the faster memcpy"
+    for what, own, rivals, series, sizes, near, far in (
+        (speed, "shm", copies, one_way, MEMORY_SIZES, MEMORY_SPEED, MEMORY_SPEED),
+        ("shm over gloo, {}", "shm", ("gloo",), one_way, GLOO_SIZES, GLOO_NEAR, GLOO_FAR),
+        (f"{over}, {{}}", "shm", peers, one_way, GLOO_SIZES, PEERS, PEERS),
+        (f"{over}, written and read, {{}}", "shm", peers, fresh, GLOO_SIZES, *FRESH),
+        (
+            *(f"{over}, written in place and read, {{}}", "shm, in place"),
+            *(peers, fresh, GLOO_SIZES, *FRESH),
+        ),
     ):
-        for nbytes in (n for n in GLOO_SIZES if n in states):
-            state = states[nbytes]
-            goal = far if state == "far" else near
-            found = {
-                name: series[name, nbytes] for name in ("mpi", "ucx") if series.get((name, nbytes))
-            }
-            label = f"{what}, {size_text(nbytes)}"
+        for nbytes in (size for size in sizes if size in states):
+            label, state = what.format(size_text(nbytes)), states[nbytes]
+            limits: dict[str, Any] = {"goal": far if state == "far" else near, "least": True}
+            found = {name: series[name, nbytes] for name in rivals if series.get((name, nbytes))}
             if not found:
-                rows.append(missing(label, absent, goal=goal, least=True))
+                rows.append(missing(label, absent, **limits))
                 continue
             best = min(found, key=lambda name: statistics.median(found[name]))
             ours = series[own, nbytes]
-            rows.append(
-                measured(
-                    label,
-                    ratios(found[best], ours),
-                    goal=goal,
-                    least=True,
-                    note=f"{state}; {best}: {_times(ours, found[best])}",
-                )
-            )
+            note = f"{state}; {best}: {_times(ours, found[best])}"
+            rows.append(measured(label, ratios(found[best], ours), note=note, **limits))
     return rows
 
 

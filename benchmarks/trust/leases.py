@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, Result, Row, measured
+from benchmarks.report import ROOT, Result, Row, measured, one_line
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 from megatron.adaptive.engine.lease import STALE_S
 from tests.cluster.jobs import FLAGS, TRAINER, environment
@@ -414,4 +414,4 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
 
 
 def _count(what: str, lines: Sequence[str]) -> Row:
-    return Row(what=what, value=len(lines), goal=0, note="; ".join(lines)[:300].replace("|", "/"))
+    return Row(what=what, value=len(lines), goal=0, note=one_line("; ".join(lines)))

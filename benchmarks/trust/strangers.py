@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.report import Result, Row
+from benchmarks.report import Result, Row, one_line
 from benchmarks.trust.planted_secrets import NOBODY
 from megatron.adaptive import extension
 from megatron.adaptive.cli.doctor import check_way
@@ -333,7 +333,12 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
         f"{name} {count:,} ({found['per_s'][name]:,.0f}/s)" for name, count in found["said"].items()
     )
     table = [
-        Row(what=f"strangers: {text}", value=len(found[key]), goal=0, note=_short(found[key]))
+        Row(
+            what=f"strangers: {text}",
+            value=len(found[key]),
+            goal=0,
+            note=one_line("; ".join(found[key])),
+        )
         for key, text in (("ends", "jobs or nodes that ended"), ("effects", "other effects"))
     ]
     value = found["differences"] if found["steps"] else None
@@ -344,10 +349,6 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
         Row(what="strangers: messages to the least visited listener", value=least, note=note)
     )
     return Result(rows=table, facts={"strangers": found})
-
-
-def _short(lines: Sequence[str]) -> str:
-    return "; ".join(lines)[:300].replace("|", "/").replace("\n", " ")
 
 
 def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
