@@ -166,7 +166,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = parser_of(__doc__, (), "fewer cases, within ten minutes")
     parser.add_argument("--chart", type=Path, help="draw the speed-ups of part (a) here, as PNG")
-    parser.add_argument("--part", action="append", choices=(*ALL_PARTS, "all"))
+    known = (*ALL_PARTS, "all")
+    parser.add_argument("--part", nargs="+", action="extend", help=f"of {', '.join(known)}")
     parser.add_argument("folder", nargs="?", type=Path, help="part (d): recorded jobs")
     parser.add_argument("--rounds", type=int, help="part (b): turns to take")
     group = parser.add_argument_group("part (a)")
@@ -178,6 +179,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--scenarios", nargs="+", choices=tuple(SCENARIOS))
     group.add_argument("--competitors", nargs="+", choices=tuple(competitors.COMPETITORS))
     options = parser.parse_args(arguments)
+    for word in [word for word in options.part or () if word not in known]:
+        if options.folder is not None or not Path(word).is_dir():
+            parser.error(f"--part {word}: neither of {', '.join(known)} nor a folder")
+        options.folder = Path(word)
+        options.part.remove(word)
     if "all" in (options.part or ("all",)):
         options.part = [*(options.part or ()), *PARTS]
     if options.chunk_ms is None:

@@ -15,11 +15,9 @@ as a killed agent does, the others fall silent, as a machine without power.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
-import queue
 import random
 import re
 import signal
@@ -30,7 +28,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 
@@ -180,7 +178,6 @@ class _Program:
     def __init__(self, *words: object) -> None:
         self.words = words
         self.lines: list[tuple[float, str]] = []
-        self._queue: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
         self.process = subprocess.Popen(
             [sys.executable, __file__, *map(str, words)],
             env=environment(),
@@ -190,13 +187,13 @@ class _Program:
             text=True,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def _read(self, output: TextIO) -> None:
-        for line in output:
-            self._queue.put((time.monotonic(), line))
-        self._queue.put((time.monotonic(), ""))  # it has ended
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line))
 
     def order(self, **values: object) -> None:
         """Send a line of JSON."""
@@ -207,24 +204,21 @@ class _Program:
     def until(self, pattern: str, limit_s: float = LIMIT_S) -> Any:
         """Wait for a line; returns it where it is JSON, else when it came."""
         end_s = time.monotonic() + limit_s
-        while True:
-            at_s, line = end_s, ""
-            with contextlib.suppress(queue.Empty):
-                at_s, line = self._queue.get(timeout=max(0.0, end_s - time.monotonic()))
-            if not line:
-                said = "".join(line for _, line in self.lines[-3:])
-                raise RuntimeError(f"no {pattern} of {self.words[0]} in {limit_s:g} s: {said}")
-            self.lines.append((at_s, line))
-            if re.search(pattern, line):
-                return line if line.startswith("{") else at_s
+        is_over = False
+        while not is_over:
+            is_over = not self._reader.is_alive() or time.monotonic() > end_s
+            for at_s, line in self.lines:
+                if re.search(pattern, line):
+                    return line if line.startswith("{") else at_s
+            time.sleep(0.02)
+        said = "".join(line for _, line in self.lines[-3:])
+        raise RuntimeError(f"no {pattern} of {self.words[0]} in {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
         """Wait for so many names in its lines; returns when each came."""
         found: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
         while len(found) < count and time.monotonic() < end_s:
-            while not self._queue.empty():
-                self.lines.append(self._queue.get())
             found = {m[1]: at for at, line in self.lines for m in pattern.finditer(line)}
             time.sleep(0.1)
         return found
