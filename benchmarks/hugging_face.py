@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.ranks import run_ranks  # noqa: E402
+from benchmarks.ranks import GptRank, run_ranks  # noqa: E402
 
 _BLOCK = 1 << 23
 # A command in a process of its own, which then says the time it took and its peak of memory.
@@ -117,25 +117,15 @@ def load_as_rank(model: Path, output: Path) -> None:
     accelerator.install()
 
     from megatron.adaptive.checkpoint.training import Checkpoints
-    from megatron.adaptive.config.arguments import parse
-    from megatron.adaptive.config.environment import Environment
-    from megatron.adaptive.gpt.initialize import end_job, start_job
-    from megatron.adaptive.gpt.setup import build_run
 
-    environment = Environment.read()
-    words = [*_RUN.split(), "--load-hf", str(model)]
-    config = parse(words, world_size=environment.world_size)
-    job = start_job(config, environment, accelerator.detect(environment.local_rank))
-    run = build_run(job)
-    weights = [one for chunk in run.chunks for one in chunk.parameters()]
+    rank = GptRank([*_RUN.split(), "--load-hf", str(model)])
+    weights = [one for chunk in rank._run.chunks for one in chunk.parameters()]
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _memory("VmRSS")
-    Checkpoints(run).load()
+    Checkpoints(rank._run).load()
     found = sum(one.numel() * one.element_size() for one in weights), _memory("VmHWM") - before
-    (output / f"rank{environment.rank}.json").write_text(json.dumps(found))
-    if run.wiring is not None:
-        run.wiring.close()
-    end_job()
+    (output / f"rank{rank._job.rank}.json").write_text(json.dumps(found))
+    rank.close()
 
 
 def _memory(name: str) -> int:

@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -131,17 +130,12 @@ class WholeRank(GptRank):
             return time.perf_counter() - start, time.process_time() - processor
 
     def _loading(self, is_checked: bool) -> tuple[float, float]:
-        from megatron.adaptive.checkpoint.training import Checkpoints
-
-        checkpoint = self._run.job.config.checkpoint
-        checkpoint = replace(checkpoint, load=str(self._folder), ckpt_step=1 + is_checked)
-        config = replace(self._run.job.config, checkpoint=checkpoint)
         for path in self._folder.glob("iter_*/*"):
             with path.open("rb") as file:  # a job that starts finds it on the disk, not in memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with _turn(is_checked):
             start, processor = time.perf_counter(), time.process_time()
-            Checkpoints(self._run, config=config).load()
+            self.load(1 + is_checked, load=str(self._folder))
             return time.perf_counter() - start, time.process_time() - processor
 
 
