@@ -189,10 +189,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     last = max(counts)
     return Measured(
         places=tuple(headers),
-        stages=tuple(
-            stages_of_rank(h.pp_rank, h.num_ranks, h.num_chunks, h.placement) or (h.pp_rank,)
-            for h in headers
-        ),
+        stages=tuple(stages_of_rank(header, header.pp_rank) for header in headers),
         iterations=chosen,
         num_microbatches=counts[last],
         num_chunks=run.num_chunks,
@@ -218,11 +215,10 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
     else:
         found = list(run.complete_iterations(None) or run.iterations)
         found = found[FIRST_STEPS:] if len(found) > 2 * FIRST_STEPS else found
-    if len(found) > MOST_ITERATIONS:
-        found = [found[n] for n in np.linspace(0, len(found) - 1, MOST_ITERATIONS).astype(int)]
     if not found:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
-    kept: list[int] = thinned(np.array(found), run.num_spans(found), MOST_SPANS).tolist()
+    some = thinned(np.array(found), len(found), MOST_ITERATIONS)
+    kept: list[int] = thinned(some, run.num_spans(some.tolist()), MOST_SPANS).tolist()
     return kept
 
 
