@@ -222,5 +222,6 @@ elif SOCKET in os.environ:
         ask([int(sys.orig_argv[3]), 1, 2], [])
     elif "LOCAL_RANK" in os.environ and is_trainer(sys.orig_argv[2:]):
         ask([0, 1, 2], sys.orig_argv[2:])
-    elif is_launcher(sys.orig_argv[1:]):
+    elif is_launcher(sys.orig_argv[1:]) and "SLURM_JOB_ID" not in os.environ:
+        # Slurm signals what its step has started: ranks of a launcher that is forked would miss it.
         ask([0, 1, 2], sys.orig_argv[1:])
