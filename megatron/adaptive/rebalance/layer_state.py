@@ -252,7 +252,7 @@ def exchange(
     rank: int,
     old: Mapping[str, Share],
     new: Mapping[str, Share],
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
 ) -> None:
     """Sends and receives the state of every passage; sources and targets call it.
 
@@ -261,10 +261,9 @@ def exchange(
     Args:
         ways: what :func:`passages` returned.
         rank: this global rank.
-        old: what it had.
+        old: what it had, in the host's memory.
         new: what it shall have, with room for it.
-        group: gloo group for messages of the host; ``None`` to send from device to device over the
-            job's own group.
+        group: gloo group of all ranks.
 
     Raises:
         TransportError: a message did not come or go within the group's time limit.
@@ -281,17 +280,20 @@ def exchange(
             incoming[way.source] += _parts(new, way)
     # A message is the bytes of its tensors, one after the other.
     sizes = {peer: [one.nbytes for one in tensors] for peer, tensors in incoming.items()}
-    place = "cpu" if group is not None else None
-    arrived = {
-        peer: torch.empty(sum(sizes[peer]), dtype=torch.uint8, device=place or tensors[0].device)
-        for peer, tensors in incoming.items()
-    }
+    arrived = {peer: torch.empty(sum(each), dtype=torch.uint8) for peer, each in sizes.items()}
     leaving = {
-        peer: torch.cat([one.view(torch.uint8).to(device=place) for one in tensors])
+        peer: torch.cat([one.view(torch.uint8) for one in tensors])
         for peer, tensors in outgoing.items()
     }
+    operations = [
+        dist.P2POp(call, part, peer, group, _TAG)
+        for call, messages in ((dist.irecv, arrived), (dist.isend, leaving))
+        for peer in sorted(messages)
+        for part in messages[peer].split(_MESSAGE_BYTES)
+    ]
     try:
-        _pass(arrived, leaving, group)
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
     except RuntimeError as error:
         peers = ", ".join(map(str, sorted({*arrived, *leaving})))
         reason = str(error).splitlines()[0]
@@ -311,20 +313,3 @@ def _parts(shares: Mapping[str, Share], way: Passage) -> list[torch.Tensor]:
         return [share.weight.detach().view(-1)]
     low, high = way.start - share.start, way.end - share.start
     return [share.state[part][low:high] for part in sorted(share.state)]
-
-
-def _pass(
-    arrived: Mapping[int, torch.Tensor],
-    leaving: Mapping[int, torch.Tensor],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Receives into ``arrived`` and sends ``leaving``, both by peer."""
-    operations = [
-        dist.P2POp(call, part, peer, group, _TAG)
-        for call, messages in ((dist.irecv, arrived), (dist.isend, leaving))
-        for peer in sorted(messages)
-        for part in messages[peer].split(_MESSAGE_BYTES)
-    ]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    for work in works:
-        work.wait()
