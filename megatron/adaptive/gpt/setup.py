@@ -171,7 +171,7 @@ class Run:
 
 
 class KeptParts(NamedTuple):
-    """Parts of a run that another one with the same placement has too; named as those of ``Run``"""
+    """Holds parts of a run that the next one takes over under the same placement; see ``Run``."""
 
     samples: Samples
     padded_vocab_size: int
