@@ -143,8 +143,8 @@ def build_executor(
         recorder=recorder,
         timeout_s=timeout_s,
     )
-    groups = [group for group in process_groups() if group not in before]
-    return Wiring(executor=executor, transport=channels, agreement=agreement, groups=groups)
+    made = [group for group in process_groups() if group not in before]
+    return Wiring(executor=executor, transport=channels, agreement=agreement, groups=made)
 
 
 def gather_places() -> list[dict[str, Any]]:

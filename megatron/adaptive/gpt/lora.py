@@ -226,7 +226,7 @@ def freeze(model: Any, config: TrainerConfig) -> Any:
         for name, marks in adapted_parts(config).items():
             linear = layer.get_submodule(name)
             linear.lora = Adapter(linear, name, marks, config, layer.layer_number)
-            linear.__class__ = _adapted(type(linear))
+            linear.__class__ = _adapted(type(linear))  # type: ignore[arg-type]
     if config.recompute.recompute_granularity is not None and model.pre_process:
         # A layer that is computed again gives gradients only where its input wants one.
         model.embedding.register_forward_hook(

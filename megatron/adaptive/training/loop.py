@@ -347,10 +347,8 @@ class Rebalancing(RunHook):
         live, begin_s = self._live, time.perf_counter()
         live.checkpoints.saver.finish()
         live.report_position(f"the move of layers after iteration {iteration}")
-        kind = live.run.placement.kind
-        if isinstance(due, Decision):
-            assert due.move is not None
-            kind = due.move.placement.kind
+        order = due.move if isinstance(due, Decision) else None
+        kind = live.run.placement.kind if order is None else order.placement.kind
         try:
             moved = move_stages([live.run], self._release, kind=kind, partition=due.partition)
         except DeviceMemoryError as error:
@@ -363,13 +361,13 @@ class Rebalancing(RunHook):
         self._go_on_in_new_files()
         seconds = time.perf_counter() - begin_s
         self._log.report(repartitioned=iteration, seconds=seconds)
-        if isinstance(due, Decision):
-            _engine_of(moved).use(due.move)
-            cut = "" if due.partition is None else f" of {format_partition(due.partition)} layers"
-            self._log.message(f"  the stages{cut} now lie in a {kind}: moved in {seconds:.2f} s")
+        if order is not None:
+            _engine_of(moved).use(order)
             if self._repartitioner is not None:
                 self._repartitioner.adopt(moved)
-        else:
+            cut = "" if due.partition is None else f" of {format_partition(due.partition)} layers"
+            self._log.message(f"  the stages{cut} now lie in a {kind}: moved in {seconds:.2f} s")
+        elif isinstance(due, Move):
             assert self._repartitioner is not None
             self._repartitioner.moved(due, moved, seconds)
 
