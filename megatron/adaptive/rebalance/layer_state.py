@@ -28,7 +28,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.errors import TransportError
 
-MAIN = "main weight"
+_MAIN = "main weight"
 _LAYERS = "decoder.layers."
 _NORM = "decoder.final_layernorm."
 _TAG = 71
@@ -62,14 +62,12 @@ class Table:
         replica: its position among data- and context-parallel ranks.
         had: shares that it held, by parameter.
         wants: shares that it shall hold, by parameter.
-        parts: names and element types of an optimizer's state.
         steps: updates that the optimizer has done.
     """
 
     replica: int
     had: Mapping[str, tuple[int, int]]
     wants: Mapping[str, tuple[int, int]]
-    parts: Mapping[str, torch.dtype]
     steps: float
 
 
@@ -109,7 +107,7 @@ def shares_of(
         found[name] = share = Share(weight)
         if not isinstance(weight, torch.nn.Parameter):
             continue  # a buffer, such as a router's bias
-        leaf = leaf_of(optimizer, weight)
+        leaf = optimizer.chained_optimizers[_is_spread(weight)]
         share.held, share.start, share.end = _held(leaf, weight)
         if share.held is None:
             continue
@@ -118,13 +116,8 @@ def shares_of(
             if part != "step" and isinstance(tensor, torch.Tensor):
                 share.state[part] = tensor.detach().view(-1)
         if _storage(share.held) != _storage(weight):
-            share.state[MAIN] = share.held.detach().view(-1)
+            share.state[_MAIN] = share.held.detach().view(-1)
     return found
-
-
-def leaf_of(optimizer: Any, weight: torch.Tensor) -> Any:
-    """Returns the one of megatron-core's chained optimizers that updates a parameter."""
-    return optimizer.chained_optimizers[_is_spread(weight)]
 
 
 def _is_spread(weight: torch.Tensor) -> bool:

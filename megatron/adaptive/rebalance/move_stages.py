@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.checkpoint.state import load_rng, load_scheduler, sharded_rng
+from megatron.adaptive.checkpoint.state import fill_state, load_rng, load_scheduler, sharded_rng
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import destroy_groups
 from megatron.adaptive.errors import DeviceMemoryError
@@ -31,11 +31,9 @@ from megatron.adaptive.gpt.setup import KeptParts, Run, build_run
 from megatron.adaptive.gpt.step import gather_parameters
 from megatron.adaptive.profiling.memory import available_host_bytes
 from megatron.adaptive.rebalance.layer_state import (
-    MAIN,
     Share,
     Table,
     exchange,
-    leaf_of,
     passages,
     shares_of,
     steps_of,
@@ -147,6 +145,8 @@ def _set_aside(run: Run) -> _State:
     job, leaves = run.job, run.optimizer.chained_optimizers
     gather_parameters(run)
     job.accelerator.synchronize()
+    for leaf in leaves:
+        fill_state(leaf)
     shares = shares_of(run.optimizer, run.chunks, _own_stages(run))
     needed = sum(
         tensor.nbytes
@@ -185,60 +185,36 @@ def _own_stages(run: Run) -> list[int]:
 
 def _give(run: Run, state: _State) -> None:
     """Gives model and optimizer of a run the state that is on the job's ranks. Collective."""
-    job, old = run.job, state.shares
+    job, old, leaves = run.job, state.shares, run.optimizer.chained_optimizers
+    for leaf in leaves:
+        fill_state(leaf)
     new = shares_of(run.optimizer, run.chunks, _own_stages(run))
     table = Table(
         replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         had={name: (share.start, share.end) for name, share in old.items()},
         wants={name: (share.start, share.end) for name, share in new.items()},
-        parts={
-            part: tensor.dtype
-            for share in old.values()
-            for part, tensor in share.state.items()
-            if part != MAIN
-        },
         steps=state.steps,
     )
     tables = dict(enumerate(job.gather(table)))
-    _make_room(old, new, {k: v for found in tables.values() for k, v in found.parts.items()})
-    exchange(passages(tables), job.rank, old, new, job.control_group)
-    _settle(state, run.optimizer, new, max(found.steps for found in tables.values()))
-
-
-def _make_room(
-    old: Mapping[str, Share], new: Mapping[str, Share], parts: Mapping[str, torch.dtype]
-) -> None:
-    """Takes over what stays on this rank, and makes tensors for the rest."""
     for name, share in new.items():
-        former, size = old.get(name), share.end - share.start
-        if former is not None:
+        if (former := old.get(name)) is not None:
             share.weight.data.copy_(former.weight)
-        if share.held is None:
-            continue
-        for part, dtype in parts.items():
-            share.state[part] = torch.empty(size, dtype=dtype, device=share.weight.device)
-        if former is not None and (former.start, former.end) == (share.start, share.end):
-            for part, tensor in share.state.items():
-                tensor.copy_(former.state[part])
+            if (former.start, former.end) == (share.start, share.end):
+                for part, tensor in share.state.items():
+                    tensor.copy_(former.state[part])
+    exchange(passages(tables), job.rank, old, new, job.control_group)
+    _settle(state, leaves, max(found.steps for found in tables.values()))
 
 
-def _settle(state: _State, optimizer: Any, new: Mapping[str, Share], steps: float) -> None:
-    """Gives the optimizer its state, and the former one's settings and loss scale."""
-    leaves = optimizer.chained_optimizers
-    counts_alone = isinstance(leaves[0].optimizer, torch.optim.Adam | torch.optim.AdamW)
-    for share in new.values():
-        parts = {part: tensor for part, tensor in share.state.items() if part != MAIN}
-        if share.held is None or not parts:
-            continue
-        own = leaf_of(optimizer, share.weight).optimizer.state[share.held]
-        for part, tensor in parts.items():
-            own[part] = tensor.view(share.held.shape)
-        if counts_alone:
-            own["step"] = torch.tensor(float(steps))
+def _settle(state: _State, leaves: Sequence[Any], steps: float) -> None:
+    """Gives the optimizers the former ones' settings, loss scales and count of updates."""
     for leaf, groups, scaler in zip(leaves, state.groups, state.scalers, strict=True):
+        for own in leaf.optimizer.state.values():
+            if "step" in own:
+                own["step"] = torch.tensor(float(steps))
         for group, before in zip(leaf.optimizer.param_groups, groups, strict=True):
             group.update(before)
-            if steps and not counts_alone and "step" in group:
+            if steps and "step" in group:
                 group["step"] = int(steps)
         if hasattr(leaf, "grad_scaler"):
             leaf.grad_scaler = scaler
