@@ -33,21 +33,12 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 
 from megatron.adaptive.checkpoint import local_disk, torch_dist  # noqa: E402
 from megatron.adaptive.checkpoint.folder import CheckpointFolder  # noqa: E402
-from megatron.adaptive.checkpoint.training import (  # noqa: E402
-    Checkpoints,
-    Progress,
-    prepare_folder,
-)
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress, prepare_folder  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
-from megatron.adaptive.gpt.initialize import (  # noqa: E402
-    TrainingJob,
-    end_job,
-    seed_everything,
-    start_job,
-)
+from megatron.adaptive.gpt.initialize import TrainingJob, end_job, seed_everything, start_job  # noqa: E402
 from megatron.adaptive.gpt.model import (  # noqa: E402  # noqa: E402
     build_chunks,
     build_optimizer,
@@ -425,15 +416,15 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
     run.checkpoints.save(progress(1))
     local_disk._PIECE_BYTES = 1000
     if dist.get_rank() == 1:
-        copying = local_disk._copying
+        pieces = local_disk.Upload._pieces
 
-        def copy_and_die(files: Any) -> Iterator[int]:
-            for number, count in enumerate(copying(files)):
+        def copy_and_die(upload: local_disk.Upload) -> Iterator[None]:
+            for number, _ in enumerate(pieces(upload)):
                 if number == 3:
                     os.kill(os.getpid(), signal.SIGKILL)
-                yield count
+                yield
 
-        local_disk._copying = copy_and_die
+        local_disk.Upload._pieces = copy_and_die  # type: ignore[method-assign]
     run.step()
     run.checkpoints.save(progress(2))
 

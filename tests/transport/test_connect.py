@@ -18,8 +18,8 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import connect
 from megatron.adaptive.transport.connect import (
     CompositeTransport,
+    Connector,
     Payloads,
-    connect_ranks,
     network_address,
     own_endpoint,
 )
@@ -126,7 +126,7 @@ def connect_all(
         )
         own.lacks.update((lacks or {}).get(rank, {}))  # type: ignore[attr-defined]
         try:
-            outcome.made[rank] = connect_ranks(
+            outcome.made[rank] = Connector(
                 own=own,
                 peers=peers[rank],
                 gather=gather.of(rank),
@@ -136,8 +136,7 @@ def connect_all(
                 device=CPU,
                 describe=lambda peer: f"rank {peer}",
                 timeout_s=LIMIT_S,
-                log=outcome.log.append,
-            )
+            ).connect(outcome.log.append)
         except Exception as error:
             outcome.made[rank] = error
 
@@ -277,9 +276,7 @@ def test_the_address_is_that_of_the_way_to_the_store() -> None:
     assert network_address(None, "no-such-host.invalid", alone=True) is not None
 
 
-def test_a_job_of_several_machines_has_no_use_for_loopback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_of_several_machines_has_no_use_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"master": "127.0.1.1", "": "10.1.2.3"}
     monkeypatch.setattr(connect, "source_towards", lambda host="": ways.get(host))
     assert network_address(None, "master", alone=True) == "127.0.1.1"
