@@ -23,7 +23,7 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.engine.job import Job, from_first, gather
+from megatron.adaptive.engine.job import Job, from_first, gather, process_groups
 from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
@@ -46,11 +46,13 @@ class Wiring:
         executor: the engine.
         transport: its channels, ``None`` for a pipeline of one rank.
         agreement: its decision group's decisions.
+        groups: process groups that were made for it.
     """
 
     executor: Executor
     transport: Transport | None
     agreement: Agreement
+    groups: Sequence[Any]
 
     def close(self) -> None:
         """Close channels and decisions; all ranks of the pipeline must do so."""
@@ -68,7 +70,7 @@ def build_executor(
     payload_dtype: torch.dtype,
     payload_varies: bool = False,
     timeout_s: float,
-    recorder: Recorder | None,
+    tracing: Tracing | None = None,
     transport: TransportConfig | None = None,
     in_flight: int | None = None,
     widths: Widths | None = None,
@@ -88,7 +90,7 @@ def build_executor(
         payload_dtype: their element type.
         payload_varies: they are not all alike.
         timeout_s: limit of every wait of the executor.
-        recorder: where spans go.
+        tracing: where spans go, and who looks at what the executor does.
         transport: how to connect the ranks; chosen for each pair where ``None``.
         in_flight: most inputs that a rank keeps at a time, see ``Orders``.
         widths: of the stages where they are unequal.
@@ -99,7 +101,7 @@ def build_executor(
     """
     if pp_ranks is None:
         pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    rank = dist.get_rank()
+    rank, before = dist.get_rank(), process_groups()
     pp_rank = pp_ranks.index(rank)
 
     def describe(rank: int) -> str:
@@ -138,10 +140,13 @@ def build_executor(
         transport=channels,
         agreement=agreement,
         clock=accelerator.clock(),
-        recorder=recorder,
+        recorder=None if tracing is None else tracing.recorder,
         timeout_s=timeout_s,
     )
-    return Wiring(executor=executor, transport=channels, agreement=agreement)
+    if tracing is not None:
+        tracing.watch(executor.snapshot)
+    made = [group for group in process_groups() if group not in before]
+    return Wiring(executor=executor, transport=channels, agreement=agreement, groups=made)
 
 
 def gather_places() -> list[dict[str, Any]]:
