@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, as_asked
 from megatron.adaptive.cluster.membership import read_machines
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.forms import read_file
 from megatron.adaptive.config.plan import plan_flags
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
@@ -48,7 +49,6 @@ from megatron.adaptive.planner.cluster import (
     known_gpu,
     make_cluster,
 )
-from megatron.adaptive.planner.files import read_file
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model

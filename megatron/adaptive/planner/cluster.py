@@ -2,7 +2,7 @@
 
 A cluster is nodes by type, how many of each, and the links between them. What a cluster file leaves
 out of a GPU comes from the shipped table of GPUs (``data/gpus.json``). The form of the file is
-``cluster`` in ``data/forms.yaml``; ``docs/planner.md`` describes it. :func:`describe_cluster` makes
+``cluster`` of ``config.forms``; ``docs/planner.md`` describes it. :func:`describe_cluster` makes
 such a file from what Slurm, ``nvidia-smi`` and ``doctor`` print.
 """
 
@@ -23,8 +23,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.forms import check_form, read_file
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.files import check_form, read_file
 
 MEMORY_MARGIN = 0.1
 """Share of each GPU's memory that plans leave alone: predicted peaks lie so far below measured ones

@@ -1,6 +1,6 @@
 """Reads, merges and writes profile files, and makes them of measurements per cut point.
 
-The form is ``profile`` in ``data/forms.yaml``; ``docs/planner.md`` describes it. Who trains a model
+The form is ``profile`` of ``config.forms``; ``docs/planner.md`` describes it. Who trains a model
 of his own through a pipeline knows where it can be cut, and can time the pieces between two cut
 points. Such measurements come as CSV with a header, or as a JSON list of objects with the same
 keys, a row for each piece, GPU and microbatch size::
@@ -25,10 +25,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.forms import check_form, read_file
 from megatron.adaptive.config.outside import read_json, read_text
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
-from megatron.adaptive.planner.files import check_form, read_file
 from megatron.adaptive.planner.model import Model, Precision
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
