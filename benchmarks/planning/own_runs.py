@@ -33,7 +33,6 @@ from megatron.adaptive.planner.calibrate import (
     TracedRun,
     calibrate,
     rank_correlation,
-    stage_layers,
 )
 from megatron.adaptive.planner.cluster import (
     Cluster,
@@ -268,7 +267,7 @@ def _watched(command: Sequence[str], what: str) -> Watch:
 def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
     """The planner's seconds of a step."""
     cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
-    held = stage_layers(model, shape.layers)
+    held = model.stage_layers(shape.layers)
     plan = Plan(
         tp=shape.tp,
         dp=shape.dp,

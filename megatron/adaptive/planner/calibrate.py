@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed, NodeType
 from megatron.adaptive.planner.cost import predict
@@ -138,49 +137,11 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
     )
 
 
-def stage_layers(model: Model, counted: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns which layers of the model each stage holds.
-
-    Layers that ``--num-layers`` does not count go with the next one that it counts; those behind
-    all others, such as the head, with the last stage.
-
-    Args:
-        model: its layers.
-        counted: of each stage, as ``--num-layers`` counts them.
-
-    Raises:
-        ConfigError: they are not as many as the model has.
-    """
-    if sum(counted) != model.num_counted:
-        raise ConfigError(
-            f"layers {format_partition(counted)} of the run are {sum(counted)}, model {model.name}"
-            f" has {model.num_counted}: give the model that was trained"
-        )
-    places: list[list[int]] = [[] for _ in counted]
-    left = list(counted)
-    stage = 0
-    waiting: list[int] = []
-    for index in range(model.num_layers):
-        if not model.layer(index).counted:
-            waiting.append(index)
-            continue
-        while not left[stage]:
-            stage += 1
-        # What comes before all counted layers lies on the first stage, even if that has none.
-        target = 0 if waiting and waiting[0] == 0 else stage
-        places[target] += waiting
-        waiting = []
-        places[stage].append(index)
-        left[stage] -= 1
-    places[-1] += waiting
-    return tuple(tuple(sorted(one)) for one in places)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
     """Seconds of one microbatch on one stage: forward, backward, weight gradient (NaN for none)."""
 
-    layers: tuple[int, ...]
+    layers: Sequence[int]
     seconds: tuple[float, float, float]
 
 
@@ -207,10 +168,10 @@ class _Found:
     spread: list[float] = field(default_factory=list)
 
 
-def _held(model: Model, run: TracedRun, rank: int) -> tuple[tuple[int, ...], ...]:
+def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
     """Layers of each chunk of a rank."""
     header = run.trace.ranks[rank].header
-    stages = stage_layers(model, run.layers)
+    stages = model.stage_layers(run.layers)
     mine = stages_of_rank(header.pp_rank, header.num_ranks, header.num_chunks, header.placement)
     if mine is None:
         raise ConfigError(f"{run.trace.origin}: placement {header.placement!r} is not known here")

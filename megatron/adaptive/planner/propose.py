@@ -7,7 +7,6 @@ GPU.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,6 @@ from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 SCHEDULES = ("1f1b", "zb-h1", "adaptive", "interleaved", "zb-v", "v-half")
 """Orders that are weighed where none are given."""
 
-_SIZES = (1, 2, 4, 8, 16, 32)
 _COLOUR = "#1f77b4"
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule"}
 _SPEED, _PRICE = "tokens per second", "price of a million tokens"
@@ -108,18 +106,7 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
         part_of_table = known_gpu(node.gpu)
         if node.gpu not in optimizer and part_of_table is not None:
             optimizer[node.gpu] = estimate_optimizer_s(model, part_of_table)
-    estimator = make_estimator(model)
-    if all(known_gpu(node.gpu) is not None for node in cluster.types):
-        return replace(given, optimizer_s_per_parameter=optimizer, estimator=estimator)
-    # Of a part that only the profile knows nothing can be estimated; of the others some sizes are.
-    layers = dict(given.layers)
-    for node in cluster.types:
-        if node.gpu in measured:
-            continue
-        for tp in (tp for tp in range(1, node.gpus + 1) if model.max_tp % tp == 0):
-            for size, kind in itertools.product(_SIZES, model.kinds):
-                layers[kind, node.gpu, tp, size] = estimator(kind, node.gpu, tp, size)
-    return replace(given, optimizer_s_per_parameter=optimizer, layers=layers)
+    return replace(given, optimizer_s_per_parameter=optimizer, estimator=make_estimator(model))
 
 
 def propose(inputs: PlanInputs, request: Request) -> Proposal:
@@ -260,35 +247,17 @@ def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Turns layers as ``--partition`` counts them into all layers of each stage.
-
-    Layers that are not counted go with the stage before them, those at the start with the first.
-
-    Args:
-        partition: counted layers of each stage; empty stays empty.
-        model: whose layers they are.
-    """
+    """Turns layers as ``--partition`` counts them into all layers of each stage."""
     if not partition:
         return ()
-    total = sum(partition)
-    if total != model.num_counted:
+    try:
+        whole = tuple(map(len, model.stage_layers(partition)))
+    except ConfigError as error:
+        raise ConfigError(f"--partition: {error}") from error
+    if 0 in whole:
         raise ConfigError(
-            f"--partition {format_partition(partition)} holds {total} layers, {model.name} has"
-            f" {model.num_counted}: make them equal"
-        )
-    # Where the counted layers are, and the end; each stage ends before the first one of the next.
-    counted = [index for index in range(model.num_layers) if model.layer(index).counted]
-    ends, done = [], 0
-    for count in partition[:-1]:
-        done += count
-        # With no layer of its own, the first stage has what comes before the first layer.
-        ends.append(counted[done - 1] + 1 if done else counted[0])
-    bounds = [0, *ends, model.num_layers]
-    whole = tuple(end - begin for begin, end in itertools.pairwise(bounds))
-    if min(whole) < 1:
-        raise ConfigError(
-            f"--partition {format_partition(partition)}: stage {whole.index(min(whole))} holds no"
-            " layer: give each one"
+            f"--partition {format_partition(partition)}: stage {whole.index(0)} holds no layer:"
+            " give each one"
         )
     return whole
 
