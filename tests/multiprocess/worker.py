@@ -67,7 +67,7 @@ from megatron.adaptive.gpt.initialize import TrainingJob, seed_everything, set_u
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
 from megatron.adaptive.rebalance.dealing import ReplicaDealing  # noqa: E402
-from megatron.adaptive.rebalance.move_layers import move_layers  # noqa: E402
+from megatron.adaptive.rebalance.move_layers import move_layers, take_down  # noqa: E402
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
 
 VOCAB_SIZE = 256
@@ -143,8 +143,7 @@ class Meshes:
 
     def leave(self, job: TrainingJob, run: Run) -> None:
         """Take the case down, with the process groups that it made itself."""
-        if run.wiring is not None:
-            run.wiring.close()
+        take_down(run)
         dist.barrier(group=job.control_group)
         destroy_rerun_state_machine()
         assert self._kept is not None
@@ -159,6 +158,7 @@ class Meshes:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         self._kept = None
+        gc.collect()  # models of before keep process groups, each with a thread that wakes often
 
 
 def mesh_of(config: TrainerConfig) -> tuple[object, ...]:

@@ -1,8 +1,12 @@
-"""What is left of a run whose state has no room to wait while its stages move."""
+"""What is left of a run whose stages move, or cannot for want of room."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
+import torch
 
 from megatron.adaptive import accelerator
 
@@ -13,6 +17,7 @@ from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.errors import DeviceMemoryError  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.gpt.setup import build_run  # noqa: E402
+from megatron.adaptive.gpt.step import Step  # noqa: E402
 from megatron.adaptive.rebalance import move_layers  # noqa: E402
 
 FLAGS = (
@@ -29,5 +34,23 @@ def test_without_room_in_the_host_the_run_stays_as_it_is(monkeypatch: pytest.Mon
     try:
         with pytest.raises(DeviceMemoryError, match="rank 0 would wait .* no room for them"):
             move_layers.move_stages([run], "loop", lambda: pytest.fail("released"))
+    finally:
+        end_job()
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_a_model_with_experts_that_was_taken_down_is_freed(dispatcher: str) -> None:
+    flags = f"{FLAGS} --num-experts 2 --moe-token-dispatcher-type {dispatcher}"
+    config = parse(flags.split(), world_size=1)
+    run = build_run(start_job(config, Environment(), accelerator.detect(0, backend="gloo")))
+    try:
+        tokens = torch.arange(8)[None]
+        batch = {"tokens": tokens, "labels": tokens, "position_ids": tokens}
+        Step(run).train([batch | {"loss_mask": torch.ones(1, 8)}], 1, 1)
+        model = weakref.ref(run.chunks[0].module)
+        move_layers.take_down(run)
+        del run
+        gc.collect()
+        assert model() is None
     finally:
         end_job()

@@ -155,11 +155,22 @@ def move_stages(
 
 
 def take_down(run: Run) -> None:
-    """Closes the run's channels and traces; it cannot take another step. Collective."""
+    """Closes the run's channels and traces; it cannot take another step. Collective.
+
+    What experts keep of their last microbatch goes: its graph would keep the model, for the hooks
+    of gradients lead back to it in a way that the garbage collector does not see.
+    """
     run.tracing.close()
     if run.wiring is not None:
         run.wiring.close()
     run.job.accelerator.synchronize()
+    for chunk in run.chunks:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+                for name, value in list(getattr(owner, "__dict__", {}).items()):
+                    if isinstance(value, torch.Tensor):
+                        setattr(owner, name, None)
 
 
 def _set_aside(run: Run) -> _State:
