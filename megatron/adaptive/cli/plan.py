@@ -263,8 +263,8 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
     return Request(
         global_batch=options.global_batch_size,
         objective=_objective(options, model),
-        schedules=schedules,
         options=SearchOptions(
+            schedules=schedules,
             tp=parse_counts("--tp", options.tp),
             dp=parse_counts("--dp", options.dp),
             pp=parse_counts("--pp", options.pp),

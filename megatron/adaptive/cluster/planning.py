@@ -408,11 +408,8 @@ class Planning:
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
         """Finds the best plan that the trainer takes, and why it does not take the first."""
         given = self._config.schedule.pipeline_schedule
-        request = Request(
-            global_batch=self._config.batch.global_batch_size,
-            schedules=(given if given in policy_names() else "1f1b",),
-            options=options,
-        )
+        options = replace(options, schedules=(given if given in policy_names() else "1f1b",))
+        request = Request(global_batch=self._config.batch.global_batch_size, options=options)
         refused: ConfigError | None = None
         for row in propose(inputs, request).rows:
             try:

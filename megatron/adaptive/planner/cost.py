@@ -41,7 +41,6 @@ from megatron.adaptive.planner.layers import (
     waiting,
 )
 from megatron.adaptive.planner.plan import (
-    Limit,
     Plan,
     Prediction,
     StageMemory,
@@ -418,23 +417,21 @@ _NAMES = {
 }
 
 
-def _binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> Limit:
+def _binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> str:
     """Names what holds a plan back: a stage that does not fit, else the largest part."""
     short = [i for i, stage in enumerate(stages) if stage.memory.missing_bytes]
     if short:
         stage = max(short, key=lambda i: stages[i].memory.missing_bytes)
         gone = stages[stage].memory
-        text = (
-            f"stage {stage} needs {gone.total_bytes / 1e9:.2f} GB of"
+        return (
+            f"memory: stage {stage} needs {gone.total_bytes / 1e9:.2f} GB of"
             f" {gone.limit_bytes / 1e9:.2f} GB per GPU: {gone.missing_bytes / 1e9:.2f} GB too many"
         )
-        return Limit(what="memory", stage=stage, text=text)
     name = max(parts, key=lambda key: parts[key])
     slowest = max(range(len(stages)), key=lambda i: stages[i].forward_s + stages[i].backward_s)
     whole = sum(parts.values())
     share = 100 * parts[name] / whole if whole else 0.0
-    text = f"{_NAMES[name].format(stage=slowest)}: {share:.0f}% of the step"
-    return Limit(what=name, stage=slowest, text=text)
+    return f"{name}: {_NAMES[name].format(stage=slowest)}: {share:.0f}% of the step"
 
 
 def as_run(plan: Plan) -> Plan:

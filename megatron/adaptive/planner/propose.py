@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,11 @@ class Request:
         global_batch: samples of a step.
         objective: what is minimised, and the limits.
         options: what may be chosen; its ``partition`` counts layers as ``--partition`` does.
-        schedules: orders to choose from.
     """
 
     global_batch: int
     objective: Objective = field(default_factory=Objective)
     options: SearchOptions = field(default_factory=SearchOptions)
-    schedules: tuple[str, ...] = SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +122,11 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
     searcher, goal = _searcher(inputs, request), request.objective
     result = searcher.search(goal)
     if not result.found:
-        free = replace(request, schedules=("1f1b",))
-        if "1f1b" not in request.schedules and _searcher(inputs, free).search(goal).found:
+        asked = request.options.schedules
+        free = replace(request, options=replace(request.options, schedules=("1f1b",)))
+        if "1f1b" not in asked and _searcher(inputs, free).search(goal).found:
             raise ConfigError(
-                f"--schedules {','.join(request.schedules)}: no plan that fits can be run so, with"
+                f"--schedules {','.join(asked)}: no plan that fits can be run so, with"
                 " these numbers of stages, layers and microbatches; add 1f1b"
             )
         if goal == Objective(least=goal.least) or not searcher.search(Objective()).found:
@@ -196,15 +196,13 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
         choices += [(name, str(one), (one,)) for one in (less, 2 * value) if one]
     choices += [("recompute", one, (one,)) for one in RECOMPUTE if one != plan.recompute]
     if plan.pp > 1:
-        choices += [("schedules", one, (one,)) for one in request.schedules if one != plan.schedule]
+        others = [one for one in whole.schedules if one != plan.schedule]
+        choices += [("schedules", one, (one,)) for one in others]
     roomy = replace(inputs, cluster=inputs.cluster.with_memory(more_bytes=_NO_LIMIT))
     lines = []
     for name, word, value in choices:
-        changed = replace(request, options=replace(whole, **{name: value}))
-        if name == "schedules":
-            changed = replace(request, options=whole, schedules=value)
-        else:
-            changed = replace(changed, schedules=(plan.schedule, "1f1b"))
+        choice = {"schedules": (plan.schedule, "1f1b"), name: value}
+        changed = replace(request, options=replace(whole, **choice))
         words = f"  {_WORDS.get(name, name)} {word}:"
         try:
             found = _searcher(inputs, changed).search().found
@@ -236,12 +234,8 @@ def _rows(found: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
 
 def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
     """Returns what searches for plans of a request, once that is checked."""
-    options = request.options
-    options = replace(
-        options,
-        partition=_whole_partition(options.partition, inputs.model),
-        schedules=request.schedules,
-    )
+    partition = _whole_partition(request.options.partition, inputs.model)
+    options = replace(request.options, partition=partition)
     _check_request(request, options, inputs)
     return Searcher(inputs, global_batch=request.global_batch, options=options)
 
@@ -569,6 +563,11 @@ def _words(values: Sequence[int]) -> str:
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _CLOSE = 1e-3
+_LIMITS = {
+    "most_seconds_per_step": "--time-limit",
+    "most_price_per_hour": "--max-price",
+    "most_price_per_step": "--budget",
+}
 _NO_LIMIT = 1e15
 _MORE = 16
 """Plans that are looked for besides, where the trainer refuses some."""
@@ -678,59 +677,34 @@ def _remedies(
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
     """Names the limits that no plan keeps, where plans without limits exist."""
-    limits = {
-        "most_seconds_per_step": ("--time-limit", "a step takes at least {seconds}"),
-        "most_price_per_hour": ("--max-price", "nodes cost at least {price:g} per hour"),
-        "most_price_per_step": ("--budget", "a step costs at least {cost:.4g}"),
-    }
-    given = [name for name in limits if getattr(objective, name) < math.inf]
-    for name in given:
-        if not searcher.search(Objective(**{name: getattr(objective, name)})).found:
-            flag, words = limits[name]
-            return f"{flag} cannot be kept: {words.format(**_extremes(searcher, name))}; raise it"
-    for index, one in enumerate(given):
-        for other in given[index + 1 :]:
-            pair = {one: getattr(objective, one), other: getattr(objective, other)}
-            if not searcher.search(Objective(**pair)).found:
-                return (
-                    f"{limits[one][0]} and {limits[other][0]} contradict each other:"
-                    f" {_within(searcher, one, objective)};"
-                    f" {_within(searcher, other, objective)}; raise one of them"
-                )
-    names = ", ".join(limits[name][0] for name in given)
-    return f"{names} cannot be kept together, though any two can: raise one of them"
-
-
-def _within(searcher: Searcher, name: str, objective: Objective) -> str:
-    """Returns what the best plan takes that keeps one limit alone."""
-    least = "cost" if name == "most_seconds_per_step" else "time"
-    found = searcher.search(
-        Objective(**{name: getattr(objective, name)}, least=least)  # type: ignore[arg-type]
-    ).found[0]
-    if name == "most_seconds_per_step":
-        return (
-            f"in that time the cheapest costs {found.price_per_hour:g} per hour,"
-            f" {found.price_per_hour * found.seconds / 3600:.4g} for a step"
+    given = {name: limit for name in _LIMITS if (limit := getattr(objective, name)) < math.inf}
+    for names in (*combinations(given, 1), *combinations(given, 2)):
+        if searcher.search(Objective(**{name: given[name] for name in names})).found:
+            continue
+        flags = " and ".join(_LIMITS[name] for name in names)
+        least = ", and ".join(
+            _least(searcher, name, {one: given[one] for one in names if one != name})
+            for name in names
         )
-    return f"for that price the fastest takes {seconds_text(found.seconds)} for a step"
+        if len(names) == 1:
+            return f"{flags} cannot be kept: {least}; raise it"
+        return f"{flags} contradict each other: where the other is kept, {least}; raise one of them"
+    flags = ", ".join(_LIMITS[name] for name in given)
+    return f"{flags} cannot be kept together, though any two can: raise one of them"
 
 
-def _extremes(searcher: Searcher, name: str) -> dict[str, object]:
-    fastest = searcher.search(Objective()).found[0]
-    found: dict[str, object] = {"seconds": seconds_text(fastest.seconds)}
-    if name == "most_price_per_hour":
-        found["price"] = _least_price(searcher, fastest.price_per_hour)
+def _least(searcher: Searcher, name: str, others: dict[str, float]) -> str:
+    """Returns the least that plans within other limits take of what one limits."""
     if name == "most_price_per_step":
-        cheapest = searcher.search(Objective(least="cost")).found[0]
-        found["cost"] = cheapest.price_per_hour * cheapest.seconds / 3600
-    return found
-
-
-def _least_price(searcher: Searcher, most: float) -> float:
-    """Returns the least price for an hour at which a plan exists, by halving."""
-    low, high = 0.0, most
+        cheapest = searcher.search(replace(Objective(**others), least="cost")).found[0]
+        return f"a step costs at least {cheapest.value:.4g}"
+    fastest = searcher.search(Objective(**others)).found[0]
+    if name == "most_seconds_per_step":
+        return f"a step takes at least {seconds_text(fastest.seconds)}"
+    low = 0.0
+    high = most = fastest.price_per_hour
     while high - low > _CLOSE * most:
         middle = (low + high) / 2
-        found = searcher.search(Objective(most_price_per_hour=middle)).found
+        found = searcher.search(Objective(**{**others, name: middle})).found
         low, high = (low, found[0].price_per_hour) if found else (middle, high)
-    return high
+    return f"nodes cost at least {high:g} per hour"
