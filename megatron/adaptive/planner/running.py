@@ -218,8 +218,6 @@ class _Shape:
                 kept_bytes=range_sums(table.kept_bytes),
                 held=self._held[rank],
                 workspace_bytes=range_largest(table.workspace_bytes),
-                dp=1,
-                distributed_optimizer=False,
                 limit_bytes=node.memory_bytes,
                 runtime=_RUNTIME,
             )

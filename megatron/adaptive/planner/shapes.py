@@ -422,12 +422,8 @@ class Tables:
         held = stage_memory(
             self.model,
             parameters=parameters,
-            kept_bytes=0.0,
-            held=0.0,
-            workspace_bytes=0.0,
             dp=one.dp,
             distributed_optimizer=choice.distributed_optimizer,
-            limit_bytes=0.0,
             context_bytes=0.0,
             divided=divided,
         )
@@ -534,8 +530,6 @@ class Tables:
         need = stage_memory(
             self.model,
             parameters=parameters,
-            kept_bytes=0.0,
-            held=0.0,
             workspace_bytes=range_largest(table.workspace_bytes),
             dp=one.dp,
             distributed_optimizer=choice.distributed_optimizer,
