@@ -137,14 +137,8 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """Seconds of one microbatch on one stage: forward, backward, weight gradient (NaN for none)."""
-
-    layers: Sequence[int]
-    seconds: tuple[float, float, float]
-
-
+_Stage = tuple[Sequence[int], tuple[float, float, float]]
+"""Layers of a stage, and seconds of one microbatch: forward, backward, weight gradient or NaN."""
 _Key = tuple[str, int, int]
 """GPU, tensor-parallel ranks, samples of a microbatch."""
 
@@ -192,24 +186,22 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
             # A weight gradient that was cut takes all its pieces.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
             key = (run.hosts[host].gpu, run.tp, run.micro_batch)
-            stage = _Stage(
-                layers=layers, seconds=(float(whole[_F]), float(whole[_B]), float(whole[_W]))
-            )
-            rows.setdefault(key, []).append(stage)
+            seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
+            rows.setdefault(key, []).append((layers, seconds))
     return rows
 
 
 def _counts(model: Model, rows: Sequence[_Stage]) -> tuple[list[str], Any]:
     """Kinds of layers, and ``[rows, kinds]`` how many each row holds."""
-    kinds = sorted({model.layers[i] for row in rows for i in row.layers})
-    held = [[sum(model.layers[i] == kind for i in row.layers) for kind in kinds] for row in rows]
+    kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
+    held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
     return kinds, np.array(held, dtype=np.float64)
 
 
 def _layer_times(model: Model, rows: Sequence[_Stage]) -> dict[str, LayerTimes]:
     kinds, counts = _counts(model, rows)
     flops = np.array([model.kinds[kind].forward_flops for kind in kinds])
-    measured = np.array([row.seconds for row in rows])
+    measured = np.array([seconds for _, seconds in rows])
     split = ~np.isnan(measured[:, _W])
     forward = _solve(counts, measured[:, _F], flops)
     whole = _solve(counts, np.nansum(measured[:, _B:], axis=1), flops)
