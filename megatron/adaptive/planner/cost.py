@@ -84,9 +84,18 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     predicted = tuple(_stage(plan, stages, times, rank, reduce) for rank in range(plan.pp))
-    whole = seconds - beside - jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime)
-    parts = _parts(plan, stages, times, quiet, whole, last, tied, reduce, optimizer)
+    # By cause, on the rank that ends last; they add up to the step.
+    tp_s = float(stages.tp_s[list(stages.stages_of[last])].sum()) * plan.num_microbatches
+    parts = {
+        "compute": float(times.busy_s[last]) - tp_s,
+        "tp": tp_s,
+        "transfer": float(times.end_s[last] - quiet.end_s[last]),
+        "reduction": float(reduce[last]),
+        "embedding": tied,
+        "optimizer": float(optimizer[last]),
+    }
+    parts["bubble"] = seconds - beside - jitter - sum(parts.values())
     parts |= {name: part for name, part in (("jitter", jitter), ("beside", beside)) if part}
     return Prediction(
         seconds=seconds,
@@ -375,33 +384,6 @@ def _stage(
         bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
         memory=stages.memory[rank],
     )
-
-
-def _parts(
-    plan: Plan,
-    stages: StageSums,
-    times: ScheduleTimes,
-    quiet: ScheduleTimes,
-    seconds: float,
-    last: int,
-    tied: float,
-    reduce: Any,
-    optimizer: Any,
-) -> dict[str, float]:
-    """Returns the seconds by cause on the rank that ends last; they add up to the step."""
-    mine = list(stages.stages_of[last])
-    tp = float(stages.tp_s[mine].sum()) * plan.num_microbatches
-    busy = float(times.busy_s[last])
-    parts = {
-        "compute": busy - tp,
-        "tp": tp,
-        "transfer": float(times.end_s[last] - quiet.end_s[last]),
-        "reduction": float(reduce[last]),
-        "embedding": tied,
-        "optimizer": float(optimizer[last]),
-    }
-    parts["bubble"] = seconds - sum(parts.values())
-    return parts
 
 
 _NAMES = {
