@@ -725,10 +725,10 @@ class Searcher:
                 known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf
                 if even_s >= min(least_s, known_s):
                     continue
-                made = ChunkedPipeline(
-                    shape.classes, shape.choice, self._tables, numbers, order, chunks
-                )
                 try:
+                    made = ChunkedPipeline(
+                        shape.classes, shape.choice, self._tables, numbers, order, chunks
+                    )
                     cuts = made.best(_HAND_OVERS, _NO_HOPE * least_s)
                 except ScheduleError:
                     continue  # not with so few microbatches
