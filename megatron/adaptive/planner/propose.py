@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -502,16 +502,18 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
     if least > cluster.num_gpus:
-        words = [
-            f"--{name} {_words(values)}"
-            for name, values in (("tp", options.tp), ("dp", options.dp), ("pp", options.pp))
-            if values
-        ]
+        flags = _flags({"tp": options.tp, "dp": options.dp, "pp": options.pp})
         raise ConfigError(
-            f"{' and '.join(words)} need {least} GPUs, the cluster has {cluster.num_gpus}: they"
+            f"{flags} need {least} GPUs, the cluster has {cluster.num_gpus}: they"
             " contradict each other; lower one"
         )
-    _check_batch(request.global_batch, options)
+    units = [dp * size for dp in options.dp or (1,) for size in options.micro_batch or (1,)]
+    if all(request.global_batch % unit for unit in units):
+        flags = _flags({"dp": options.dp, "micro-batch-sizes": options.micro_batch})
+        raise ConfigError(
+            f"--global-batch-size {request.global_batch}: {flags} does not divide it; change one"
+            " of them"
+        )
     spreads = options.expert_ranks
     if spreads and not set(spreads) & set(model.expert_ranks):
         has = f"has none that they divide by: give of {_words(model.expert_ranks)}"
@@ -539,21 +541,8 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
             )
 
 
-def _check_batch(global_batch: int, options: SearchOptions) -> None:
-    for name, values in (("dp", options.dp), ("micro-batch-sizes", options.micro_batch)):
-        if values and all(global_batch % value for value in values):
-            raise ConfigError(
-                f"--global-batch-size {global_batch}: no --{name} of {_words(values)} divides it;"
-                " change one of them"
-            )
-    if options.dp and options.micro_batch:
-        units = [dp * size for dp in options.dp for size in options.micro_batch]
-        if all(global_batch % unit for unit in units):
-            raise ConfigError(
-                f"--global-batch-size {global_batch}: --dp {_words(options.dp)} and"
-                f" --micro-batch-sizes {_words(options.micro_batch)} together do not divide it;"
-                " change one of them"
-            )
+def _flags(given: Mapping[str, tuple[int, ...]]) -> str:
+    return " and ".join(f"--{name} {_words(values)}" for name, values in given.items() if values)
 
 
 def _words(values: Sequence[int]) -> str:
