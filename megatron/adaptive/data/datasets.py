@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import math
 import os
 import secrets
@@ -126,6 +127,8 @@ def build_datasets(
         cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
         if data.variable_seq_lengths:
             cls = DocumentDataset
+        # megatron-core's, that nothing is cached: it is, but not by megatron-core.
+        logging.disable(logging.WARNING)
         try:
             builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
             train, valid, test = builder.build()
@@ -135,6 +138,8 @@ def build_datasets(
                 f"the order of so many samples ({given}) does not fit into memory; lower "
                 "--train-iters or --eval-iters, or raise --eval-interval"
             ) from None
+        finally:
+            logging.disable(logging.NOTSET)
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
         if here and dataset is not None and len(dataset) < count:
             raise DataError(
