@@ -666,7 +666,8 @@ def _remedies(
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
     """Names the limits that no plan keeps, where plans without limits exist."""
-    given = {name: limit for name in _LIMITS if (limit := getattr(objective, name)) < math.inf}
+    limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
+    given = {name: limit for name, limit in limits.items() if limit < math.inf}
     for names in (*combinations(given, 1), *combinations(given, 2)):
         if searcher.search(Objective(**{name: given[name] for name in names})).found:
             continue
@@ -682,7 +683,7 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
     return f"{flags} cannot be kept together, though any two can: raise one of them"
 
 
-def _least(searcher: Searcher, name: str, others: dict[str, float]) -> str:
+def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
     """Returns the least that plans within other limits take of what one limits."""
     if name == "most_price_per_step":
         cheapest = searcher.search(replace(Objective(**others), least="cost")).found[0]

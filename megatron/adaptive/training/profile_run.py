@@ -324,7 +324,7 @@ def _measure_stage(
     parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = place
     try:
         core = transformer_config(config, accelerator)
-        chunks = build_chunks(config, core, accelerator, placement, rows)
+        chunks: list[Any] = build_chunks(config, core, accelerator, placement, rows)
         dropout = DropoutKeys(
             config.run.seed,
             enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
