@@ -134,7 +134,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] |
         profile = profile_file.merge(profiles) if len(profiles) > 1 else profiles[0][1]
     if not clusters:
         return None, profile
-    memories = {} if profile is None else profile_file.measured_memory(profile)
+    memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
     where, document = clusters[0]
     return make_cluster(document, where, memories), profile
 
@@ -157,7 +157,7 @@ def equal_nodes(document: Mapping[str, Any], where: str) -> Cluster:
         )
     part = known_gpu(gpus[0])
     gpu = gpus[0] if part is None else part.name
-    memory = profile_file.measured_memory(document).get(gpu)
+    memory = profile_file.of_nodes(document, "memory_bytes").get(gpu)
     if memory is None and part is None:
         raise ConfigError(
             f"{where}: it does not say the memory of {gpu}: name a cluster file too, which does"

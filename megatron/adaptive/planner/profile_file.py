@@ -44,18 +44,11 @@ def load(path: Path) -> dict[str, Any]:
     """Reads and checks a profile file.
 
     Raises:
-        ConfigError: it cannot be read, has another format, or breaks a rule.
+        ConfigError: it cannot be read or breaks a rule.
     """
-    content = read_file(path, "profile")
-    if isinstance(content, dict) and content.get("format") != FORMAT:
-        given = content.get("format", "none")
-        raise ConfigError(
-            f"{path}: its format is {given}, this version reads {FORMAT}: measure the profile"
-            " again with python -m megatron.adaptive profile"
-        )
+    content: dict[str, Any] = read_file(path, "profile")
     check_form(content, "profile", str(path))
-    checked: dict[str, Any] = content
-    return checked
+    return content
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:
@@ -219,8 +212,8 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
         launch_s=_by_gpu(content.get("launch_s", {})),
         step_s=_by_gpu(content.get("step_s", {})),
         action_sigma=content.get("action_sigma", 0.0),
-        context_bytes=_of_nodes(content, "context_bytes"),
-        allocator_share=_of_nodes(content, "allocator_share"),
+        context_bytes=of_nodes(content, "context_bytes"),
+        allocator_share=of_nodes(content, "allocator_share"),
     )
 
 
@@ -249,12 +242,8 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
     return replace(links[0][1], by_pairs=tuple(links[1:]))
 
 
-def measured_memory(content: Mapping[str, Any]) -> dict[str, float]:
-    """Returns bytes of each GPU by its name, as the nodes of a profile showed them."""
-    return _of_nodes(content, "memory_bytes")
-
-
-def _of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
+def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
+    """Returns what the nodes of a profile showed, such as ``memory_bytes``, by name of the GPU."""
     return {
         _gpu(one["gpu"]): float(one[fact])
         for one in content.get("nodes", {}).values()
