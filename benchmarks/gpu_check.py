@@ -148,10 +148,7 @@ def parts(*, rehearse: bool) -> list[Part]:
 
 
 SET_UP = Part(
-    name="set-up",
-    command=("bash", "scripts/gpu_check.sh", "--set-up"),
-    least_s=150,
-    most_s=240,
+    name="set-up", command=("bash", "scripts/gpu_check.sh", "--set-up"), least_s=150, most_s=240
 )
 
 
@@ -222,11 +219,7 @@ class Check:
                 spare_s -= one.least_s
         limit_s = max(1.0, min(part.most_s, spare_s))
         result, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
-        given = {
-            "{python}": self._python,
-            "{json}": str(result),
-            "{limit}": f"{limit_s:.0f}",
-        }
+        given = {"{python}": self._python, "{json}": str(result), "{limit}": f"{limit_s:.0f}"}
         print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
         begin_s = time.monotonic()
         with log.open("w") as stream:

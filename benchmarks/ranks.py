@@ -30,10 +30,7 @@ _ORDERS = ((True, False, False, True), (False, True, True, False))
 
 
 def run_ranks(
-    words: Sequence[str],
-    ranks: int,
-    limit_s: float,
-    variables: Mapping[str, str] | None = None,
+    words: Sequence[str], ranks: int, limit_s: float, variables: Mapping[str, str] | None = None
 ) -> None:
     """Runs a script as a job of ranks of this machine; none of them outlives it.
 

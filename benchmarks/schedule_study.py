@@ -28,12 +28,7 @@ import numpy as np
 
 from benchmarks.report import Row
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.planner.repartition import (
-    Loads,
-    choose_together,
-    propose,
-    simulated_step,
-)
+from megatron.adaptive.planner.repartition import Loads, choose_together, propose, simulated_step
 from megatron.adaptive.schedule.auto import STATIC, choose
 from megatron.adaptive.schedule.compare import Candidate, evaluate, make_candidate
 from megatron.adaptive.schedule.machine import B, F, W

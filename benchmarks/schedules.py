@@ -35,16 +35,7 @@ from benchmarks.dealing import dealing  # noqa: E402
 from benchmarks.emulated import competitors, experts, goals, report  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
 from benchmarks.ranks import fork_ranks  # noqa: E402
-from benchmarks.report import (  # noqa: E402
-    Result,
-    Row,
-    finish,
-    measured,
-    missing,
-    parser_of,
-    ratios,
-    run,
-)
+from benchmarks.report import Result, Row, finish, measured, missing, parser_of, ratios, run  # noqa: E402
 from megatron.adaptive.schedule.compare import DEFAULT_PIECES  # noqa: E402
 from megatron.adaptive.trace.imports.published import ENDINGS  # noqa: E402
 from megatron.adaptive.trace.locate import load_run  # noqa: E402

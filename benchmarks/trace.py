@@ -46,10 +46,7 @@ def of_cost(options: argparse.Namespace) -> Result:
     note = f"{result['spans']:.0f} spans in a step of {each_ms:.0f} ms on {count} processes"
     rows = [
         measured(
-            what,
-            ratios(result[f"traced_{unit}"], result[f"plain_{unit}"]),
-            goal=1.01,
-            note=note,
+            what, ratios(result[f"traced_{unit}"], result[f"plain_{unit}"]), goal=1.01, note=note
         )
         for what, unit in (
             ("cost: step traced by untraced", "s"),

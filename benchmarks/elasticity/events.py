@@ -55,11 +55,7 @@ class Events:
     """
 
     def __init__(
-        self,
-        nodes: Nodes,
-        draw: random.Random,
-        note: Callable[[str], None],
-        checkpoints: Path,
+        self, nodes: Nodes, draw: random.Random, note: Callable[[str], None], checkpoints: Path
     ) -> None:
         self._nodes = nodes
         self._draw = draw

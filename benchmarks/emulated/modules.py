@@ -148,11 +148,7 @@ class _Input(torch.autograd.Function):
 class _Weight(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        weight: torch.Tensor,
-        shape: torch.Size,
-        chunk: EmulatedChunk,
-        microbatch: int,
+        ctx: Any, weight: torch.Tensor, shape: torch.Size, chunk: EmulatedChunk, microbatch: int
     ) -> torch.Tensor:
         ctx.chunk, ctx.microbatch = chunk, microbatch
         return weight.new_zeros(shape)

@@ -22,14 +22,7 @@ import numpy as np
 
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.workload import (
-    PS_PER_S,
-    Jitter,
-    Link,
-    StageTimes,
-    Workload,
-    draw,
-)
+from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, Link, StageTimes, Workload, draw
 
 HALVES = 2
 """Half-stages per rank."""

@@ -39,12 +39,7 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
         rank = placement.locate(stage)[0]
         place = plan.places[rank]
         tables = [
-            layer_table(
-                run,
-                run.cluster.nodes[one.node],
-                tp=one.tp,
-                micro_batch=place.micro_batch,
-            )
+            layer_table(run, run.cluster.nodes[one.node], tp=one.tp, micro_batch=place.micro_batch)
             for one in place.replicas
         ]
         part = slice(begin, begin + count)

@@ -29,17 +29,8 @@ import psutil
 
 from benchmarks.report import ROOT, Result, Row
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.calibrate import (
-    TracedRun,
-    calibrate,
-    rank_correlation,
-)
-from megatron.adaptive.planner.cluster import (
-    Cluster,
-    LinkSpeed,
-    NodePool,
-    NodeType,
-)
+from megatron.adaptive.planner.calibrate import TracedRun, calibrate, rank_correlation
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import arguments_model
@@ -279,12 +270,7 @@ def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
         expert_ranks=shape.expert_ranks or 1,
         partition=tuple(len(one) for one in held),
         places=place_ranks(
-            cluster,
-            (0,),
-            tp=shape.tp,
-            dp=shape.dp,
-            pp=shape.pp,
-            micro_batch=shape.micro_batch,
+            cluster, (0,), tp=shape.tp, dp=shape.dp, pp=shape.pp, micro_batch=shape.micro_batch
         ),
     )
     return predict(plan, PlanInputs(model, cluster, profile)).seconds

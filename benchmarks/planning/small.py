@@ -106,11 +106,7 @@ def solve(problem: Problem) -> SearchResult:
 
 def searcher_of(problem: Problem) -> Searcher:
     """Returns a searcher of the problem."""
-    return Searcher(
-        problem,
-        global_batch=problem.global_batch,
-        options=problem.options,
-    )
+    return Searcher(problem, global_batch=problem.global_batch, options=problem.options)
 
 
 def brute_force(problem: Problem) -> float:

@@ -82,10 +82,7 @@ def main() -> int:
 
     bursts: list[ClockSamples] = []
     sampler = ClockSampler(
-        *("localhost", int(port), secret),
-        deliver=bursts.append,
-        now=now,
-        periods_s=PERIODS_S,
+        *("localhost", int(port), secret), deliver=bursts.append, now=now, periods_s=PERIODS_S
     )
     end = time.monotonic() + float(seconds)
     while time.monotonic() < end:

@@ -14,13 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
-from benchmarks.tracing.synthetic import (
-    FAULTS,
-    Fault,
-    FaultKind,
-    SyntheticRun,
-    write_synthetic,
-)
+from benchmarks.tracing.synthetic import FAULTS, Fault, FaultKind, SyntheticRun, write_synthetic
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.registry import policy_names

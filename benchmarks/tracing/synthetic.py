@@ -25,14 +25,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import SimResult, simulate
-from megatron.adaptive.schedule.workload import (
-    PS_PER_S,
-    Jitter,
-    Link,
-    StageTimes,
-    Workload,
-    draw,
-)
+from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, Link, StageTimes, Workload, draw
 from megatron.adaptive.trace.event import (
     COLUMNS,
     ClockSamples,

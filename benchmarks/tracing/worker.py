@@ -160,10 +160,7 @@ class Rank:
             split=self._candidate.weight_pieces > 0,
         )
         state = RankState(
-            placement=self._placement,
-            rank=self.position,
-            num_microbatches=count,
-            **more,
+            placement=self._placement, rank=self.position, num_microbatches=count, **more
         )
         dist.barrier(group=self._world)
         self._recorder.begin_iteration(iteration, count)

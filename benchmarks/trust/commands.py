@@ -22,12 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron.adaptive.trace.event import (  # noqa: E402
-    SpanFormat,
-    TraceHeader,
-    header_line,
-    trace_file_name,
-)
+from megatron.adaptive.trace.event import SpanFormat, TraceHeader, header_line, trace_file_name  # noqa: E402
 
 LIMIT_S = 10.0
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"

@@ -162,12 +162,7 @@ class Job:
     """
 
     def __init__(
-        self,
-        case: Case,
-        folder: Path,
-        server: Forkserver,
-        iterations: int,
-        on_hang: str = "report",
+        self, case: Case, folder: Path, server: Forkserver, iterations: int, on_hang: str = "report"
     ) -> None:
         folder.mkdir(parents=True)
         log = folder / "log.txt"

@@ -40,7 +40,7 @@ from megatron.adaptive import extension
 from megatron.adaptive.cli.doctor import check_way
 from megatron.adaptive.handshake import Handshake, Session, StrangerError, new_secret
 from tests.cluster.jobs import ElasticJob
-from tests.multiprocess.launch import ROOT, environment, free_port
+from tests.multiprocess.launch import ROOT, forking, free_port
 
 LIMIT_S = 200.0
 HELD = 200
@@ -482,7 +482,7 @@ class _Programs:
     def __init__(self, **variables: str) -> None:
         self.all: dict[str, subprocess.Popen[str]] = {}
         self.said: dict[str, list[str]] = {}
-        self._variables = {**environment(), **variables}
+        self._variables = {**forking(), **variables}
 
     def __enter__(self) -> _Programs:
         return self

@@ -105,8 +105,7 @@ needs_extension = pytest.mark.skipif(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "connector",
-    ["gloo", *(pytest.param(name, marks=needs_extension) for name in ("shm", "tcp"))],
+    "connector", ["gloo", *(pytest.param(name, marks=needs_extension) for name in ("shm", "tcp"))]
 )
 def test_a_pair_runs_the_patterns(pair: Pair, connector: str) -> None:
     options = {} if connector == "gloo" else {"slot_bytes": 1 << 16, "slots": 4}

@@ -158,10 +158,7 @@ def test_a_tracker_without_a_number_is_refused(folder: CheckpointFolder) -> None
         (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
         (lambda path: (path / "manifest.json").write_text('{"form'), "cannot be read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "not of a checkpoint of this"),
-        (
-            lambda path: (path.parent / TRACKER).write_text("30"),
-            "iter_0000030 does not exist",
-        ),
+        (lambda path: (path.parent / TRACKER).write_text("30"), "iter_0000030 does not exist"),
     ],
 )
 def test_damage_is_refused_with_another_checkpoint_to_take(

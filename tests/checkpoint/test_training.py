@@ -111,9 +111,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [{}, {"bf16": None, "swiglu": None}, {"use_distributed_optimizer": None}],
-    ids=str,
+    "flags", [{}, {"bf16": None, "swiglu": None}, {"use_distributed_optimizer": None}], ids=str
 )
 def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]

@@ -273,10 +273,7 @@ def test_the_front_is_written_and_drawn(
             "--model gpt2 --global-batch-size 8 --tp 2 --pp 4 --dp 4",
             "--tp 2 and --dp 4 and --pp 4 need 32 GPUs, the cluster has 8",
         ),
-        (
-            "--model gpt2 --global-batch-size 8 --partition 6-5",
-            "layers 6-5 are 11, model gpt2 has",
-        ),
+        ("--model gpt2 --global-batch-size 8 --partition 6-5", "layers 6-5 are 11, model gpt2 has"),
         ("--model gpt2 --global-batch-size 8 --partition 6-0-6", "stage 1 holds no layer"),
         ("--model gpt2 --global-batch-size 8 --recompute some", "--recompute some: choose of none"),
         (

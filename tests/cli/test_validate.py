@@ -109,10 +109,7 @@ def test_one_run_is_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_errors_are_one_line(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: dict[str, str | int | None],
-    text: str,
+    folder: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str | int | None], text: str
 ) -> None:
     options = _options(folder)
     for name, value in change.items():

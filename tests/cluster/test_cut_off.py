@@ -11,7 +11,8 @@ import pytest
 from benchmarks.elasticity.nodes import Nodes, why_not
 from megatron.adaptive.checkpoint.folder import CheckpointFolder
 
-from .jobs import FLAGS, TRAINER, JobFolder, environment
+from ..multiprocess.launch import forking
+from .jobs import FLAGS, TRAINER, JobFolder
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -49,7 +50,7 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
         own += ["--name", node.name, "--slots", "1", "--nodes", "2", "--max-restarts", "1"]
         own += [str(TRAINER), *FLAGS, "--train-iters", "99999", "--save-interval", "20"]
         own += ["--save-local", str(disks), "--keep-checkpoints", "3"]
-        node.boot(own, environment())
+        node.boot(own, forking())
     first, second = nodes.all
     folder = CheckpointFolder(checkpoints)
     job.until(lambda: (folder.latest() or 0) >= 40 and goes_on(1), "checkpoint")

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.cluster import manager as module
-from megatron.adaptive.cluster.job import (
-    Incarnation,
-    IncarnationProgress,
-)
+from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress
 from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
 from megatron.adaptive.cluster.manager import Manager, Participant
 from megatron.adaptive.cluster.membership import Event, Node
@@ -91,10 +88,7 @@ def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
         running = ended(2)
         running.where, running.statuses, running.fault = {"1/0": "a", "1/1": "b"}, {}, ""
         lost = manager._members.nodes["b"]
-        events = [
-            Event("ended", "a", {"key": "1/0", "status": 2}),
-            Event("lost", "b", {}),
-        ]
+        events = [Event("ended", "a", {"key": "1/0", "status": 2}), Event("lost", "b", {})]
         for event in events if first == "a" else events[::-1]:
             manager._members.events.put_nowait(event)
         lost.status, lost.why = "lost", "nothing was heard from it for 20 s"

@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.elasticity.nodes import Node, Nodes, why_not
 
-from ..multiprocess.launch import wait_until
-from .jobs import ROOT, environment
+from ..multiprocess.launch import ROOT, forking, wait_until
 
 WATCHDOG_S = 120.0
 SECRET = "of both pods, from their entry point"
@@ -42,7 +41,7 @@ def pods(tmp_path: Path) -> Iterator[list[Node]]:
 
 def start(pod: Node, script: str, *words: str | Path, secret: str | None = SECRET) -> None:
     """Starts a pod; without a secret it has to find the run's own."""
-    variables = {**environment(), "PYTHON": sys.executable}
+    variables = {**forking(), "PYTHON": sys.executable}
     if secret is not None:
         variables["MEGATRON_ADAPTIVE_SECRET"] = secret
     pod.boot(["bash", str(ROOT / script), *map(str, words)], variables)

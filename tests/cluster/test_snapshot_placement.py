@@ -70,12 +70,7 @@ def test_what_was_copied_before_a_move_counts_until_there_is_more() -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "expected"),
-    [
-        ("mmm", ["b", "c", "a"]),
-        ("mmn", ["c", "c", "a"]),
-        ("mno", ["b", "c", "a"]),
-        ("m", [None]),
-    ],
+    [("mmm", ["b", "c", "a"]), ("mmn", ["c", "c", "a"]), ("mno", ["b", "c", "a"]), ("m", [None])],
 )
 def test_the_buddy_is_the_next_node_on_another_machine(
     hosts: str, expected: list[str | None]

@@ -236,8 +236,7 @@ def test_schedules_that_run(flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag",
-    ["--save-interval 1 --save", "--tensorboard-dir", "--trace-dir", "--data-cache-path"],
+    "flag", ["--save-interval 1 --save", "--tensorboard-dir", "--trace-dir", "--data-cache-path"]
 )
 def test_an_output_folder_that_cannot_be_made_is_named(tmp_path: Path, flag: str) -> None:
     blocker = tmp_path / "file"

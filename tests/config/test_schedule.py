@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.adaptive.config.schedule import (
-    format_partition,
-    nearly_even_split,
-    parse_partition,
-)
+from megatron.adaptive.config.schedule import format_partition, nearly_even_split, parse_partition
 
 PARTITIONS = st.lists(st.integers(0, 10_000), min_size=1, max_size=64).map(tuple)
 

@@ -91,11 +91,7 @@ def test_max_bytes_cuts_between_files(tmp_path: Path, sources: Path) -> None:
     ],
 )
 def test_failure_leaves_nothing(
-    tmp_path: Path,
-    sources: Path,
-    changes: dict[str, object],
-    error: type[Exception],
-    message: str,
+    tmp_path: Path, sources: Path, changes: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         make_corpus(_spec(tmp_path, sources, **changes))

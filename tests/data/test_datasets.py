@@ -16,12 +16,7 @@ import torch
 
 from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.corpus import Corpus
-from megatron.adaptive.data.datasets import (
-    Blend,
-    Samples,
-    build_datasets,
-    parse_blend,
-)
+from megatron.adaptive.data.datasets import Blend, Samples, build_datasets, parse_blend
 from megatron.adaptive.data.loader import MicrobatchLoader
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer, NullTokenizer, Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError

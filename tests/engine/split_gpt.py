@@ -45,16 +45,8 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron.adaptive.engine.deferred_layers import (  # noqa: E402
-    attach_store,
-    attach_stores,
-    defer_layers,
-)
-from megatron.adaptive.engine.stages import (  # noqa: E402
-    ActivationMeter,
-    MegatronStages,
-    default_process_groups,
-)
+from megatron.adaptive.engine.deferred_layers import attach_store, attach_stores, defer_layers  # noqa: E402
+from megatron.adaptive.engine.stages import ActivationMeter, MegatronStages, default_process_groups  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.adaptive.engine.agreement import (
-    Follower,
-    Leader,
-    decode,
-    encode,
-)
+from megatron.adaptive.engine.agreement import Follower, Leader, decode, encode
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind

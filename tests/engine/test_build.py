@@ -15,10 +15,7 @@ accelerator.install()
 from megatron.core import parallel_state  # noqa: E402
 
 from megatron.adaptive.engine.agreement import Agreement  # noqa: E402
-from megatron.adaptive.engine.build import (  # noqa: E402
-    build_executor,
-    gather_places,
-)
+from megatron.adaptive.engine.build import build_executor, gather_places  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
 

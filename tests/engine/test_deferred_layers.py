@@ -122,11 +122,7 @@ def test_other_models(
 @pytest.mark.parametrize(
     "recompute",
     [
-        {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {

@@ -13,9 +13,7 @@ from megatron.adaptive.errors import ConfigError
 
 accelerator.install()
 
-from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
-    forward_backward_no_pipelining,
-)
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
 
 from megatron.adaptive.engine.executor import Executor  # noqa: E402
 from megatron.adaptive.engine.forward_backward import ForwardBackward  # noqa: E402
@@ -30,11 +28,7 @@ def never(*_: Any) -> Any:
 def forward_backward(num_chunks: int) -> ForwardBackward:
     placement = Placement(num_ranks=1, num_chunks=num_chunks)
     executor = Executor(
-        placement=placement,
-        pp_rank=0,
-        transport=None,
-        clock=accelerator.CpuClock(),
-        timeout_s=1.0,
+        placement=placement, pp_rank=0, transport=None, clock=accelerator.CpuClock(), timeout_s=1.0
     )
     orders = Orders(schedule="adaptive", placement=placement, pp_rank=0)
     return ForwardBackward(executor=executor, orders=orders)
@@ -74,8 +68,4 @@ def test_shapes_are_not_adjusted() -> None:
 def test_chunks_models_and_iterators_must_match(models: int, iterators: int, chunks: int) -> None:
     text = f"{models} model chunks and {iterators} data iterators .* {chunks} chunks per rank"
     with pytest.raises(ConfigError, match=text):
-        call(
-            chunks,
-            model=[torch.nn.Linear(1, 1)] * models,
-            data_iterator=[iter(())] * iterators,
-        )
+        call(chunks, model=[torch.nn.Linear(1, 1)] * models, data_iterator=[iter(())] * iterators)

@@ -125,10 +125,7 @@ class Diary:
     ("explicit", "events"),
     [
         (False, "hold 0, hold 1, let go 1, backward 1, let go 0, backward 0"),
-        (
-            True,
-            "hold 0, hold 1, backward 1, let go 1, reduce 1, backward 0, let go 0, reduce 0",
-        ),
+        (True, "hold 0, hold 1, backward 1, let go 1, reduce 1, backward 0, let go 0, reduce 0"),
     ],
     ids=["within the last backward", "after it"],
 )

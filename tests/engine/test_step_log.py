@@ -89,8 +89,7 @@ def test_an_action_without_input_names_who_woke_the_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "options", "cause"),
-    [(0, {}, "group"), (1, {}, "input"), (0, {"cap": 1.0}, "memory")],
+    ("rank", "options", "cause"), [(0, {}, "group"), (1, {}, "input"), (0, {"cap": 1.0}, "memory")]
 )
 def test_a_followers_wait_for_a_decision(rank: int, options: dict[str, Any], cause: str) -> None:
     state = state_of(rank, **options)

@@ -95,11 +95,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "pipeline-2-in-1": (
         1,
-        {
-            "total": 5,
-            "pipeline": {"pipeline_size": 1, "micro_batch_size": 2},
-            "load": "pipeline-2",
-        },
+        {"total": 5, "pipeline": {"pipeline_size": 1, "micro_batch_size": 2}, "load": "pipeline-2"},
     ),
 }
 ELASTIC_SCRIPT = {"told": "told-elastic", "pipeline": {}, "loop": {"save_interval": 2}}

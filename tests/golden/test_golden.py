@@ -17,7 +17,7 @@ import pytest
 
 # What is read through the package's inside; all else through its commands.
 from megatron.adaptive.planner.measured_module import MeasuredModule
-from tests.multiprocess.launch import environment
+from tests.multiprocess.launch import forking
 
 from . import cases
 from .cases import LIMIT_S, Job, run_jobs
@@ -231,7 +231,7 @@ def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", *cases.elastic_words("elastic-script", 5)],
         cwd=golden,
-        env=environment(),
+        env=forking(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -13,11 +13,7 @@ from megatron.adaptive import accelerator
 accelerator.install()
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
-from megatron.adaptive.gpt.placement import (  # noqa: E402
-    embedding_ranks,
-    finalize_gradients,
-    local_copies,
-)
+from megatron.adaptive.gpt.placement import embedding_ranks, finalize_gradients, local_copies  # noqa: E402
 from megatron.adaptive.schedule.placement import PlacementKind  # noqa: E402
 
 from .conftest import SMALL  # noqa: E402

@@ -13,9 +13,7 @@ accelerator.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.enums import LayerType  # noqa: E402
-from megatron.core.transformer.pipeline_parallel_layer_layout import (  # noqa: E402
-    PipelineParallelLayerLayout,
-)
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
 
 from megatron.adaptive.gpt.placement import PlacedLayout, stages_of  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement, PlacementKind  # noqa: E402

@@ -13,9 +13,7 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
-from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
-    MTPLossLoggingHelper,
-)
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402

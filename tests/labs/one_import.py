@@ -20,7 +20,7 @@ from megatron.adaptive import accelerator
 accelerator.install()
 accelerator.quiet_libraries()
 
-from tests.multiprocess.forked_rank import shorten_mock_data  # noqa: E402
+from tests.multiprocess.forked_rank import share_gloo_device, shorten_mock_data  # noqa: E402
 
 
 def import_all() -> None:
@@ -29,6 +29,7 @@ def import_all() -> None:
 
     rank_forkserver._import()
     shorten_mock_data()
+    share_gloo_device()
     gc.freeze()
 
 

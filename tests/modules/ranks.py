@@ -70,9 +70,7 @@ class Case:
         self.shape = BatchShape(batch, micro_batch_size)
         self.count = self.shape.num_microbatches(batch)
         self.forward = Forward(
-            model=model,
-            loss=options.get("loss"),
-            arguments=options.get("arguments"),
+            model=model, loss=options.get("loss"), arguments=options.get("arguments")
         )
         self.forwards = Forwards.of(self.forward, self.microbatch(0), slicing)
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.adaptive.planner import profile_file
 
-from ..multiprocess.launch import environment, run_forked
+from ..multiprocess.launch import forking, run_forked
 from .ranks import EXAMPLES
 
 pytestmark = pytest.mark.multiprocess
@@ -29,7 +29,7 @@ def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
     words += ["--save", str(tmp_path), "--write-profile", str(tmp_path / "profile.json")]
     done = subprocess.run(
         [sys.executable, *words],
-        env=environment(),
+        env=forking(),  # the launcher, not its ranks
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -33,21 +33,12 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 
 from megatron.adaptive.checkpoint import local_disk, torch_dist  # noqa: E402
 from megatron.adaptive.checkpoint.folder import CheckpointFolder  # noqa: E402
-from megatron.adaptive.checkpoint.training import (  # noqa: E402
-    Checkpoints,
-    Progress,
-    prepare_folder,
-)
+from megatron.adaptive.checkpoint.training import Checkpoints, Progress, prepare_folder  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.errors import CheckpointError  # noqa: E402
-from megatron.adaptive.gpt.initialize import (  # noqa: E402
-    TrainingJob,
-    end_job,
-    seed_everything,
-    start_job,
-)
+from megatron.adaptive.gpt.initialize import TrainingJob, end_job, seed_everything, start_job  # noqa: E402
 from megatron.adaptive.gpt.model import (  # noqa: E402  # noqa: E402
     build_chunks,
     build_optimizer,

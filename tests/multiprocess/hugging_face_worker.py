@@ -126,37 +126,42 @@ def cases(folder: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(path.read_text()) | {"done": f"{number}.done"}
 
 
+def compare(meshes: Meshes, folder: Path, case: dict[str, Any]) -> None:
+    """Loads a model in one shape and prints how far off it is."""
+    model = folder / case["model"]
+    expected = load_file(model / "expected.safetensors")
+    tokens, logits = expected.pop("tokens"), expected.pop("logits")
+    predicted = expected.pop("predicted", None)
+    flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
+    # One more id comes on top, for the end of documents.
+    loaded = Loaded(meshes, [*flags, "--vocab-size", str(logits.shape[-1] - 1)])
+    with torch.no_grad():
+        found = loaded.logits(tokens[:, :-1])
+    name = f"{case['model']} {' '.join(case['flags'])}"
+    if found is not None:
+        found = found[..., : logits.shape[-1]]
+        worst = gap(found, logits)
+        if predicted is not None:
+            assert loaded.predicted is not None
+            found = loaded.predicted[..., : logits.shape[-1]]
+            worst = max(worst, gap(found, predicted))
+        print(f"LOGITS {worst:.3e} {name}", flush=True)
+    parts = loaded.gradients(tokens)
+    if dist.get_rank() == 0:
+        with HuggingFaceReader(model, loaded.config) as reader:
+            gradients = joined(parts, reader.tensors)
+        worst = max((gap(gradients[key], one), key) for key, one in expected.items())
+        print(f"GRADIENTS {worst[0]:.3e} {worst[1]} {name}", flush=True)
+    meshes.leave(loaded.job, loaded.run)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     environment = Environment.read()
     meshes = Meshes(connect(environment), environment)
     for case in cases(folder):
-        model = folder / case["model"]
-        expected = load_file(model / "expected.safetensors")
-        tokens, logits = expected.pop("tokens"), expected.pop("logits")
-        predicted = expected.pop("predicted", None)
-        flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
-        # One more id comes on top, for the end of documents.
-        loaded = Loaded(meshes, [*flags, "--vocab-size", str(logits.shape[-1] - 1)])
-        with torch.no_grad():
-            found = loaded.logits(tokens[:, :-1])
-        name = f"{case['model']} {' '.join(case['flags'])}"
-        if found is not None:
-            found = found[..., : logits.shape[-1]]
-            worst = gap(found, logits)
-            if predicted is not None:
-                assert loaded.predicted is not None
-                found = loaded.predicted[..., : logits.shape[-1]]
-                worst = max(worst, gap(found, predicted))
-            print(f"LOGITS {worst:.3e} {name}", flush=True)
-        parts = loaded.gradients(tokens)
-        if dist.get_rank() == 0:
-            with HuggingFaceReader(model, loaded.config) as reader:
-                gradients = joined(parts, reader.tensors)
-            worst = max((gap(gradients[key], one), key) for key, one in expected.items())
-            print(f"GRADIENTS {worst[0]:.3e} {worst[1]} {name}", flush=True)
-        meshes.leave(loaded.job, loaded.run)
+        compare(meshes, folder, case)
         if dist.get_rank() == 0 and "done" in case:
             (folder / case["done"]).touch()
 

@@ -353,7 +353,7 @@ def _run_fresh(
     with log.open("w") as output:
         job = subprocess.Popen(
             [*command, str(script), *arguments],
-            env=environment(WATCHDOG_S=str(limit_s)),
+            env={**forking(), "WATCHDOG_S": str(limit_s)},  # the launcher itself is forked
             cwd=log.parent,
             stdin=subprocess.DEVNULL,
             stdout=output,

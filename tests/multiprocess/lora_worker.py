@@ -22,10 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    apply_factories,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file
 

@@ -399,21 +399,13 @@ WITH_EXPERTS = tuple(
         (
             MODERN_EXPERTS,
             ("zb-h1",),
-            {
-                "tp": 2,
-                "pp": 2,
-                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE}",
-            },
+            {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE}"},
         ),
         (MODERN_EXPERTS, ("adaptive",), {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {GATHER}"}),
         (
             MODERN_EXPERTS,
             ("adaptive",),
-            {
-                "tp": 2,
-                "pp": 2,
-                "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE} {OVERLAP}",
-            },
+            {"tp": 2, "pp": 2, "extra": f"{SEQUENCE} {SPREAD} {EACH} {EXCHANGE} {OVERLAP}"},
         ),
         (
             MODERN_EXPERTS,

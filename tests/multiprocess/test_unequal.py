@@ -52,7 +52,7 @@ CASES: dict[int, dict[str, list[str]]] = {
             unequal("2-1-1", "1f1b", "--partition 2-1-1"),
             unequal("2-1-1", "adaptive", "--partition 2-1-1"),
             unequal("1-2-1", "adaptive", "--partition 1-2-1 --overlap-grad-reduce"),
-        ],
+        ]
     },
 }
 THREE = "--global-batch-size 6"  # microbatches that three ranks can share out

@@ -109,6 +109,7 @@ class Meshes:
 
     def join(self, config: TrainerConfig) -> TrainingJob:
         """Do what ``initialize.start_job`` does, with process groups in a corner of the store."""
+        gc.collect()  # cycles keep the models and process groups of the case before
         mesh = mesh_of(config)
         if self._kept is not None and self._kept[0] != mesh:
             self._drop()
@@ -263,9 +264,6 @@ def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dic
     seen = train(job, run, case)
     everyone = job.gather(seen)
     meshes.leave(job, run)
-    # Cycles keep process groups, each with threads that wake up a hundred times a second.
-    del job, run
-    gc.collect()
     results: dict[str, Any] = {key: [one[key] for one in everyone] for key in seen}
     results["seconds"] = time.monotonic() - started
     return results

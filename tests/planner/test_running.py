@@ -91,8 +91,7 @@ def job(
     }
     groups = tuple(
         NodePool(
-            type=NodeType(name=name, gpu=name, gpus=count, memory_bytes=memory, intra=FAST),
-            count=1,
+            type=NodeType(name=name, gpu=name, gpus=count, memory_bytes=memory, intra=FAST), count=1
         )
         for name, count in zip(names, gpus, strict=True)
     )

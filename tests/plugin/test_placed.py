@@ -23,9 +23,7 @@ from megatron.core.pipeline_parallel import schedules, utils  # noqa: E402
 from megatron.core.transformer.enums import LayerType  # noqa: E402
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.core.transformer.transformer_layer import (  # noqa: E402
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
 TWO = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 OUTSIDE = {

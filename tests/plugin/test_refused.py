@@ -104,10 +104,7 @@ def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) ->
 def test_exchanges_that_nothing_can_hide(
     changes: dict[str, Any], schedule: str, reason: str
 ) -> None:
-    asked = {
-        "overlap_moe_expert_parallel_comm": True,
-        "moe_token_dispatcher_type": "alltoall",
-    }
+    asked = {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall"}
     check(configuration(**asked))
     with pytest.raises(ConfigError, match=f"^overlap_moe_expert_parallel_comm .*{reason}"):
         check(configuration(**{**asked, **changes}), schedule=schedule)

@@ -26,11 +26,7 @@ REL = 1e-6
 V = {"placement": "v"}
 CHUNKS = {"pp": 2, "chunks": 2, "deallocate": False}
 EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
-SPREAD = {
-    **EXPERTS,
-    "expert_model_parallel_size": 2,
-    "moe_token_dispatcher_type": "alltoall",
-}
+SPREAD = {**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 TWO_RANKS: list[dict[str, Any]] = [
     {
         # A microbatch of evaluation is smaller: tensors between stages change their shape.
@@ -85,10 +81,7 @@ TWO_RANKS: list[dict[str, Any]] = [
             "gpipe": {"schedule": "gpipe", **V},
         },
     },
-    {
-        "shape": {"pp": 2, "more": EXPERTS},
-        "runs": {"adaptive": {}, "zb-h1": {"schedule": "zb-h1"}},
-    },
+    {"shape": {"pp": 2, "more": EXPERTS}, "runs": {"adaptive": {}, "zb-h1": {"schedule": "zb-h1"}}},
     {
         "shape": {"pp": 2, "chunks": 1},
         "runs": {
@@ -117,10 +110,7 @@ FOUR_RANKS: list[dict[str, Any]] = [
         "runs": {"adaptive": V},
     },
     {
-        "shape": {
-            **CHUNKS,
-            "more": SPREAD,
-        },
+        "shape": {**CHUNKS, "more": SPREAD},
         "runs": {"adaptive": {}, "interleaved": {"schedule": "interleaved"}},
     },
 ]

@@ -68,10 +68,7 @@ SEEN = re.compile(r"(?:lm loss|lm loss value|grad norm): ([0-9.E+-]+)")
 real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(version, marks=real) for version in VERSIONS],
-)
+@pytest.fixture(scope="module", params=[pytest.param(version, marks=real) for version in VERSIONS])
 def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where ranks import that megatron-core from."""
     if request.param == INSTALLED:

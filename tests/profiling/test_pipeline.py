@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.profiling.pipeline import (
-    LayerShare,
-    Sample,
-    most_of,
-    profile_of,
-)
+from megatron.adaptive.profiling.pipeline import LayerShare, Sample, most_of, profile_of
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.workload import Link

@@ -11,11 +11,7 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 
 def pick(
-    *,
-    sigma: float = 0.0,
-    most: float = 32.0,
-    chunks: int = 2,
-    splittable: bool = True,
+    *, sigma: float = 0.0, most: float = 32.0, chunks: int = 2, splittable: bool = True
 ) -> ScheduleChoice:
     times = StageTimes.equal(4 * chunks, forward_s=0.01, backward_s=0.01, weight_s=0.01)
     return choose(

@@ -28,10 +28,7 @@ F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 def make_state(ranks: int = 2, rank: int = 0, cap: float | None = None) -> RankState:
     return RankState(
-        placement=Placement(num_ranks=ranks, num_chunks=1),
-        rank=rank,
-        num_microbatches=2,
-        cap=cap,
+        placement=Placement(num_ranks=ranks, num_chunks=1), rank=rank, num_microbatches=2, cap=cap
     )
 
 

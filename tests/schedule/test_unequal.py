@@ -10,12 +10,7 @@ import pytest
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.registry import make_schedule, placement_for
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.schedule.unequal import (
-    SCHEDULES,
-    default_cap,
-    make_policy,
-    simulate,
-)
+from megatron.adaptive.schedule.unequal import SCHEDULES, default_cap, make_policy, simulate
 from megatron.adaptive.schedule.widths import Widths, chosen
 
 SHAPES = [

@@ -97,11 +97,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         rows = simulate(num_ranks, num_chunks, num_microbatches)
         for rank, row in enumerate(rows):
             header = make_header(
-                rank,
-                num_ranks,
-                num_chunks=num_chunks,
-                num_microbatches=num_microbatches,
-                **changes,
+                rank, num_ranks, num_chunks=num_chunks, num_microbatches=num_microbatches, **changes
             )
             with Recorder(target, header) as recorder:
                 for iteration in range(1, iterations + 1):

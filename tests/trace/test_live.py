@@ -20,12 +20,7 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace import live
 from megatron.adaptive.trace.event import TraceHeader, header_line, trace_file_name
 from megatron.adaptive.trace.figures import run_figures
-from megatron.adaptive.trace.live import (
-    LiveRun,
-    RankTail,
-    Snapshot,
-    find_live,
-)
+from megatron.adaptive.trace.live import LiveRun, RankTail, Snapshot, find_live
 from megatron.adaptive.trace.live_state import ENDED, NowFile, read_now
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.recorder import Recorder
@@ -311,10 +306,7 @@ class TestNow:
         assert read_run(tmp_path).iterations == (1,)
 
     def test_a_look_that_keeps_failing_is_named_once_and_asked_again(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         file, clock = NowFile(tmp_path, 0), [100.0]
         monkeypatch.setattr(time, "monotonic", lambda: clock[0])

@@ -13,9 +13,7 @@ from megatron.adaptive.trace.step import PipelineStep, pipeline_step, stages_of_
 from tests.trace.conftest import make_header, record, simulate, write_spans
 
 
-def test_a_step_holds_the_executed_order_from_time_zero(
-    write_run: Callable[..., Path],
-) -> None:
+def test_a_step_holds_the_executed_order_from_time_zero(write_run: Callable[..., Path]) -> None:
     step = pipeline_step(read_run(write_run(2, 2, 4)), 2)
     rows = [[(s.action, s.chunk, s.microbatch, s.start_ns, s.end_ns) for s in r] for r in step.rows]
     assert rows == simulate(2, 2, 4)

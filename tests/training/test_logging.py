@@ -97,10 +97,7 @@ def test_averages_go_on_where_another_rank_writes() -> None:
 
 
 def printed(
-    *reports: IterationReport,
-    flags: str = "",
-    world_size: int = 1,
-    accelerator: Accelerator = CPU,
+    *reports: IterationReport, flags: str = "", world_size: int = 1, accelerator: Accelerator = CPU
 ) -> list[str]:
     """The lines that a log with these reports prints."""
     stream = io.StringIO()

@@ -277,9 +277,7 @@ def test_the_address_is_that_of_the_way_to_the_store() -> None:
     assert network_address(None, "no-such-host.invalid", alone=True) is not None
 
 
-def test_a_job_of_several_machines_has_no_use_for_loopback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_of_several_machines_has_no_use_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"master": "127.0.1.1", "": "10.1.2.3"}
     monkeypatch.setattr(connect, "source_towards", lambda host="": ways.get(host))
     assert network_address(None, "master", alone=True) == "127.0.1.1"

@@ -165,11 +165,7 @@ class Fasop:
             # FASOP counts 18 bytes for each parameter, of which 12 may be sharded, and reduces
             # gradients in fp16.
             precision=Precision(
-                name="fp16",
-                parameter_bytes=4,
-                gradient_bytes=2,
-                optimizer_bytes=12,
-                reduce_bytes=2,
+                name="fp16", parameter_bytes=4, gradient_bytes=2, optimizer_bytes=12, reduce_bytes=2
             ),
         )
 

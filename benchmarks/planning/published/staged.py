@@ -122,11 +122,7 @@ def _model(
             workspace_bytes=_LOSS_COPIES * sent * (row["layer_kind"] == "head"),
         )
     return Model(
-        name=name,
-        kinds=kinds,
-        layers=tuple(kinds),
-        tokens_per_sample=tokens,
-        precision=precision,
+        name=name, kinds=kinds, layers=tuple(kinds), tokens_per_sample=tokens, precision=precision
     )
 
 
@@ -205,9 +201,7 @@ def _link(found: Iterable[Mapping[str, Any]]) -> LinkSpeed:
         by_pairs[pairs] = min(speed, known, key=lambda link: link.bytes_per_s)
     first = by_pairs[min(by_pairs)]
     return LinkSpeed(
-        bytes_per_s=first.bytes_per_s,
-        sizes=first.sizes,
-        by_pairs=tuple(sorted(by_pairs.items())),
+        bytes_per_s=first.bytes_per_s, sizes=first.sizes, by_pairs=tuple(sorted(by_pairs.items()))
     )
 
 

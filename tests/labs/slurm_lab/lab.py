@@ -224,9 +224,7 @@ class Lab:
         # The old end goes with its node's namespace, which takes the kernel a moment.
         with contextlib.suppress(subprocess.CalledProcessError):
             self._in_ctl("ip", "link", "delete", name)
-        self._in_ctl(
-            *f"ip link add {name} type veth peer name eth0 netns {init}".split(),
-        )
+        self._in_ctl(*f"ip link add {name} type veth peer name eth0 netns {init}".split())
         self._in_ctl("ip", "link", "set", name, "master", "hub", "up")
 
     def put_back(self, name: str) -> None:

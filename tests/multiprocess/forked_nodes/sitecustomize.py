@@ -1,6 +1,6 @@
 """Makes processes of a job on this machine forks of one that has imported what they need.
 
-Imports take a node's fork server, or a rank that ``torchrun`` starts, seconds of processor time.
+Imports take a node's fork server, ``torchrun`` or a rank of it seconds of processor time.
 With this folder in ``PYTHONPATH`` every Python imports this module when it starts. One that is to
 be such a process hands its files to a server of the tests, which forks it, passes signals on, and
 ends as the forked one does. If it is killed, so is the forked one; without a server it stays what
@@ -20,14 +20,17 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 from typing import Any
 
 MODULE = "megatron.adaptive.cluster.rank_forkserver"
 SCRIPTS = ("pretrain_gpt.py", "slow_rank.py", "gpt_steps.py", "gpu_steps.py", "watched.py")
 PROGRAMS = [["-m", "megatron.adaptive", name] for name in ("pretrain-gpt", "profile")]
+LAUNCHERS = [["-m", "torch.distributed.run"], ["-m", "megatron.adaptive", "launch"]]
 SOCKET = "TESTS_NODE_FORKSERVERS"
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+NAMESPACES = ("net", "uts", "mnt", "pid")
+PR_SET_NAME = 15
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -52,6 +55,11 @@ def ask(files: list[int], words: list[str]) -> None:
         for number in PASSED_ON:
             signal.signal(number, lambda number, _: link.send(bytes([number])) and None)
         status = int(link.recv(64) or 1)
+    _end(status)
+
+
+def _end(status: int) -> None:
+    """Ends this process as another one did."""
     if status < 0:
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
@@ -62,6 +70,12 @@ def ask(files: list[int], words: list[str]) -> None:
 def is_trainer(words: list[str]) -> bool:
     """Returns whether these words of a command line, which follow ``python -u``, start a rank."""
     return words[:3] in PROGRAMS or (bool(words) and words[0].endswith(SCRIPTS))
+
+
+def is_launcher(words: list[str]) -> bool:
+    """Returns whether these words of a command line, which follow ``python``, start ranks."""
+    by_name = bool(words) and words[0].endswith("/torchrun")
+    return by_name or words[:2] in LAUNCHERS or words[:3] in LAUNCHERS
 
 
 def serve(path: str, *, is_new: bool) -> None:
@@ -97,8 +111,9 @@ def serve(path: str, *, is_new: bool) -> None:
                     if not numbers:
                         del forked[one]
                     for number in numbers or [signal.SIGKILL]:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, number)
+                        for member in [pid] if numbers else _family(pid):
+                            with contextlib.suppress(ProcessLookupError):
+                                os.kill(member, number)
 
 
 def _import() -> None:
@@ -115,27 +130,65 @@ def _received(link: socket.socket) -> bytes:
     return b""
 
 
+def _family(pid: int) -> list[int]:
+    """Returns a forked process and all that it started."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [pid, *(one.pid for one in psutil.Process(pid).children(recursive=True))]
+    return [pid]
+
+
 def _fork(listener: socket.socket) -> tuple[int, socket.socket]:
     link, _ = listener.accept()
     data, files, _, _ = socket.recv_fds(link, 1 << 18, 3)
     while not data.endswith(b"\n"):
         data += link.recv(1 << 18)
+    peer = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     pid = os.fork()
     if pid == 0:
         listener.close()
         link.close()
-        _become(json.loads(data), *files)
+        _become(peer, json.loads(data), *files)
     for file in files:
         os.close(file)
     return pid, link
 
 
-def _become(given: dict[str, Any], first: int, output: int, error: int) -> None:
+def _enter(peer: int) -> None:
+    """Makes this process one of the node that a process is on, where that has namespaces.
+
+    The processes of a node are below its first one: a child goes on, and this one ends as it does.
+    """
+    import ctypes
+
+    from megatron.adaptive.cluster import rank_forkserver
+
+    theirs = {one: f"/proc/{peer}/ns/{one}" for one in NAMESPACES}
+    others = [
+        one for one in theirs if os.readlink(theirs[one]) != os.readlink(f"/proc/self/ns/{one}")
+    ]
+    for file in [os.open(theirs[one], os.O_RDONLY) for one in others]:
+        if ctypes.CDLL(None, use_errno=True).setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(file)
+    if "pid" not in others:
+        return
+    rank_forkserver._die_with_parent()
+    if (child := os.fork()) == 0:
+        return
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    _end(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def _become(peer: int, given: dict[str, Any], first: int, output: int, error: int) -> None:
     """Is a node's fork server, or runs a script, until the end of this process."""
     from megatron.adaptive.cluster import rank_forkserver
 
     status = 1
     try:
+        _enter(peer)
         os.setsid()
         rank_forkserver._die_with_parent()
         for file, number in ((output, 1), (error, 2)):
@@ -147,7 +200,7 @@ def _become(given: dict[str, Any], first: int, output: int, error: int) -> None:
         os.environ.update(given["variables"])
         os.chdir(given["folder"])
         if given["words"]:
-            _name("python")
+            _name(f"python-{given['pid']}")
             os.dup2(first, 0)
             os.close(first)
             for stream in (sys.stdout, sys.stderr):
@@ -181,3 +234,5 @@ elif SOCKET in os.environ:
         ask([int(sys.orig_argv[3]), 1, 2], [])
     elif "LOCAL_RANK" in os.environ and is_trainer(sys.orig_argv[2:]):
         ask([0, 1, 2], sys.orig_argv[2:])
+    elif is_launcher(sys.orig_argv[1:]):
+        ask([0, 1, 2], sys.orig_argv[1:])

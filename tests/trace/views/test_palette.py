@@ -4,11 +4,7 @@ import colorsys
 
 import pytest
 
-from megatron.adaptive.trace.views.palette import (
-    IDLE,
-    chunk_color,
-    text_color,
-)
+from megatron.adaptive.trace.views.palette import IDLE, chunk_color, text_color
 
 
 def channels(color: str) -> tuple[float, float, float]:
