@@ -141,7 +141,7 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
 def _hint_for_missing(prefix: str) -> str:
     path = Path(prefix.removesuffix(".idx").removesuffix(".bin"))
     found = sorted(path.parent.glob(f"{glob.escape(path.name)}*.idx"))
-    if found and f"{prefix}.idx" != str(found[0]):
+    if found and found[0] != Path(f"{prefix}.idx"):
         return f"did you mean {str(found[0]).removesuffix('.idx')}?"
     return f"{_AGAIN}, or correct --data-path"
 

@@ -424,15 +424,18 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
     pace, better = max(loads.paces(partition)), True
     while better:
         better = False
-        for near in _neighbours(loads, partition):
+        for near in _neighbours(loads, partition, pace):
             if (found := max(loads.paces(near))) < pace * (1 - _ROUNDING):
                 partition, pace, better = near, found, True
                 break
     return partition
 
 
-def _neighbours(loads: Loads, partition: Partition) -> Iterator[Partition]:
-    """Yields partitions with one layer moved, slowest giver and quickest taker first."""
+def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
+    """Yields partitions with one layer moved, slowest giver and quickest taker first.
+
+    ``least``: pace of the givers, for nothing gets quicker where others give.
+    """
     paces = loads.paces(partition)
 
     def pace(stage: int) -> float:
@@ -441,7 +444,7 @@ def _neighbours(loads: Loads, partition: Partition) -> Iterator[Partition]:
     stages = range(loads.placement.num_stages)
     for giver in sorted(stages, key=pace, reverse=True):
         for taker in sorted(stages, key=pace):
-            if giver == taker or not partition[giver]:
+            if giver == taker or not partition[giver] or pace(giver) < least:
                 continue
             layers = list(partition)
             layers[giver] -= 1
