@@ -175,7 +175,10 @@ def test_two_plans_are_compared(
     assert re.search(r"tensor +1 +2\n", said)
     assert re.search(r"step, s .* \([+-][\d.]+%\)", said)
     assert re.search(r"b.json is (slower|faster) than .*a.json: \w+ [+-]", said)
-    for text, words in (('{"format": 1}', "does not say what is predicted"), ("[1]", "an object")):
+    for text, words in (
+        ('{"format": 1}', "does not say what is predicted"),
+        ("[1]", "keys with values"),
+    ):
         files[1].write_text(text)
         with pytest.raises(ConfigError, match=words):
             main(["--compare", *map(str, files)])
