@@ -1,6 +1,6 @@
 """The transports of this project as connectors, through their public interface and below it.
 
-``shm``, ``tcp``, ``rdma`` and ``gloo transport`` are what the executor uses, by ``connect_ranks``.
+``shm``, ``tcp``, ``rdma`` and ``gloo transport`` are what the executor uses, by ``Connector``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
+from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
@@ -50,7 +50,7 @@ def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
         rdma_device=options.get("device"),
         rdma_queue_pairs=options.get("num_qps", 1),
     )
-    made = connect_ranks(
+    made = Connector(
         own=own_endpoint(
             rank,
             here(rank),
@@ -67,7 +67,7 @@ def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
         device=torch.device("cpu"),
         describe=lambda rank: f"rank {rank}",
         timeout_s=LIMIT_S,
-    )
+    ).connect()
     assert made is not None
     return made
 

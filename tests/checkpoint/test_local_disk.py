@@ -89,7 +89,7 @@ class Storage:
         self.is_open = threading.Event()
         some = local_disk._some
 
-        def wait(pieces: Iterator[int]) -> int:
+        def wait(pieces: Iterator[None]) -> bool:
             assert self.is_open.wait(60)
             return some(pieces)
 
@@ -156,9 +156,9 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     monkeypatch.setattr(local_disk, "_PIECE_BYTES", 1000)
     monkeypatch.setattr(local_disk, "_ROUND_S", 0.0)
 
-    def slowly(pieces: Iterator[int]) -> int:
+    def slowly(pieces: Iterator[None]) -> bool:
         time.sleep(0.05)
-        return next(pieces, 0)
+        return any(True for _ in pieces)
 
     monkeypatch.setattr(local_disk, "_some", slowly)
     finish = local_disk.LocalDisk.finish_former

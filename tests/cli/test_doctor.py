@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -40,7 +41,7 @@ def test_a_port_in_use_is_named() -> None:
 def test_two_nodes_reach_each_other() -> None:
     port = free_port()
     answers: list[object] = []
-    thread = threading.Thread(target=lambda: answers.extend(answer_peers(port, 30.0)))
+    thread = threading.Thread(target=lambda: answers.extend(asyncio.run(answer_peers(port, 30.0))))
     thread.start()
     checks = check_way("127.0.0.1", port, 30.0)
     thread.join(30.0)
@@ -51,7 +52,7 @@ def test_two_nodes_reach_each_other() -> None:
 def test_nobody_there_is_an_error_with_a_remedy() -> None:
     (check,) = check_way("127.0.0.1", free_port(), 0.0)
     assert (check.state, "firewall" in check.mend) == ("error", True)
-    (check,) = answer_peers(free_port(), 0.1)
+    (check,) = asyncio.run(answer_peers(free_port(), 0.1))
     assert check.state == "error"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
-from megatron.adaptive.cli.plan_inputs import add_calibrate_arguments, calibrated
+from megatron.adaptive.cli.plan_inputs import add_input_arguments, calibrated
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model
@@ -48,7 +48,7 @@ def _run(folder: Path, samples: float = 2) -> Path:
 
 def _options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_calibrate_arguments(parser)
+    add_input_arguments(parser, required=False)
     return parser.parse_args(words)
 
 

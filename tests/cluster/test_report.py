@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from megatron.adaptive.cli.report import MAX_POINTS, gather
 from megatron.adaptive.errors import ConfigError, SetupError, TraceError
 
 from ..browser import complaints, opened_browser
-from ..multiprocess.launch import forking, free_port
+from ..multiprocess.launch import free_port
 from ..trace.views.test_page import Page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh")]
     done = subprocess.run(
         [*words, "--master-port", str(free_port())],
-        env={**forking(), "PYTHON": sys.executable},
+        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=WATCHDOG_S,

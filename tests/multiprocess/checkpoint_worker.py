@@ -416,15 +416,15 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
     run.checkpoints.save(progress(1))
     local_disk._PIECE_BYTES = 1000
     if dist.get_rank() == 1:
-        copying = local_disk._copying
+        pieces = local_disk.Upload._pieces
 
-        def copy_and_die(files: Any) -> Iterator[int]:
-            for number, count in enumerate(copying(files)):
+        def copy_and_die(upload: local_disk.Upload) -> Iterator[None]:
+            for number, _ in enumerate(pieces(upload)):
                 if number == 3:
                     os.kill(os.getpid(), signal.SIGKILL)
-                yield count
+                yield
 
-        local_disk._copying = copy_and_die
+        local_disk.Upload._pieces = copy_and_die  # type: ignore[method-assign]
     run.step()
     run.checkpoints.save(progress(2))
 

@@ -1,4 +1,4 @@
-"""Lines of spans become numbers, fast where they are ours and carefully where they are not."""
+"""Lines of spans become numbers; others are named."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace import index as parse_module
 from megatron.adaptive.trace.event import (
     COLUMNS,
     KINDS,
@@ -31,7 +30,7 @@ def lines(*rows: object) -> bytes:
 ROW = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 1]
 
 
-def test_what_the_recorder_writes_is_read_without_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_recorder_writes_is_read() -> None:
     rng = np.random.default_rng(3)
     rows = rng.integers(-(2**62), 2**62, (500, len(COLUMNS)))
     rows[:, 0] = rng.integers(0, len(KINDS), 500)
@@ -39,7 +38,6 @@ def test_what_the_recorder_writes_is_read_without_json(monkeypatch: pytest.Monke
     rows[:, 11] = rng.integers(0, len(REASONS), 500)
     written = [tuple(row) for row in rows.tolist()]
     text = block_text(IterationStart(1, 1), written).split("\n", 1)[1]
-    monkeypatch.delattr(parse_module, "_careful")
     rows[:, 5] -= rows[:, 4]
     big = np.abs(rows).max()
     assert big > 2**60
@@ -48,34 +46,22 @@ def test_what_the_recorder_writes_is_read_without_json(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    "line",
     [
-        (b"[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 1]\n", ROW),
-        (b"[0,1,2,3,4,5]\n", [0, 1, 2, 3, 4, 5, 0, 0, 0, -1, -1, 0]),
-        (b" [0,1,2,3,4,5,6,7,8]\r\n", [0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1, 0]),
+        b"garbage\n",
+        b"[0,1,2\n",
+        b"[0,1,,2]\n",
+        b"[0,1,2]\n",
+        b"[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 1]\n",
+        b"[0,1,2,3,4,5,6,7,8,9,1,1,1]\n",
+        b"[0,1,2,3,4,5.5,6,7,8,9,1,1]\n",
+        b"[0,1,2,3,4,99999999999999999999,6,7,8,9,1,1]\n",
+        b'["F",1,2,3,4,5,6,7,8,9,1,1]\n',
+        b"12\n",
     ],
 )
-def test_lines_of_another_hand_are_read_as_json(line: bytes, expected: list[int]) -> None:
-    found = parse_spans(lines(ROW) + line + lines(ROW), SpanFormat(), place)
-    assert found.tolist() == [ROW, expected, ROW]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b"garbage\n", "file:11 is not a line of JSON"),
-        (b"[0,1,2\n", "file:11 is not a line of JSON"),
-        (b"[0,1,,2]\n", "file:11 is not a line of JSON"),
-        (b"[0,1,2]\n", "file:11 is no span"),
-        (b"[0,1,2,3,4,5,6,7,8,9,1,1,1]\n", "file:11 is no span"),
-        (b"[0,1,2,3,4,5.5,6,7,8,9,1,1]\n", "file:11 is no span"),
-        (b"[0,1,2,3,4,99999999999999999999,6,7,8,9,1,1]\n", "file:11 .* more than 64 bits"),
-        (b'["F",1,2,3,4,5,6,7,8,9,1,1]\n', "file:11 is no span"),
-        (b"12\n", "file:11 is no span"),
-    ],
-)
-def test_damaged_lines_are_named(line: bytes, message: str) -> None:
-    with pytest.raises(TraceError, match=message) as caught:
+def test_damaged_lines_are_named(line: bytes) -> None:
+    with pytest.raises(TraceError, match="file:11 is no span") as caught:
         parse_spans(lines(ROW) + line + lines(ROW), SpanFormat(), place)
     assert "\n" not in str(caught.value)
 

@@ -45,7 +45,7 @@ def test_a_damaged_line_elsewhere_is_named(write_run: Callable[..., Path]) -> No
     path = folder / trace_file_name(0)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], "garbage\n", *lines[4:]]))
-    with pytest.raises(TraceError, match=r"trace_rank_00000\.jsonl:5 is not a line of JSON"):
+    with pytest.raises(TraceError, match=r"trace_rank_00000\.jsonl:5 is no span"):
         read_run(folder)
 
 

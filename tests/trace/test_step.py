@@ -71,22 +71,21 @@ def test_a_run_without_anything_to_draw_is_refused(write_run: Callable[..., Path
 
 
 @pytest.mark.parametrize(
-    ("placement", "table"),
-    [("loop", [(0, 2, 4), (1, 3, 5)]), ("v", [(0, 3, 4), (1, 2, 5)]), ("odd", [None, None])],
+    ("placement", "table"), [("loop", [(0, 2, 4), (1, 3, 5)]), ("v", [(0, 3, 4), (1, 2, 5)])]
 )
-def test_stages_of_a_rank(placement: str, table: list[tuple[int, ...] | None]) -> None:
-    assert [stages_of_rank(rank, 2, 3, placement) for rank in range(2)] == table
+def test_stages_of_a_rank(placement: str, table: list[tuple[int, ...]]) -> None:
+    header = make_header(0, 2, num_chunks=3, placement=placement)
+    assert [stages_of_rank(header, rank) for rank in range(2)] == table
 
 
-@pytest.mark.parametrize(
-    ("num_chunks", "placement", "label"),
-    [(1, "loop", "stage 1"), (2, "loop", "rank 1 (stages 1, 3)"), (2, "odd", "rank 1")],
-)
-def test_labels(
-    write_run: Callable[..., Path], num_chunks: int, placement: str, label: str
-) -> None:
-    step = pipeline_step(read_run(write_run(2, num_chunks, 2, placement=placement)))
-    assert step.label(1) == label
+@pytest.mark.parametrize(("num_chunks", "label"), [(1, "stage 1"), (2, "rank 1 (stages 1, 3)")])
+def test_labels(write_run: Callable[..., Path], num_chunks: int, label: str) -> None:
+    assert pipeline_step(read_run(write_run(2, num_chunks, 2))).label(1) == label
+
+
+def test_a_placement_of_a_newer_program_is_named(write_run: Callable[..., Path]) -> None:
+    with pytest.raises(TraceError, match="placement is 'odd', this program knows loop and v"):
+        read_run(write_run(2, placement="odd"))
 
 
 def test_bubble_of_all_forward_then_all_backward(write_run: Callable[..., Path]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.connect import Payloads, connect_ranks, own_endpoint
+from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
 from megatron.adaptive.transport.gloo import ProcessGroups
 from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
@@ -78,7 +78,7 @@ class Rank:
         config = TransportConfig(transport=kind, **options)
         payloads = Payloads(shape=shape, dtype=dtype)
         place = here(self.rank)
-        made = connect_ranks(
+        made = Connector(
             own=own_endpoint(
                 self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
             ),
@@ -90,7 +90,7 @@ class Rank:
             device=CPU,
             describe=describe,
             timeout_s=LIMIT_S,
-        )
+        ).connect()
         assert made is not None
         self._transports.append(made)
         return made, peers[0]
@@ -142,10 +142,10 @@ class StoreGather:
 
     def __call__(self, value: Any) -> list[Any]:
         self._count += 1
-        self._store.set(f"{self._count}/{self._rank}", json.dumps(value))
+        self._store.set(f"{self._count}/{self._rank}", pickle.dumps(value))
         keys = [f"{self._count}/{rank}" for rank in range(self._world_size)]
         self._store.wait(keys, datetime.timedelta(seconds=LIMIT_S))
-        return [json.loads(self._store.get(key)) for key in keys]
+        return [pickle.loads(self._store.get(key)) for key in keys]
 
 
 class Groups:

@@ -124,14 +124,14 @@ def test_a_job_is_told_which_way_its_tensors_go(
     monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
     monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
     offered: list[Any] = []
-    options_of = connect._Opener._channel_options
+    options_of = connect.Connector._channel_options
 
-    def with_library(self: Any, kind: str) -> dict[str, Any]:
-        options = options_of(replace(self, device=torch.device("cuda", 0)), kind)
+    def with_library(self: Any, *given: Any) -> dict[str, Any]:
+        options = options_of(replace(self, device=torch.device("cuda", 0)), *given)
         offered.append(dict(options))
         return {**options, "cuda_driver": library}
 
-    monkeypatch.setattr(connect._Opener, "_channel_options", with_library)
+    monkeypatch.setattr(connect.Connector, "_channel_options", with_library)
     outcome = connect_all(ROW)
     shared = "transport: shm for ranks 0-1 1-2 (same machine; tensors "
     assert outcome.log == [shared + "stay in GPU memory by CUDA IPC)"]

@@ -18,8 +18,8 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import connect
 from megatron.adaptive.transport.connect import (
     CompositeTransport,
+    Connector,
     Payloads,
-    connect_ranks,
     network_address,
     own_endpoint,
 )
@@ -126,7 +126,7 @@ def connect_all(
         )
         own.lacks.update((lacks or {}).get(rank, {}))  # type: ignore[attr-defined]
         try:
-            outcome.made[rank] = connect_ranks(
+            outcome.made[rank] = Connector(
                 own=own,
                 peers=peers[rank],
                 gather=gather.of(rank),
@@ -136,8 +136,7 @@ def connect_all(
                 device=CPU,
                 describe=lambda peer: f"rank {peer}",
                 timeout_s=LIMIT_S,
-                log=outcome.log.append,
-            )
+            ).connect(outcome.log.append)
         except Exception as error:
             outcome.made[rank] = error
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.config.parallel import TRANSPORTS
-from megatron.adaptive.errors import SetupError, TransportError
+from megatron.adaptive.errors import SetupError
 from megatron.adaptive.transport.interface import Endpoint
 from megatron.adaptive.transport.select import (
     Choice,
@@ -172,18 +172,6 @@ def test_there_is_always_a_slot_for_the_next_message(slots: int) -> None:
     assert held + size.reservable <= max(0, slots - 2)
 
 
-def test_endpoint_survives_the_way() -> None:
-    one = end(3, lacks={"shm": 'quoted "reason"'}, ports=("a:1", "b:2"))
-    assert Endpoint.decode(one.encode()) == one
-    assert Endpoint.decode(one.encode().encode()) == one
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"rank": 1}', '{"ports": [], "x": 1}', "\x00"])
-def test_what_is_no_endpoint_is_refused(text: str) -> None:
-    with pytest.raises(TransportError, match="no endpoint"):
-        Endpoint.decode(text)
-
-
 def test_ranks_on_processors_of_their_own_do_not_share_them() -> None:
     bound = [end(0, cpus=(0, 1)), end(1, cpus=(2, 3)), end(2, cpus=(1, 2)), end(3)]
     assert not bound[0].shares_cpus(bound[1])
@@ -191,4 +179,3 @@ def test_ranks_on_processors_of_their_own_do_not_share_them() -> None:
     assert bound[0].shares_cpus(bound[2])
     assert bound[0].shares_cpus(bound[3])  # it does not say
     assert not bound[0].shares_cpus(end(4, machine="b", cpus=(0,)))
-    assert Endpoint.decode(bound[0].encode()) == bound[0]

@@ -66,11 +66,10 @@ class RankGroup:
 
     def any(self, flag: bool) -> bool:
         """Return whether it is set on any rank."""
-        return bool(self._reduced(int(flag), dist.ReduceOp.MAX))
-
-    def sum(self, number: int) -> int:
-        """Add up what all ranks give."""
-        return self._reduced(number, dist.ReduceOp.SUM)
+        found = torch.tensor([int(flag)])
+        if self.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return bool(found)
 
     def gather(self, mine: _Result) -> list[_Result]:
         """Return what every rank gave, by rank."""
@@ -116,12 +115,6 @@ class RankGroup:
         if failure is not None and type(failure) is type(merged) and str(failure) == str(merged):
             raise failure  # a second error of the same words would only repeat the first
         raise merged from failure
-
-    def _reduced(self, number: int, operation: Any) -> int:
-        found = torch.tensor([number])
-        if self.size > 1:
-            dist.all_reduce(found, operation, group=self.group)
-        return int(found)
 
 
 def _kind(error: BaseException) -> type[Exception]:

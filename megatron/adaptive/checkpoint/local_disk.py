@@ -16,7 +16,7 @@
 What counts is the checkpoint in shared storage, complete by the program's own rule: it alone is
 ever loaded. A node's own disk is where its files are read from then, and where an upload goes on
 from that ranks which ended did not finish. Every rank copies a share of its node's files, for a
-second at a time; then all ranks exchange how far they are, and what went wrong.
+second at a time; then all ranks exchange whether one has more, and what went wrong.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 
-from megatron.adaptive.checkpoint.checksums import Checksums, FileSum, require_same, write_summed
+from megatron.adaptive.checkpoint.checksums import Checksums, require_same, write_summed
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders, write_files
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
@@ -54,33 +53,8 @@ _PIECE_BYTES = 8 << 20
 _GENTLE = 7  # the last level of those that are served while others read and write too
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """Describes a checkpoint on the nodes' own disks.
-
-    Attributes:
-        step: that it is of.
-        manifest: what its manifest in shared storage will hold, with all of its files.
-    """
-
-    step: int
-    manifest: Mapping[str, Any]
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        """Size of each file in bytes, without manifests."""
-        return dict(self.manifest["files"])
-
-    @property
-    def sums(self) -> Mapping[str, FileSum]:
-        """Size and checksums of each file, empty checksums for those of a former version."""
-        blocks = self.manifest.get("blocks", {})
-        return {name: (size, blocks.get(name, "")) for name, size in self.files.items()}
-
-    @property
-    def save_id(self) -> str:
-        """ID of its save, by which its parts on other disks are recognized."""
-        return str(self.manifest["save_id"])
+Stored = Mapping[str, Any]
+"""Contents of a checkpoint's manifest in shared storage, with all of its files."""
 
 
 class LocalDisk:
@@ -190,7 +164,7 @@ class LocalDisk:
             return None
         newest, shares = self._newest
         upload = self._upload
-        if upload is None or upload.path is None or upload.step != newest.step:
+        if upload is None or upload.path is None or upload.step != newest["step"]:
             upload = self._start(newest, shares, is_awaited=True)
             self._wait(self._control, until_s)
             if upload.failure is not None:
@@ -222,7 +196,7 @@ class LocalDisk:
         for step, save_id in sorted(found, reverse=True):
             parts = [own.get((step, save_id), ({}, None)) for own in held]
             stored = next(one for _, one in parts if one is not None)
-            shares = share_out([files for files, _ in parts], stored.files)
+            shares = share_out([files for files, _ in parts], stored["files"])
             if shares is None:
                 self._warn(
                     "the checkpoint of iteration %d is on the disks of some nodes, and part of it"
@@ -254,7 +228,7 @@ class LocalDisk:
         own, folder = dict[str, int](), self._folder.complete_path(step)
         with contextlib.suppress(OSError):  # shared storage has all of it
             known = self._stored().get(step)
-            if save_id and known is not None and known.save_id == save_id:
+            if save_id and known is not None and known["save_id"] == save_id:
                 own = _sizes(folder)
         here = [name for name, size in files.items() if own.get(name) == size]
         held = self._control.gather(sum(files[name] for name in here))
@@ -284,7 +258,7 @@ class LocalDisk:
             held = ranks.gather(ranks.together(lambda: _sizes(partial)))
             files = {name: size for name, (size, _) in sums.items()}
             blocks = {name: sum for name, (_, sum) in sums.items()}
-            stored = Stored(step=step, manifest={**given, "files": files, "blocks": blocks})
+            stored = {**given, "files": files, "blocks": blocks, "step": step}
             ranks.together(lambda: self._publish(stored))
         except CheckpointError:
             if self._is_leader:
@@ -309,7 +283,7 @@ class LocalDisk:
         if not self._is_leader:
             return
         upload = self._upload
-        self._folder.commit(stored.step, stored.manifest, self._require_lease)
+        self._folder.commit(stored["step"], stored, self._require_lease)
         busy = {upload.step} if upload is not None and upload.is_alive() else set()
         self._folder.keep(self._keep or _KEPT, busy)
 
@@ -323,16 +297,8 @@ class LocalDisk:
     def _start(
         self, stored: Stored, shares: list[list[str]], *, is_awaited: bool = False
     ) -> Upload:
-        upload = self._upload = Upload(
-            self._folder.complete_path(stored.step),
-            self.shared,
-            shares[self._job.rank],
-            stored,
-            self._job,
-            self._ranks,
-            self._keep,
-            is_awaited=is_awaited,
-        )
+        names = shares[self._job.rank]
+        upload = self._upload = Upload(self, stored, names, is_awaited=is_awaited)
         self._unreported = [one for one in self._unreported if one.failure is None] + [upload]
         return upload
 
@@ -369,7 +335,7 @@ class LocalDisk:
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
         """Return this disk's files of newer ones; one rank of each node adds the manifests."""
         return {
-            (step, one.save_id): (
+            (step, one["save_id"]): (
                 _sizes(self._folder.complete_path(step)),
                 one if self._is_leader else None,
             )
@@ -379,12 +345,12 @@ class LocalDisk:
 
     def _stored(self) -> dict[int, Stored]:
         """Return those on this node's disk, as far as they can be read."""
-        found = {}
+        found: dict[int, Stored] = {}
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
                 body = self._folder.read_manifest(path)
-                stored = Stored(step=step, manifest={**body.pop("told", {}), **body})
-                if stored.files and stored.save_id:
+                stored = {**body.pop("told", {}), **body, "step": step}
+                if stored["files"] and stored["save_id"]:
                     found[step] = stored
         return found
 
@@ -550,13 +516,9 @@ class Upload(BackgroundWrite):
     """Copies one checkpoint. Collective over all ranks, each of which makes one at the same time.
 
     Args:
-        source: this node's folder of the checkpoint; what this rank copies is there.
-        shared: the folders in shared storage.
-        names: of the files that this rank copies.
+        disk: this node's, which has what this rank copies.
         stored: the checkpoint.
-        job: this process within the job.
-        ranks: all of them, on a group that is used by nothing else meanwhile.
-        keep: complete checkpoints that stay in shared storage, all where ``None``.
+        names: of the files that this rank copies.
         is_awaited: somebody waits for it from the start, and reports a failure.
 
     Attributes:
@@ -564,21 +526,12 @@ class Upload(BackgroundWrite):
     """
 
     def __init__(
-        self,
-        source: Path,
-        shared: StepFolders,
-        names: Sequence[str],
-        stored: Stored,
-        job: Job,
-        ranks: RankGroup,
-        keep: int | None,
-        *,
-        is_awaited: bool,
+        self, disk: LocalDisk, stored: Stored, names: Sequence[str], *, is_awaited: bool
     ) -> None:
-        super().__init__(self._copy, stored.step)
-        self._source, self._shared, self._names = source, shared, names
-        self._stored, self._job, self._ranks, self._keep = stored, job, ranks, keep
-        self._done_bytes, self._whole_bytes = 0, sum(stored.files.values())
+        super().__init__(self._copy, stored["step"])
+        self._disk, self._stored, self._names = disk, stored, names
+        self._shared, self._ranks = disk.shared, disk._ranks
+        self._done_bytes, self._own_bytes = 0, sum(stored["files"][name] for name in names)
         self.is_awaited = is_awaited
         self._is_given_up = False
         self.start()
@@ -596,8 +549,11 @@ class Upload(BackgroundWrite):
         self._is_given_up = True
 
     def __str__(self) -> str:
-        share = self._done_bytes / max(1, self._whole_bytes)
-        return f"iteration {self.step}, {share:.0%} of {self._whole_bytes / 2**20:.4g} MiB"
+        share, whole = (
+            self._done_bytes / max(1, self._own_bytes),
+            sum(self._stored["files"].values()),
+        )
+        return f"iteration {self.step}, {share:.0%} of {whole / 2**20:.4g} MiB"
 
     def _copy(self) -> Path:
         _be_gentle()
@@ -605,35 +561,45 @@ class Upload(BackgroundWrite):
             f"the checkpoint of iteration {self.step} was not copied to {self._shared.path}: {{}};"
             " it is on the nodes' own disks, and those before it are as they were"
         )
-        with writing(self._shared, self.step, self._job, self._ranks, why):
-            self._copy_files()
+        with writing(self._shared, self.step, self._disk._job, self._ranks, why):
+            pieces = self._pieces()
+
+            def go_on() -> bool:
+                if self._is_given_up:
+                    raise CheckpointError("it took too long")
+                return _some(pieces)
+
+            while self._ranks.any(self._ranks.together(go_on)):
+                pass
             self._ranks.first(self._complete)
         return self._shared.complete_path(self.step)
 
-    def _copy_files(self) -> None:
-        partial = self._shared.partial_path(self.step)
-        sums = self._stored.sums
-        files = [(self._source / name, partial / name, sums[name]) for name in self._names]
-        pieces = _copying(files)
-        while self._done_bytes < self._whole_bytes:
-            copied = self._ranks.sum(self._ranks.together(lambda: self._some(pieces)))
-            if not copied:
-                raise CheckpointError("files on the nodes' own disks are shorter than they were")
-            self._done_bytes += copied
-        self._ranks.together(lambda: _rest(pieces))
-
-    def _some(self, pieces: Iterator[int]) -> int:
-        if self._is_given_up:
-            raise CheckpointError("it took too long")
-        return _some(pieces)
+    def _pieces(self) -> Iterator[None]:
+        """Copy files and make them durable; yields after each piece."""
+        partial, stored = self._shared.partial_path(self.step), self._stored
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        for name in self._names:
+            source = self._disk._folder.complete_path(self.step) / name
+            target, sums = partial / name, Checksums()
+            try:
+                with source.open("rb", buffering=0) as old, target.open("wb", buffering=0) as new:
+                    while count := old.readinto(buffer):
+                        write_summed(new, sums, buffer[:count])
+                        self._done_bytes += count
+                        yield
+                    os.fsync(new.fileno())
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, error.filename or str(target)) from None
+            expected = stored["files"][name], stored.get("blocks", {}).get(name, "")
+            require_same(sums.result(), expected, source)
 
     def _complete(self) -> None:
         partial = self._shared.partial_path(self.step)
-        if lacking := set(self._stored.files) - {one.name for one in partial.iterdir()}:
+        if lacking := set(self._stored["files"]) - {one.name for one in partial.iterdir()}:
             raise CheckpointError(f"{partial / min(lacking)} is missing")
-        self._shared.commit(self.step, self._stored.manifest)  # which compares sizes
-        if self._keep is not None:
-            self._shared.keep(self._keep)
+        self._shared.commit(self.step, self._stored)  # which compares sizes
+        if self._disk._keep is not None:
+            self._shared.keep(self._disk._keep)
 
 
 def share_out(
@@ -674,43 +640,10 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {}
 
 
-def _copying(files: Sequence[tuple[Path, Path, FileSum]]) -> Iterator[int]:
-    """Copy files and make them durable.
-
-    Args:
-        files: each with where it goes, and what it was when it was written.
-
-    Yields:
-        The number of bytes after each piece.
-    """
-    buffer = memoryview(bytearray(_PIECE_BYTES))
-    for source, target, expected in files:
-        sums = Checksums()
-        try:
-            with source.open("rb", buffering=0) as old, target.open("wb", buffering=0) as new:
-                while count := old.readinto(buffer):
-                    write_summed(new, sums, buffer[:count])
-                    yield count
-                os.fsync(new.fileno())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, error.filename or str(target)) from None
-        require_same(sums.result(), expected, source)
-
-
-def _some(pieces: Iterator[int]) -> int:
-    """Copy for a moment; returns the number of bytes."""
-    until_s, copied = time.monotonic() + _ROUND_S, 0
-    for count in pieces:
-        copied += count
-        if time.monotonic() >= until_s:
-            break
-    return copied
-
-
-def _rest(pieces: Iterator[int]) -> None:
-    """Let the last file become durable."""
-    if next(pieces, None) is not None:
-        raise CheckpointError("a file grew while it was copied")
+def _some(pieces: Iterator[None]) -> bool:
+    """Copy for a moment; returns whether there may be more."""
+    until_s = time.monotonic() + _ROUND_S
+    return any(time.monotonic() >= until_s for _ in pieces)
 
 
 def _be_gentle() -> None:

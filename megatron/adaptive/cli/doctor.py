@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     if options.master_addr is not None:
         address, secret = resolve(options.master_addr), job_secret() or _KNOWN_TO_ALL
         if interface_of(address) is not None:
-            checks += answer_peers(options.master_port, options.timeout, secret)
+            checks += asyncio.run(answer_peers(options.master_port, options.timeout, secret))
         else:
             checks += check_way(address, options.master_port, options.timeout, secret)
     _print(checks, as_json=options.json)
@@ -257,7 +257,7 @@ def _ignore(text: str) -> None:
     """Reports no visitor: what matters here is who is let in."""
 
 
-def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
+async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
     """Lets other nodes check their way to this one, until the first has, or the time is over.
 
     Args:
@@ -265,10 +265,6 @@ def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list
         limit_s: how long to wait.
         secret: that others prove.
     """
-    return asyncio.run(_answer_peers(port, limit_s, secret))
-
-
-async def _answer_peers(port: int, limit_s: float, secret: str) -> list[Check]:
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:

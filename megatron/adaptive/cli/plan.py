@@ -133,43 +133,24 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
         prog="python -m megatron.adaptive plan",
         description="Find the best ways to train a model on a cluster; see docs/planner.md.",
     )
-    add = parser.add_argument
     add_input_arguments(parser, required=required)
-    add(
-        "--global-batch-size",
-        type=number(int, 1, 100_000_000),
-        required=required,
-        metavar="N",
-        help="samples of a step",
-    )
-    group = parser.add_argument_group("what is best")
-    add = group.add_argument
+    amount, plans = number(float, 0, 1e15), number(int, 1, 10_000)
+    size: dict[str, Any] = {
+        "type": number(int, 1, 100_000_000),
+        "required": required,
+        "metavar": "N",
+    }
+    parser.add_argument("--global-batch-size", **size, help="samples of a step")
+    add = parser.add_argument_group("what is best").add_argument
     add("--objective", choices=("time", "cost"), default="time", help="least of it (%(default)s)")
     add("--time-limit", metavar="2 s", help="longest step; with --tokens the longest run, in h")
-    add(
-        "--max-price",
-        type=number(float, 0, 1e15),
-        metavar="X",
-        help="most for an hour of all nodes",
-    )
-    add("--budget", type=number(float, 0, 1e15), metavar="X", help="most for the run of --tokens")
-    add(
-        "--tokens",
-        type=number(float, 0, 1e18),
-        default=0.0,
-        metavar="N",
-        help="of the whole run, as in 300e9",
-    )
+    add("--max-price", type=amount, metavar="X", help="most for an hour of all nodes")
+    add("--budget", type=amount, metavar="X", help="most for the run of --tokens")
+    tokens: dict[str, Any] = {"type": number(float, 0, 1e18), "default": 0.0, "metavar": "N"}
+    add("--tokens", **tokens, help="of the whole run, as in 300e9")
     _add_choices(parser)
-    group = parser.add_argument_group("output")
-    add = group.add_argument
-    add(
-        "--top",
-        type=number(int, 1, 10_000),
-        default=3,
-        metavar="N",
-        help="plans to print (%(default)s)",
-    )
+    add = parser.add_argument_group("output").add_argument
+    add("--top", type=plans, default=3, metavar="N", help="plans to print (%(default)s)")
     add("--explain", action="store_true", help="where its time and memory go, and why no neighbour")
     add("--output", type=Path, metavar="PLAN.json", help="write the best as a plan file")
     add("--conf", type=Path, metavar="PLAN.sh", help="write it as variables of conf.sh")
@@ -178,13 +159,8 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print the plans as JSON")
     add("--export", choices=EXPORTS, help="only print the best one, for another program")
     add("--compare", type=Path, nargs="+", metavar="PLAN.json", help="only compare plan files")
-    add(
-        "--discover",
-        type=Path,
-        nargs="*",
-        metavar="FILE",
-        help="only print a cluster file, by Slurm and nvidia-smi or what these and doctor printed",
-    )
+    text = "only print a cluster file, by Slurm and nvidia-smi or what these and doctor printed"
+    add("--discover", type=Path, nargs="*", metavar="FILE", help=text)
     add("--check", metavar="DIR", help="only compare predictions with traced runs, as validate")
     add("--schema", choices=FORMS, action=_PrintSchema, help="only print that of an input file")
     return parser
@@ -201,38 +177,27 @@ class _PrintSchema(argparse.Action):
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what may be chosen, all that is possible by default")
     add = group.add_argument
-    add("--tp", metavar="1,2", help="tensor-parallel widths")
-    add("--dp", metavar="1,2", help="data-parallel replicas")
-    add("--pp", metavar="1,2", help="pipeline ranks")
-    add(
-        "--expert-parallel-size",
-        metavar="1,2",
-        help="replicas that the experts of each layer are spread over",
-    )
-    add(
-        "--context-parallel-size",
-        metavar="1,2",
-        help="ranks that share each sequence; without it, 4096 tokens at least are one rank's",
-    )
-    add("--micro-batch-sizes", metavar="1,2", help="samples of a microbatch")
+    for name, text in (
+        ("tp", "tensor-parallel widths"),
+        ("dp", "data-parallel replicas"),
+        ("pp", "pipeline ranks"),
+        ("expert-parallel-size", "replicas that the experts of each layer are spread over"),
+        (
+            "context-parallel-size",
+            "ranks that share each sequence; without it, 4096 tokens at least are one rank's",
+        ),
+        ("micro-batch-sizes", "samples of a microbatch"),
+    ):
+        add(f"--{name}", metavar="1,2", help=text)
     add("--partition", metavar="8-8-8", help="layers of each stage")
     add("--recompute", metavar="none,full", help=f"of {', '.join(RECOMPUTE)}")
-    add(
-        "--schedules",
-        metavar="A,B",
-        help=f"{','.join(SCHEDULES)}; 1f1b,interleaved with fused attention",
-    )
-    choices = ("both", "on", "off")
-    add("--distributed-optimizer", choices=choices, default="both", help="%(default)s")
+    known = f"{','.join(SCHEDULES)}; 1f1b,interleaved with fused attention"
+    add("--schedules", metavar="A,B", help=known)
+    switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}
+    add("--distributed-optimizer", **switch, help="%(default)s")
     add("--overlap-grad-reduce", action="store_true", help="the run overlaps it")
-    add(
-        *("--sequence-parallel",),
-        nargs="?",
-        const="on",
-        choices=choices,
-        default="both",
-        help="where tp is above 1; %(default)s",
-    )
+    text = "where tp is above 1; %(default)s"
+    add("--sequence-parallel", nargs="?", const="on", **switch, help=text)
     add("--all-nodes", action="store_true", help="leave no node out")
     add("--unequal", action="store_true", help="also stages of unequal widths; run with --tp 1")
 

@@ -48,37 +48,27 @@ class Inputs(PlanInputs):
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Adds the options of the inputs, those of calibration included."""
     add = parser.add_argument
-    add(
-        "--model",
-        required=required,
-        help="name (gpt2-xl, llama2-70b, ...), arguments, file, or folder of a config.json",
-    )
+    text = "name (gpt2-xl, llama2-70b, ...), arguments, file, or folder of a config.json"
+    add("--model", required=required, help=text)
     add("--cluster", type=Path, required=required, metavar="FILE", help="nodes and links")
     add("--profile", type=Path, nargs="+", metavar="FILE", help="what was measured; else estimated")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="best that all GPUs have")
     add("--fp8", action="store_true", help="layers multiply in fp8, as --fp8-format hybrid")
-    add(
-        "--seq-length",
-        type=number(int, 1, 100_000_000),
-        metavar="N",
-        help="tokens of a sample, for a config.json; as many as the model takes, 4096 at most",
-    )
-    add(
-        "--expert-imbalance",
-        type=number(float, 1, 1000),
-        default=1.0,
-        metavar="X",
-        help="tokens of the busiest rank of experts over the average (%(default)s)",
-    )
+    length = number(int, 1, 100_000_000)
+    text = "tokens of a sample, for a config.json; as many as the model takes, 4096 at most"
+    add("--seq-length", type=length, metavar="N", help=text)
+    times = number(float, 1, 1000)
+    text = "tokens of the busiest rank of experts over the average (%(default)s)"
+    add("--expert-imbalance", type=times, default=1.0, metavar="X", help=text)
     add("--attention", choices=("fused", "unfused"), help="fused with Transformer Engine")
-    add(
-        "--memory-margin",
-        type=number(float, 0, 0.9),
-        default=MEMORY_MARGIN,
-        metavar="X",
-        help="share of each GPU's memory that plans leave alone (%(default)s)",
-    )
-    add_calibrate_arguments(parser)
+    share = number(float, 0, 0.9)
+    text = "share of each GPU's memory that plans leave alone (%(default)s)"
+    add("--memory-margin", type=share, default=MEMORY_MARGIN, metavar="X", help=text)
+    group = parser.add_argument_group("calibration")
+    runs: dict[str, Any] = {"type": Path, "action": "append", "default": []}
+    text = "fit layers and links to the traces of a run of this model; may be repeated"
+    group.add_argument("--calibrate", **runs, metavar="TRACE_DIR", help=text)
+    add_host_argument(parser)
 
 
 def read_inputs(options: argparse.Namespace) -> Inputs:
@@ -160,29 +150,11 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
     return counts
 
 
-def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of calibration."""
-    group = parser.add_argument_group("calibration")
-    group.add_argument(
-        "--calibrate",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="TRACE_DIR",
-        help="fit layers and links to the traces of a run of this model; may be repeated",
-    )
-    add_host_argument(parser)
-
-
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the option that says of which type the hosts of runs are."""
-    parser.add_argument(
-        "--calibrate-host",
-        action="append",
-        default=[],
-        metavar="HOST=TYPE",
-        help="node type of a host of these runs; needed where the cluster has several",
-    )
+    text = "node type of a host of these runs; needed where the cluster has several"
+    hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
+    parser.add_argument("--calibrate-host", **hosts, help=text)
 
 
 def calibrated(
@@ -191,7 +163,7 @@ def calibrated(
     """Replaces parts of a profile by what was fitted to traces.
 
     Args:
-        options: with those of :func:`add_calibrate_arguments`.
+        options: with those of :func:`add_input_arguments`.
         model: that the runs trained.
         cluster: whose node types the runs' hosts are of.
         profile: measured otherwise; None for none.

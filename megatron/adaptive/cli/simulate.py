@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
@@ -65,7 +66,11 @@ def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name in options.schedules.split(","):
         candidate = _candidate(options, name.strip())
         outcomes.append(evaluate(candidate, options.microbatches, profile, list(seeds)))
-    _print_table(outcomes, len(seeds))
+    draws = f"{len(seeds)} draw{'s' * (len(seeds) > 1)} each; peak in microbatches of a whole rank"
+    rows = [
+        (str(o.candidate), o.mean_s, o.bubble_fraction, f"{o.peak_units:.3g}") for o in outcomes
+    ]
+    _print_table(draws, rows)
     if options.timeline:
         for outcome in outcomes:
             print(f"\n{outcome.candidate}")
@@ -203,20 +208,18 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
         raise ConfigError(f"--schedules {options.schedules}: {error}") from error
 
 
-def _print_table(outcomes: Sequence[CandidateOutcome], draws: int) -> None:
-    first = outcomes[0].mean_s
-    slowest = max(outcome.mean_s for outcome in outcomes)
+def _print_table(head: str, rows: Sequence[tuple[str, float, float, str]]) -> None:
+    """Prints name, seconds, bubble and peaks of each schedule; speed-ups are over the first."""
+    first, slowest = rows[0][1], max(seconds for _, seconds, _, _ in rows)
     if not first:
         raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
-    width = max(len(str(outcome.candidate)) for outcome in outcomes)
-    print(f"{draws} draw{'s' * (draws > 1)} each; peak in microbatches of a whole rank\n")
-    print(f"{'schedule':{width}}  step s  speed-up  bubble   peak")
-    for outcome in outcomes:
-        bar = "█" * round(_BAR * outcome.mean_s / slowest)
-        print(
-            f"{outcome.candidate!s:{width}}  {outcome.mean_s:6.4g}  {first / outcome.mean_s:7.3f}x"
-            f"  {outcome.bubble_fraction:5.1%}  {outcome.peak_units:5.3g}  {bar}"
-        )
+    table = [["schedule", "step s", "speed-up", "bubble", "peak"]]
+    for name, seconds, bubble, peak in rows:
+        table.append([name, f"{seconds:.4g}", f"{first / seconds:.3f}x", f"{bubble:.1%}", peak])
+    bars = ["", *("█" * round(_BAR * seconds / slowest) for _, seconds, _, _ in rows)]
+    print(f"{head}\n")
+    for line, bar in zip(aligned(table, 1), bars, strict=True):
+        print(f"{line}  {bar}".rstrip())
 
 
 def _simulate_unequal(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -248,15 +251,14 @@ def _simulate_unequal(options: argparse.Namespace) -> list[dict[str, Any]]:
             )
         except ScheduleError as error:
             raise ConfigError(f"--schedules {options.schedules}: {error}") from error
-    print(f"stages of {widths} ranks; peak in microbatches of a rank of each stage\n")
-    print(f"{'schedule':9} {'step s':>8}  bubble  peak")
+    rows = []
     for name, step in steps.items():
         peaks = "-".join(
             f"{max(step.peak_units[rank] for rank in widths.ranks_of(stage)):g}"
             for stage in range(stages)
         )
-        bubble = statistics.fmean(step.bubble_fraction)
-        print(f"{name:9} {step.makespan_s:8.4g}  {bubble:6.1%}  {peaks}")
+        rows.append((name, step.makespan_s, statistics.fmean(step.bubble_fraction), peaks))
+    _print_table(f"stages of {widths} ranks; peak in microbatches of a rank of each stage", rows)
     return [
         {
             "schedule": name,

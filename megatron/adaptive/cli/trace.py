@@ -200,7 +200,7 @@ def _show(
         from megatron.adaptive.trace.views.perfetto import write_perfetto
 
         write_perfetto(selection.run, target, written, dp_rank=selection.step.dp_rank)
-    for line in [*selection.run.notes(), *selection.figures.notes()]:
+    for line in selection.run.notes():
         show(f"warning: {line}", file=sys.stderr)
     views = (_write_view(name, selection, stem) for name in chosen)
     if report and arguments.json:

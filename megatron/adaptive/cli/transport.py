@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.arguments import options_of
 from megatron.adaptive.config.command_parser import CommandParser, count, number
@@ -31,7 +30,7 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
+from megatron.adaptive.errors import ConfigError, TransportError
 
 _SECONDS = 2.0
 _MEETING_S = 120.0
@@ -76,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(_variables(options))
     environment = Environment.read()
     if not environment.is_launched:
-        return _alone(argv)
+        shape = ["--standalone", "--nproc-per-node", "2", "-m"]
+        return launch.main([*shape, "megatron.adaptive", "transport", *argv])
     return _check(options, environment)
 
 
@@ -116,28 +116,6 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
-def _alone(argv: Sequence[str]) -> int:
-    """Run the check between two processes of this machine."""
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-m", "megatron.adaptive", "transport", *argv]
-    command += ["--world-size", "2", "--master-addr", "127.0.0.1"]
-    command += ["--master-port", str(store.port)]
-    # Who serves the store is this process, as torchrun's agent would.
-    variables = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks = [
-        subprocess.Popen([*command, "--rank", str(rank), "--local-rank", str(rank)], env=variables)
-        for rank in range(2)
-    ]
-    try:
-        statuses = [rank.wait() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return statuses[0] or statuses[1]
-
-
 def _check(options: argparse.Namespace, environment: Environment) -> int:
     """Take part in the check as one rank."""
     from megatron.adaptive.profiling.transport_check import TransportCheck
@@ -173,9 +151,7 @@ def _try(check: Any, pair: tuple[int, int], kind: str, seconds: float) -> Outcom
         return Outcome(**facts | {"note": reason})
     try:
         speed = check.run(pair, kind, seconds)
-    except AdaptiveError as error:
-        if not isinstance(error, TransportError):
-            raise
+    except TransportError as error:
         return Outcome(**facts | {"note": str(error)})
     facts |= {"works": True, "latency_us": speed.latency_s * 1e6}
     return Outcome(**facts, gb_per_s=speed.bytes_per_s / 1e9)

@@ -24,10 +24,10 @@ from megatron.adaptive.cli.plan_inputs import (
     traced_runs,
 )
 from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.calibrate import (
-    ComparedRun,
     Comparison,
     MeasuredRun,
     TracedRun,
@@ -88,24 +88,19 @@ def _table(one: Comparison) -> list[str]:
 
 
 def _rows(one: Comparison) -> list[str]:
-    width = max(len(_partition(row)) for row in one.rows)
-    head = f"{'partition':{width}}  measured  predicted   error  memory"
-    lines = [f"run         tp  dp  pp  size  {head}"]
+    table = ["run tp dp pp size partition measured predicted error memory".split()]
     for row in one.rows:
-        plan = row.measured.plan
-        seconds, error = row.measured.seconds, row.time_error
-        memory = row.memory_error
-        lines.append(
-            f"{row.measured.name:10}  {plan.tp:2}  {plan.dp:2}  {plan.pp:2}  {plan.micro_batch:4}"
-            f"  {_partition(row):{width}}  {'-' if seconds is None else f'{seconds:.4g}':>8}"
-            f"  {row.predicted.seconds:9.4g}  {'-' if error is None else f'{error:+.1%}':>6}"
-            f"  {'-' if memory is None else f'{memory:+.1%}':>6}"
+        plan, measured = row.measured.plan, row.measured.seconds
+        table.append(
+            [
+                *(row.measured.name, *map(str, (plan.tp, plan.dp, plan.pp, plan.micro_batch))),
+                format_partition(plan.partition),
+                "-" if measured is None else f"{measured:.4g}",
+                f"{row.predicted.seconds:.4g}",
+                *("-" if e is None else f"{e:+.1%}" for e in (row.time_error, row.memory_error)),
+            ]
         )
-    return lines
-
-
-def _partition(row: ComparedRun) -> str:
-    return format_partition(row.measured.plan.partition)
+    return aligned(table, 1)
 
 
 def _as_json(one: Comparison) -> dict[str, Any]:

@@ -166,10 +166,7 @@ def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
     """Layers of each chunk of a rank."""
     header = run.trace.ranks[rank].header
     stages = model.stage_layers(run.layers)
-    mine = stages_of_rank(header.pp_rank, header.num_ranks, header.num_chunks, header.placement)
-    if mine is None:
-        raise ConfigError(f"{run.trace.origin}: placement {header.placement!r} is not known here")
-    return tuple(stages[stage] for stage in mine)
+    return tuple(stages[stage] for stage in stages_of_rank(header, header.pp_rank))
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:

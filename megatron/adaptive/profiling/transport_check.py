@@ -78,7 +78,7 @@ class TransportCheck:
         )
         self._groups = process_groups(self._job, in_flight=2 * _BURST, timeout_s=_LIMIT_S)
         self._own = self._groups.own_end(self._job.places, options, environment.master_addr)
-        self._ends = [Endpoint.decode(text) for text in gather(self._own.encode())]
+        self._ends: list[Endpoint] = gather(self._own)
 
     def pairs(self) -> list[tuple[int, int]]:
         """Returns rank 0 with the first other rank of its machine, and of every other machine."""

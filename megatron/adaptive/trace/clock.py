@@ -560,29 +560,25 @@ class ClockSampler:
         self._thread.join(2 * PATIENCE_S)
 
     def _run(self) -> None:
-        connection: socket.socket | None = None
         period_s, longest_s = self._periods_s
-        failures, is_last = 0, False
+        failures = 0
         while failures < TRIES:
-            try:
-                if connection is None:
-                    connection = dial(self._place, self._secret, _PURPOSE, CONNECT_S).socket
-                    _prepare(connection)
-                    connection.settimeout(PATIENCE_S)
-                samples = self._burst(connection)
-                self._deliver(ClockSamples(0, samples))
-                failures = 0
-            except OSError:
-                failures += 1
-                if connection is not None:
-                    connection.close()
-                connection = None
-            if is_last:
-                break
-            is_last = self._closed.wait(period_s)
-            period_s = min(2 * period_s, longest_s)
-        if connection is not None:
-            connection.close()
+            failures += 1
+            with (
+                contextlib.suppress(OSError),
+                dial(self._place, self._secret, _PURPOSE, CONNECT_S).socket as connection,
+            ):
+                _prepare(connection)
+                connection.settimeout(PATIENCE_S)
+                while True:
+                    is_last = self._closed.is_set()
+                    self._deliver(ClockSamples(0, self._burst(connection)))
+                    failures = 0
+                    if is_last:
+                        return
+                    self._closed.wait(period_s)
+                    period_s = min(2 * period_s, longest_s)
+            self._closed.wait(period_s)
 
     def _burst(self, connection: socket.socket) -> tuple[tuple[int, int, int, int], ...]:
         samples = []

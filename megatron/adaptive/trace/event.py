@@ -87,6 +87,9 @@ COLUMNS = (
 )
 """Meaning of the numbers of a span's line, from the left."""
 
+PLACEMENTS = ("loop", "v")
+"""Layouts of stages on ranks and chunks, see ``schedule.placement``."""
+
 Row: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 """A span as it is recorded: :data:`COLUMNS`, with absolute start and end on the rank's monotonic
 clock in the places of ``start_ns`` and ``duration_ns``. Nothing is said by -1 for chunk,
@@ -409,6 +412,11 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
         for one in fields(TraceHeader)
         if one.type in _EXPECTED
     }
+    if values["placement"] not in PLACEMENTS:
+        raise TraceError(
+            f"{origin}: placement is {values['placement']!r}, this program knows "
+            f"{' and '.join(PLACEMENTS)}; use a newer version of it"
+        )
     values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
     words = (tuple(_value(record, n, "words", origin)) for n in SpanFormat.__slots__)

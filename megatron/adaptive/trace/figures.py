@@ -39,9 +39,6 @@ NS_PER_MS = 1e6
 SERIAL_BYTES = 48 << 20
 """Up to here one process reads all files: others take longer to start than to help."""
 
-BACK_NS = 1_000_000
-"""Actions that begin so much before the one above them say that the clock was set back."""
-
 HANDED_OVER_NS = 100_000
 """A send is the end of an action that ends no later after it."""
 
@@ -73,7 +70,6 @@ class RankFigures:
         transfer_bytes: payload that actions received and sent.
         sent_bytes: payload handed to the transport.
         received_bytes: payload taken from it.
-        went_back: ``bool``, the clock was set back within the iteration.
     """
 
     iterations: Ints
@@ -96,7 +92,6 @@ class RankFigures:
     transfer_bytes: Ints
     sent_bytes: Ints
     received_bytes: Ints
-    went_back: Ints
 
     @property
     def work_ns(self) -> Floats:
@@ -179,25 +174,15 @@ class RunFigures(RankFigures):
         return after
 
     @cached_property
-    def wait_in_step_ns(self) -> Ints:
-        """``wait_ns`` without what came before the step's start."""
-        early = np.maximum(0, self.first_wait_ns - self.before_ns)
-        waits: Ints = self.wait_ns.copy()
-        rows, columns = np.nonzero(early)
-        waits[rows, columns, self.first_cause[rows, columns]] -= early[rows, columns]
-        return waits
-
-    @cached_property
     def parts_ms(self) -> Floats:
         """``[iterations, ranks, parts]``: the parts of each step on each rank, by :data:`PARTS`.
 
         The sum over the parts is the step's time, but where clocks disagree. NaN where nothing was
         recorded.
         """
-        waits = self.wait_in_step_ns.copy()
-        first = np.minimum(self.first_wait_ns, self.before_ns)
-        rows, columns = np.nonzero(first)
-        waits[rows, columns, self.first_cause[rows, columns]] -= first[rows, columns]
+        waits = self.wait_ns.copy()
+        rows, columns = np.indices(self.first_cause.shape)
+        waits[rows, columns, self.first_cause] -= self.first_wait_ns  # part of what is before
         ends = np.stack([self.before_ns, self.after_ns], axis=-1)
         known = [self.busy_ns[..., None], waits[..., 1:], waits[..., :1], ends]
         parts = np.concatenate(known, axis=-1).astype(np.float64)
@@ -226,15 +211,6 @@ class RunFigures(RankFigures):
             np.add.at(held, at, values)
         with np.errstate(invalid="ignore"):
             return by_rank, sums[0] / sums[1] / (usual / stages.shape[1])
-
-    def notes(self) -> list[str]:
-        """Ranks whose clock was set back, a line each."""
-        return [
-            f"the clock of rank {rank} was set back in iteration {self.iterations[row]}; its "
-            "times there mean nothing"
-            for column, rank in enumerate(self.ranks.tolist())
-            for row in np.flatnonzero(self.went_back[:, column])[:3]
-        ]
 
 
 def run_figures(
@@ -306,9 +282,6 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
     sent, received = table.kind == KIND["send"], table.kind == KIND["receive"]
     handed, _ = _within_actions(table, "send")
     at_work_ns = _sums(at, _covered(actions), count)
-    in_file_order = np.sort(drawn)
-    written = place[in_file_order]
-    back = (np.diff(table.start_ns[in_file_order]) < -BACK_NS) & (np.diff(written) == 0)
     return RankFigures(
         iterations=iterations,
         start_ns=_reduced(np.minimum, actions.start_ns, begins, sizes),
@@ -324,7 +297,6 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
         transfer_bytes=_sums(at, actions.bytes, count),
         sent_bytes=_sums(place[sent], table.bytes[sent], count),
         received_bytes=_sums(place[received], table.bytes[received], count),
-        went_back=np.bincount(written[1:][back], minlength=count) > 0,
     )
 
 

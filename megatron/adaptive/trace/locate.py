@@ -102,14 +102,10 @@ def _check_shape(run: RunTrace, num_ranks: int | None, num_chunks: int | None) -
     wanted = (num_ranks or run.num_ranks, num_chunks or run.num_chunks)
     if wanted == (run.num_ranks, run.num_chunks):
         return
-    advice = f"give --pipeline_parallel {run.num_ranks} --model_chunks {run.num_chunks}"
-    others = [p.parent for p in Path(RUNS).glob(f"*/{legacy_name(*wanted)}.txt")]
-    if others:
-        newest = max(others, key=lambda folder: folder.stat().st_mtime)
-        advice += f", or --run-dir {newest} for the newest run of that shape"
     raise TraceError(
         f"{run.origin} has {run.num_ranks} pipeline ranks x {run.num_chunks} chunks, asked for "
-        f"{wanted[0]} x {wanted[1]}; {advice}"
+        f"{wanted[0]} x {wanted[1]}; give --pipeline_parallel {run.num_ranks} --model_chunks "
+        f"{run.num_chunks}, or the --run-dir of another run"
     )
 
 

@@ -49,7 +49,7 @@ _ACTION_LINE = re.compile(r"(\d+), (\d+), (forward|backward|weight) (start|finis
 _MARKER = re.compile(
     r"rank (\d+) iteration (starts|ends) at timestamp (\d+\.\d+)%(?: iteration (\d+))?"
 )
-_NOTE = re.compile(r"# (run|schedule|placement) (.+)")
+_NOTE = re.compile(r"# (run|schedule|placement(?= (?:loop|v)$)) (.+)")
 
 
 def legacy_name(num_ranks: int, num_chunks: int) -> str:

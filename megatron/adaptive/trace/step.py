@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.figures import RankFigures, rank_figures
 from megatron.adaptive.trace.read import RunTrace
@@ -106,49 +107,28 @@ class PipelineStep:
 
     def label(self, pp_rank: int) -> str:
         """The name of a row: ``stage 1``, or ``rank 1 (stages 1, 3)`` with several chunks."""
-        stages = stages_of_rank(pp_rank, self.num_ranks, self.num_chunks, self.placement)
-        if stages is None:
-            return f"rank {pp_rank}"
+        stages = stages_of_rank(self, pp_rank)
         if len(stages) == 1:
             return f"stage {stages[0]}"
         return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
 
 
-_KINDS: dict[str, PlacementKind] = {"loop": "loop", "v": "v"}
-
-
-def placement_of(name: str, num_ranks: int, num_chunks: int) -> Placement | None:
-    """The placement that a header names, ``None`` for one unknown here."""
-    kind = _KINDS.get(name.lower())
-    return kind and Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
-
-
-def stages_of_rank(
-    pp_rank: int, num_ranks: int, num_chunks: int, placement: str
-) -> tuple[int, ...] | None:
-    """Global stages on a pipeline rank, by chunk; ``None`` for a placement unknown here."""
-    found = placement_of(placement, num_ranks, num_chunks)
-    if found is None:
-        return None
-    return tuple(found.stage_of(pp_rank, chunk) for chunk in range(num_chunks))
+def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[int, ...]:
+    """Global stages on a pipeline rank, by chunk."""
+    kind: Any = header.placement
+    place = Placement(num_ranks=header.num_ranks, num_chunks=header.num_chunks, kind=kind)
+    return tuple(place.stage_of(pp_rank, chunk) for chunk in range(header.num_chunks))
 
 
 def stages_of(run: RunTrace) -> Ints:
-    """``[pipeline ranks, chunks]``: the stages there, as in a loop for a placement unknown here."""
+    """``[pipeline ranks, chunks]``: the stages there."""
     header = next(iter(run.ranks.values())).header
-    name = header.placement if header.placement.lower() in _KINDS else "loop"
-    ranks = range(run.num_ranks)
-    return np.array([stages_of_rank(r, run.num_ranks, run.num_chunks, name) for r in ranks])
+    return np.array([stages_of_rank(header, pp_rank) for pp_rank in range(run.num_ranks)])
 
 
-def stages_text(header: TraceHeader, pp_rank: int, most: int | None = None) -> str | None:
-    """Names the stages on a rank of a header's pipeline, ``stages 0, 5``.
-
-    Of more than ``most`` the first ones; ``None`` for a placement unknown here.
-    """
-    stages = stages_of_rank(pp_rank, header.num_ranks, header.num_chunks, header.placement)
-    if stages is None:
-        return None
+def stages_text(header: TraceHeader, pp_rank: int, most: int | None = None) -> str:
+    """Names the stages on a rank of a header's pipeline, ``stages 0, 5``, the first of many."""
+    stages = stages_of_rank(header, pp_rank)
     shown = [*map(str, stages)]
     if most is not None and len(stages) > most:
         shown = [*shown[: most - 1], "…"]

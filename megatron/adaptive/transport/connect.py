@@ -1,5 +1,5 @@
-"""Makes the channels of a job: every rank calls :func:`connect_ranks` at the same
-point.
+"""Makes the channels of a job: every rank calls :meth:`Connector.connect` at the
+same point.
 
 ::
 
@@ -47,6 +47,7 @@ Gather = Callable[[Any], list[Any]]
 
 # To open channels takes moments; ranks may come to it minutes apart.
 _OPEN_S = 300.0
+_SEED_BYTES = 40
 _ACTIVE = "ACTIVE"
 
 
@@ -137,22 +138,11 @@ def own_endpoint(
     )
 
 
-def connect_ranks(
-    *,
-    own: Endpoint,
-    peers: Sequence[int],
-    gather: Gather,
-    groups: TorchGroups,
-    options: TransportConfig,
-    payloads: Payloads,
-    device: torch.device,
-    describe: Callable[[int], str],
-    timeout_s: float,
-    log: Callable[[str], None] = lambda line: None,
-) -> Transport | None:
-    """Connect this rank with its peers. Collective over all ranks of the job.
+@dataclass(frozen=True, kw_only=True)
+class Connector:
+    """Connects this rank with its peers.
 
-    Args:
+    Attributes:
         own: what this rank is.
         peers: global ranks that it exchanges messages with; mutual.
         gather: exchanges values between all ranks.
@@ -162,50 +152,168 @@ def connect_ranks(
         device: where received tensors go.
         describe: text for a rank in error messages.
         timeout_s: limit of sends that must wait.
-        log: called once per choice, on the job's first rank.
-
-    Returns:
-        The transport, ``None`` for a rank without peers.
-
-    Raises:
-        SetupError: a forced transport cannot connect a pair; on all ranks alike.
-        TransportError: it should have been possible, and failed.
     """
-    gathered = gather(
-        {"endpoint": own.encode(), "peers": list(peers), "seed": secrets.token_hex(40)}
-    )
-    ends = [Endpoint.decode(one["endpoint"]) for one in gathered]
-    pairs = sorted({(min(r, p), max(r, p)) for r, one in enumerate(gathered) for p in one["peers"]})
-    choices = {(low, high): choose(ends[low], ends[high], options.forced) for low, high in pairs}
-    native: NativeTransport | None = None
-    if any(choice.kind in NATIVE for choice in choices.values()):
+
+    own: Endpoint
+    peers: Sequence[int]
+    gather: Gather
+    groups: TorchGroups
+    options: TransportConfig
+    payloads: Payloads
+    device: torch.device
+    describe: Callable[[int], str]
+    timeout_s: float
+
+    def connect(self, log: Callable[[str], None] = lambda line: None) -> Transport | None:
+        """Make the channels. Collective over all ranks of the job.
+
+        Args:
+            log: called once per choice, on the job's first rank.
+
+        Returns:
+            The transport, ``None`` for a rank without peers.
+
+        Raises:
+            SetupError: a forced transport cannot connect a pair; on all ranks alike.
+            TransportError: it should have been possible, and failed.
+        """
+        gathered = self.gather((self.own, list(self.peers), secrets.token_bytes(_SEED_BYTES)))
+        ends = [end for end, _, _ in gathered]
+        pairs = {(min(r, p), max(r, p)) for r, (_, peers, _) in enumerate(gathered) for p in peers}
+        forced = self.options.forced
+        choices = {
+            (low, high): choose(ends[low], ends[high], forced) for low, high in sorted(pairs)
+        }
+        native: NativeTransport | None = None
+        if any(choice.kind in NATIVE for choice in choices.values()):
+            native, failure, ways = self._open(choices, ends, seed=gathered[0][2])
+            if failure is not None:
+                if forced is not None:
+                    raise TransportError(failure)
+                for pair, choice in choices.items():
+                    if choice.kind in NATIVE:
+                        choices[pair] = Choice("gloo", f"no {choice.kind}: {failure}")
+            for pair, way in ways.items():
+                choices[pair] = replace(choices[pair], reason=f"{choices[pair].reason}; {way}")
+        if self.own.rank == 0:
+            for line in log_lines(choices):
+                log(line)
+        return _assemble(self.own.rank, choices, native, self.groups)
+
+    def _open(
+        self, choices: Mapping[tuple[int, int], Choice], ends: Sequence[Endpoint], *, seed: bytes
+    ) -> tuple[NativeTransport | None, str | None, dict[tuple[int, int], str]]:
+        """Open the native channels of this rank. Collective over all ranks.
+
+        Args:
+            choices: of all pairs.
+            ends: all ranks.
+            seed: bytes that the job's ranks share: the token of links, the job's number, and the
+                name of the socket that those of a machine take in turn while they make memory.
+
+        Returns:
+            The transport, if this rank has such channels, why they failed somewhere, and by pair
+            how tensors of GPUs go.
+        """
+        rank, gather = self.own.rank, self.gather
         size = size_of_channel(
-            payloads.nbytes, payloads.in_flight, options.transport_slot_bytes,
-            options.transport_slots,
+            self.payloads.nbytes, self.payloads.in_flight, self.options.transport_slot_bytes,
+            self.options.transport_slots,
         )  # fmt: skip
-        opener = _Opener(
-            own=own,
-            ends=ends,
-            seed=bytes.fromhex(gathered[0]["seed"]),
-            options=options,
-            size=size,
-            device=device,
-            describe=describe,
-            limit_s=min(timeout_s, _OPEN_S),
+        kinds = {
+            sum(pair) - rank: choice.kind
+            for pair, choice in choices.items()
+            if rank in pair and choice.kind in NATIVE
+        }
+        node: Any = None
+        failure: str | None = None
+        addresses: dict[str, str] = {}
+        try:
+            if kinds:
+                module = extension.require("this transport")
+                # Ranks that are bound to processors of their own do not stand in each other's way.
+                here = sum(end.shares_cpus(self.own) for end in ends)
+                job = int.from_bytes(seed[16:24], "little")
+                node = module.Node(rank, seed[:16], job, here, self.describe)
+                addresses = self._listen(node, set(kinds.values()))
+        except AdaptiveError as error:
+            failure = self._failed(error)
+        listening = gather(addresses)
+        failures = gather(failure)
+        ways: dict[tuple[int, int], str] = {}
+        if not any(failures):
+            # In one order on all ranks. After a failure too: peers wait for this rank to come.
+            for peer, kind in sorted(kinds.items()):
+                address = listening[peer]["unix" if kind == "shm" else "tcp"]
+                try:
+                    options = self._channel_options(kind, size, seed)
+                    node.open(kind, peer, address, min(self.timeout_s, _OPEN_S), **options)
+                except (AdaptiveError, ValueError) as error:
+                    failure = failure or self._failed(error)
+            gathered = gather([failure, [] if failure else _gpu_ways(node, kinds)])
+            failures = [one for one, _ in gathered]
+            for low, (_, its) in enumerate(gathered):
+                ways.update({(low, high): way for high, way in its if low < high})
+        first = next((one for one in failures if one), None)
+        if first is not None:
+            if node is not None:
+                node.close(0.0)
+            return None, first, {}
+        if node is None:
+            return None, None, ways
+        made = NativeTransport(
+            node,
+            kinds,
+            device=self.device,
+            describe=self.describe,
+            least_free=size.least_free,
         )
-        native, failure, ways = opener.open(choices, gather)
-        if failure is not None:
-            if options.forced is not None:
-                raise TransportError(failure)
-            for pair, choice in choices.items():
-                if choice.kind in NATIVE:
-                    choices[pair] = Choice("gloo", f"no {choice.kind}: {failure}")
-        for pair, way in ways.items():
-            choices[pair] = replace(choices[pair], reason=f"{choices[pair].reason}; {way}")
-    if own.rank == 0:
-        for line in log_lines(choices):
-            log(line)
-    return _assemble(own.rank, choices, native, groups)
+        return made, None, ways
+
+    def _listen(self, node: Any, kinds: set[str]) -> dict[str, str]:
+        addresses = {}
+        if "shm" in kinds:
+            addresses["unix"] = node.listen("unix")
+        if kinds - {"shm"}:
+            addresses["tcp"] = node.listen("tcp", self.own.addresses["tcp"])
+        return addresses
+
+    def _channel_options(self, kind: str, size: ChannelSize, seed: bytes) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "slot_bytes": size.slot_bytes,
+            "slots": size.slots,
+            "crc": self.options.transport_crc,
+            "reservable": size.reservable,
+            "silent_limit_s": self.options.transport_silence_s,
+        }
+        if kind == "rdma":
+            options |= self._rdma_options()
+        if kind == "shm":
+            options["turn_name"] = f"megatron-adaptive-{seed[24:].hex()}"
+        if kind == "shm" and self.device.type == "cuda":
+            index = self.device.index
+            options["cuda_device"] = torch.cuda.current_device() if index is None else index
+            if self.options.transport_gpu == PINNED:
+                options["cuda_refusal"] = f"--transport-gpu {PINNED}"
+        return options
+
+    def _rdma_options(self) -> dict[str, Any]:
+        wanted = self.options
+        options: dict[str, Any] = {"num_qps": wanted.rdma_queue_pairs}
+        if wanted.rdma_device is not None:
+            # Else the extension finds the one that carries the link's address.
+            device, _, port = self.own.ports[0].partition(":")
+            options |= {"device": device, "port": int(port)}
+        elif self.device.type == "cuda":
+            options["near_pci"] = _pci_address(self.device)
+        if wanted.rdma_gid_index is not None:
+            options["gid_index"] = wanted.rdma_gid_index
+        if wanted.rdma_mtu_bytes is not None:
+            options["mtu"] = wanted.rdma_mtu_bytes
+        return options
+
+    def _failed(self, error: Exception) -> str:
+        return f"rank {self.own.rank} on {self.own.host}: {error}"
 
 
 def _assemble(
@@ -231,138 +339,6 @@ def _assemble(
         return distinct[0] if distinct else None
     assert completions is not None
     return CompositeTransport(parts, completions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Opener:
-    """Opens the native channels of this rank.
-
-    Attributes:
-        own: this rank.
-        ends: all ranks.
-        seed: 40 bytes that the job's ranks share: the token of links, the job's number, and the
-            name of the socket that those of a machine take in turn while they make memory.
-        options: the user's settings.
-        size: of each channel.
-        device: where received tensors go.
-        describe: text for a rank in error messages.
-        limit_s: for the opening of one channel.
-    """
-
-    own: Endpoint
-    ends: Sequence[Endpoint]
-    seed: bytes
-    options: TransportConfig
-    size: ChannelSize
-    device: torch.device
-    describe: Callable[[int], str]
-    limit_s: float
-
-    def open(
-        self, choices: Mapping[tuple[int, int], Choice], gather: Gather
-    ) -> tuple[NativeTransport | None, str | None, dict[tuple[int, int], str]]:
-        """Open them. Collective over all ranks.
-
-        Returns:
-            The transport, if this rank has such channels, why they failed somewhere, and by pair
-            how tensors of GPUs go.
-        """
-        rank = self.own.rank
-        kinds = {
-            sum(pair) - rank: choice.kind
-            for pair, choice in choices.items()
-            if rank in pair and choice.kind in NATIVE
-        }
-        node: Any = None
-        failure: str | None = None
-        addresses: dict[str, str] = {}
-        try:
-            if kinds:
-                module = extension.require("this transport")
-                # Ranks that are bound to processors of their own do not stand in each other's way.
-                here = sum(end.shares_cpus(self.own) for end in self.ends)
-                job = int.from_bytes(self.seed[16:24], "little")
-                node = module.Node(self.own.rank, self.seed[:16], job, here, self.describe)
-                addresses = self._listen(node, set(kinds.values()))
-        except AdaptiveError as error:
-            failure = self._failed(error)
-        others = gather(replace(self.own, addresses=addresses).encode())
-        failures = gather(failure)
-        ways: dict[tuple[int, int], str] = {}
-        if not any(failures):
-            # In one order on all ranks. After a failure too: peers wait for this rank to come.
-            for peer, kind in sorted(kinds.items()):
-                address = Endpoint.decode(others[peer]).addresses[
-                    "unix" if kind == "shm" else "tcp"
-                ]
-                try:
-                    node.open(kind, peer, address, self.limit_s, **self._channel_options(kind))
-                except (AdaptiveError, ValueError) as error:
-                    failure = failure or self._failed(error)
-            gathered = gather([failure, [] if failure else _gpu_ways(node, kinds)])
-            failures = [one for one, _ in gathered]
-            for low, (_, its) in enumerate(gathered):
-                ways.update({(low, high): way for high, way in its if low < high})
-        first = next((one for one in failures if one), None)
-        if first is not None:
-            if node is not None:
-                node.close(0.0)
-            return None, first, {}
-        if node is None:
-            return None, None, ways
-        made = NativeTransport(
-            node,
-            kinds,
-            device=self.device,
-            describe=self.describe,
-            least_free=self.size.least_free,
-        )
-        return made, None, ways
-
-    def _listen(self, node: Any, kinds: set[str]) -> dict[str, str]:
-        addresses = {}
-        if "shm" in kinds:
-            addresses["unix"] = node.listen("unix")
-        if kinds - {"shm"}:
-            addresses["tcp"] = node.listen("tcp", self.own.addresses["tcp"])
-        return addresses
-
-    def _channel_options(self, kind: str) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "slot_bytes": self.size.slot_bytes,
-            "slots": self.size.slots,
-            "crc": self.options.transport_crc,
-            "reservable": self.size.reservable,
-            "silent_limit_s": self.options.transport_silence_s,
-        }
-        if kind == "rdma":
-            options |= self._rdma_options()
-        if kind == "shm":
-            options["turn_name"] = f"megatron-adaptive-{self.seed[24:].hex()}"
-        if kind == "shm" and self.device.type == "cuda":
-            index = self.device.index
-            options["cuda_device"] = torch.cuda.current_device() if index is None else index
-            if self.options.transport_gpu == PINNED:
-                options["cuda_refusal"] = f"--transport-gpu {PINNED}"
-        return options
-
-    def _rdma_options(self) -> dict[str, Any]:
-        wanted = self.options
-        options: dict[str, Any] = {"num_qps": wanted.rdma_queue_pairs}
-        if wanted.rdma_device is not None:
-            # Else the extension finds the one that carries the link's address.
-            device, _, port = self.own.ports[0].partition(":")
-            options |= {"device": device, "port": int(port)}
-        elif self.device.type == "cuda":
-            options["near_pci"] = _pci_address(self.device)
-        if wanted.rdma_gid_index is not None:
-            options["gid_index"] = wanted.rdma_gid_index
-        if wanted.rdma_mtu_bytes is not None:
-            options["mtu"] = wanted.rdma_mtu_bytes
-        return options
-
-    def _failed(self, error: Exception) -> str:
-        return f"rank {self.own.rank} on {self.own.host}: {error}"
 
 
 def _gpu_ways(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:

@@ -36,9 +36,9 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 from megatron.adaptive.transport.connect import (
+    Connector,
     Gather,
     Payloads,
-    connect_ranks,
     network_address,
     own_endpoint,
 )
@@ -471,8 +471,8 @@ class ProcessGroups:
         options: TransportConfig,
         log: Callable[[str], None] = lambda line: None,
     ) -> Transport | None:
-        """Connect this rank with its peers; see :func:`connect.connect_ranks`."""
-        return connect_ranks(
+        """Connect this rank with its peers; see :meth:`Connector.connect`."""
+        return Connector(
             own=own,
             peers=peers,
             gather=self.gather,
@@ -482,8 +482,7 @@ class ProcessGroups:
             device=self.accelerator.device,
             describe=self.describe,
             timeout_s=self.timeout_s,
-            log=log,
-        )
+        ).connect(log)
 
     def make(
         self, kind: str, peers: Sequence[int], completions: Completions | None

@@ -23,17 +23,15 @@ of a payload over gloo. The native transports write the same facts into a struct
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import TransportError
 from megatron.adaptive.schedule.action import Action, ActionKind
 
@@ -69,28 +67,6 @@ class Endpoint:
         if self.machine != other.machine:
             return False
         return not (self.cpus and other.cpus) or not set(self.cpus).isdisjoint(other.cpus)
-
-    def encode(self) -> str:
-        """Return the endpoint as text, to be published through a store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str | bytes) -> Endpoint:
-        """Read what :meth:`encode` made on another rank.
-
-        Raises:
-            TransportError: the text is something else.
-        """
-        try:
-            given = parse_json(text)
-            given["ports"] = tuple(given["ports"])
-            given["cpus"] = tuple(given["cpus"])
-            return cls(**given)
-        except (ValueError, TypeError, KeyError) as error:
-            raise TransportError(
-                f"{str(text)[:80]!r} is no endpoint of a rank ({error}): do all ranks run the "
-                "same version?"
-            ) from None
 
 
 class Transport(Protocol):

@@ -38,7 +38,6 @@ from megatron.adaptive.errors import PeerLostError
 
 _PERIOD_S = 2.0
 _LOOK_S = 1.0  # at what /proc says of the ranks of this machine
-_PROC_PERIOD_S = 0.5
 # A channel that notices the silence first says more about it.
 _MARGIN_S = 1.0
 # Long enough for a store under load, else a rank that left well counts as lost; short enough for
@@ -273,35 +272,30 @@ class _Local:
         self._poll = select.poll()
         self._poll.register(wake, select.POLLIN)
         self._watched: dict[int, int] = {}
-        self._in_proc: dict[int, tuple[int, str | None]] = {}
         self._gone: set[int] = set()
         for rank, pid in pids.items():
             try:
                 fd = _pidfd_open(pid)
             except ProcessLookupError:
                 self._gone.add(rank)
+                del self._looks[rank]
                 continue
-            if fd is None:
-                self._in_proc[rank] = (pid, _started(pid))
-                continue
-            self._watched[fd] = rank
-            self._poll.register(fd, select.POLLIN)
+            if fd is not None:
+                self._watched[fd] = rank
+                self._poll.register(fd, select.POLLIN)
 
     def wait(self) -> bool:
         """Wait for an end or some time; true if the watcher is closed."""
         if self._gone:
             return False
-        ready = self._poll.poll(1000 * (_PROC_PERIOD_S if self._in_proc else _LOOK_S))
-        for fd, _ in ready:
+        for fd, _ in self._poll.poll(1000 * _LOOK_S):
             if fd == self._wake:
                 return True
-            self._gone.add(self._watched.pop(fd))
+            rank = self._watched.pop(fd)
+            if self._looks.pop(rank, None) is not None:
+                self._gone.add(rank)
             self._poll.unregister(fd)
             os.close(fd)
-        for rank, (pid, started) in list(self._in_proc.items()):
-            if started is None or _started(pid) != started:
-                self._gone.add(rank)
-                del self._in_proc[rank]
         return False
 
     def take_gone(self) -> set[int]:
@@ -310,11 +304,16 @@ class _Local:
         return gone
 
     def take_stopped(self) -> set[int]:
-        """Return the ranks that have been stopped for too long."""
+        """Return the ranks that have been stopped for too long; sees ends without a pidfd too."""
         if time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + _LOOK_S
-            for rank, looks in self._looks.items():
-                self._looks[rank] = looks + 1 if self._is_stopped(rank) else 0
+            for rank, looks in list(self._looks.items()):
+                pid, started = self._pids[rank]
+                if started is None or _started(pid) != started:
+                    self._gone.add(rank)
+                    del self._looks[rank]
+                else:
+                    self._looks[rank] = looks + 1 if self._is_stopped(rank) else 0
         return {
             rank for rank, looks in self._looks.items() if (looks - 1) * _LOOK_S >= self.stopped_s
         }

@@ -171,7 +171,7 @@ def test_the_label_says_what_lies_under_the_pointer(page: Any, run: RunTrace) ->
     assert span.reason in label
     assert "MiB" in label
     move(page, page.execute_script(MIDDLE_OF_SPAN, "wait", -1))
-    wait_for(page, "return tip.innerText.startsWith('waiting: its input was not there')")
+    wait_for(page, "return tip.innerText.startsWith('wait for input')")
     assert "ended by" in page.execute_script("return tip.innerText")
     move(page, (5, 5))
     wait_for(page, "return tip.hidden")

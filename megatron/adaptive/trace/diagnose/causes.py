@@ -682,8 +682,8 @@ def _with_costs(
 ) -> list[Finding]:
     """Adds what the last iterations of each finding would save without it, by simulation.
 
-    Where the trace cannot be simulated, as without a known placement, nothing is added. A partition
-    that gains nothing in the simulation is no finding.
+    Where the trace cannot be simulated nothing is added. A partition that gains nothing in the
+    simulation is no finding.
     """
 
     @cache

@@ -189,10 +189,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     last = max(counts)
     return Measured(
         places=tuple(headers),
-        stages=tuple(
-            stages_of_rank(h.pp_rank, h.num_ranks, h.num_chunks, h.placement) or (h.pp_rank,)
-            for h in headers
-        ),
+        stages=tuple(stages_of_rank(header, header.pp_rank) for header in headers),
         iterations=chosen,
         num_microbatches=counts[last],
         num_chunks=run.num_chunks,

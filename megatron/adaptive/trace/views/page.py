@@ -42,7 +42,7 @@ from megatron.adaptive.trace.table import (
     TraceTable,
     match_messages,
 )
-from megatron.adaptive.trace.views.palette import IDLE, OTHER_COLORS, Category, categories
+from megatron.adaptive.trace.views.palette import IDLE, OTHER_COLORS, categories
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 300_000
@@ -98,17 +98,13 @@ def write_page(
     plotly_js()  # refuses before the run is read
     ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
     figures = figures or run_figures(run, iterations, ranks=ranks)
-    choice = choose(run, figures, iterations, dp_rank, whole=labels is not None)
-    groups = _groups(run, choice)
-    if labels is not None:
-        groups = [_Group("all ranks", list(labels.values()), [run.ranks[rank] for rank in labels])]
-    colors = categories(run.num_chunks)
+    choice = choose(run, figures, iterations, dp_rank, labels)
     notes = [*choice.notes]
 
     def blocks() -> Iterator[tuple[str, Any]]:
-        yield from _blocks(run, figures, choice, groups, notes)
-        head = _head(run, figures, choice, groups, colors)
-        said = [*run.notes(), *figures.notes(), *notes]
+        yield from _blocks(run, figures, choice, notes)
+        head = _head(run, figures, choice)
+        said = [*run.notes(), *notes]
         yield "page", {**head, "nodes": nodes or {}, "notes": said}
 
     write_html(target, f"Trace of {run.run}", __package__, "page", blocks(), SCRIPTS)
@@ -178,30 +174,16 @@ def plotly_js() -> str:
     return text
 
 
-def _groups(run: RunTrace, choice: PageSelection) -> list[_Group]:
-    groups = []
-    for dp_rank in choice.replicas:
-        traces = run.replica(dp_rank, choice.tp_rank)
-        labels = [_label(pp_rank, trace) for pp_rank, trace in enumerate(traces)]
-        groups.append(_Group(f"replica {dp_rank}", labels, traces))
-    return groups
-
-
 def _label(pp_rank: int, trace: RankTrace | None) -> str:
     if trace is None:
         return f"stage {pp_rank}: no trace"
-    text = stages_text(trace.header, pp_rank, 4) or f"rank {pp_rank}"
+    text = stages_text(trace.header, pp_rank, 4)
     return text if trace.header.rank == pp_rank else f"{text}, rank {trace.header.rank}"
 
 
-def _head(
-    run: RunTrace,
-    figures: RunFigures,
-    choice: PageSelection,
-    groups: Sequence[_Group],
-    colors: Sequence[Category],
-) -> dict[str, Any]:
+def _head(run: RunTrace, figures: RunFigures, choice: PageSelection) -> dict[str, Any]:
     """Returns the page's summary of the whole run."""
+    groups = choice.groups
     header = next(trace for group in groups for trace in group.traces if trace).header
     last = choice.iterations[-1]
     microbatches = max(t.num_microbatches.get(last, 0) for g in groups for t in g.traces if t)
@@ -219,7 +201,7 @@ def _head(
         "idle": f"#{IDLE}",
         "kinds": KINDS,
         "reasons": REASONS,
-        "categories": [asdict(category) for category in colors],
+        "categories": [asdict(category) for category in categories(run.num_chunks)],
         "groups": [{"name": group.name, "rows": group.labels} for group in groups],
         "iterations": choice.iterations,
         "all_iterations": figures.iterations.tolist(),
@@ -255,15 +237,14 @@ def _blocks(
     run: RunTrace,
     figures: RunFigures,
     choice: PageSelection,
-    groups: Sequence[_Group],
     notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and content of the blocks of all groups and iterations; adds to the notes."""
-    share = len(choice.iterations) * max(1, len(choice.replicas))
+    share = len(choice.iterations) * len(choice.groups)
     shortest, unsent, unsimulated = 0, 0, 0
     for place, iteration in enumerate(choice.iterations):
         idle = figures.bubble_fraction[np.searchsorted(figures.iterations, iteration)]
-        for number, group in enumerate(groups):
+        for number, group in enumerate(choice.groups):
             ranks = [trace.header.rank for trace in group.traces if trace]
             mine = idle[np.isin(figures.ranks, ranks) & ~np.isnan(idle)]
             bubble = float(mine.mean()) if len(mine) else 0.0
@@ -358,14 +339,12 @@ class PageSelection:
 
     Attributes:
         iterations: numbers, ascending.
-        replicas: data-parallel ranks drawn one by one.
-        tp_rank: of every tensor-parallel group.
+        groups: replicas, or all ranks as one.
         notes: what is left out, a line each.
     """
 
     iterations: tuple[int, ...]
-    replicas: tuple[int, ...]
-    tp_rank: int
+    groups: tuple[_Group, ...]
     notes: tuple[str, ...]
 
 
@@ -374,8 +353,7 @@ def choose(
     figures: RunFigures,
     iterations: Sequence[int],
     dp_rank: int | None,
-    *,
-    whole: bool = False,
+    labels: Mapping[int, str] | None,
 ) -> PageSelection:
     """Choose what a page holds.
 
@@ -384,7 +362,7 @@ def choose(
         figures: of it.
         iterations: those that may be shown.
         dp_rank: the only replica, ``None`` for any.
-        whole: draw all ranks, and no replica by itself.
+        labels: see :func:`write_page`.
 
     Raises:
         TraceError: nothing was recorded in these iterations.
@@ -403,35 +381,33 @@ def choose(
             f"{len(shown)} of {len(asked)} iterations: first, last, the {SLOWEST} slowest and "
             "evenly spaced ones"
         )
-    if whole:
-        return PageSelection(tuple(shown), (), 0, tuple(notes))
+    if labels is not None:
+        whole = _Group("all ranks", list(labels.values()), [run.ranks[rank] for rank in labels])
+        return PageSelection(tuple(shown), (whole,), tuple(notes))
     present = sorted({trace.header.dp_rank for trace in run.ranks.values()})
     tensor = sorted({trace.header.tp_rank for trace in run.ranks.values()})
-    if dp_rank is not None:
-        run.replica(dp_rank, tensor[0])  # refuses one that is not there
-        replicas: tuple[int, ...] = (dp_rank,)
-    else:
-        replicas = _replicas(figures, present)
+    replicas = _replicas(figures, present) if dp_rank is None else (dp_rank,)
     if len(replicas) < len(present) and dp_rank is None:
         notes.append(f"{len(replicas)} of {len(present)} replicas (the first and the slowest)")
     if len(tensor) > 1:
         notes.append(
             f"of every tensor-parallel group rank {tensor[0]}, not {describe_numbers(tensor[1:])}"
         )
-    return PageSelection(tuple(shown), replicas, tensor[0], tuple(notes))
+    groups = []
+    for replica in replicas:
+        traces = run.replica(replica, tensor[0])
+        names = [_label(pp_rank, trace) for pp_rank, trace in enumerate(traces)]
+        groups.append(_Group(f"replica {replica}", names, traces))
+    return PageSelection(tuple(shown), tuple(groups), tuple(notes))
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int]) -> list[int]:
     if len(asked) <= MAX_ITERATIONS:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
-    places = {0, len(asked) - 1, *np.argsort(-step_ns, kind="stable")[:SLOWEST].tolist()}
-    spaced = np.linspace(0, len(asked) - 1, MAX_ITERATIONS).round().astype(int).tolist()
-    rest = [place for place in spaced if place not in places]
-    free = MAX_ITERATIONS - len(places)
-    picked = np.linspace(0, len(rest) - 1, min(free, len(rest))).round().astype(int)
-    places |= {rest[place] for place in picked.tolist()}
-    return [asked[place] for place in sorted(places)]
+    slowest = np.argsort(-step_ns, kind="stable")[:SLOWEST]
+    spaced = np.linspace(0, len(asked) - 1, MAX_ITERATIONS - SLOWEST).round().astype(int)
+    return [asked[place] for place in np.union1d(slowest, spaced).tolist()]
 
 
 def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:

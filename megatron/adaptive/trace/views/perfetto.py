@@ -120,8 +120,9 @@ def perfetto_events(
         trace = run.ranks[rank]
         yield from _names_of(run, trace, place)
         table = trace.table(iterations)
-        slices = _slices(rank, table, ideal.get(rank), origin_ns, ends)
-        yield from _with_lengths(trace, slices)
+        lengths = {iteration: trace.lengths(iteration) for iteration in iterations}
+        for event in _slices(rank, table, ideal.get(rank), origin_ns, ends):
+            yield _with_lengths(event, lengths)
         yield from _counters(rank, table, origin_ns)
 
 
@@ -180,8 +181,7 @@ def _within_limit(
 
 def _names_of(run: RunTrace, trace: RankTrace, place: int) -> Iterator[Event]:
     header = trace.header
-    stages = stages_text(header, header.pp_rank)
-    name = f"rank {header.rank}" + (f": {stages}" if stages else "")
+    name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
         name += f", replica {header.dp_rank}"
     yield _metadata("process_name", header.rank, 0, name=name)
@@ -244,19 +244,15 @@ def _slices(
                     yield {**end, **where}
 
 
-def _with_lengths(trace: RankTrace, events: Iterable[Event]) -> Iterator[Event]:
+def _with_lengths(event: Event, known: Mapping[int, Lengths]) -> Event:
     """Adds to actions and reads what their microbatches hold, where these differ."""
-    known: dict[int, Lengths] = {}
-    for event in events:
-        arguments = event.get("args", {})
-        iteration, microbatch = arguments.get("iteration"), arguments.get("microbatch", -1)
-        if iteration is not None and iteration not in known:
-            known[iteration] = trace.lengths(iteration)
-        if event.get("cat") in _OF_LENGTHS and 0 <= microbatch < len(known[iteration]):
-            positions, *lengths = known[iteration][microbatch]
-            tokens = sum(lengths)
-            arguments.update(tokens=tokens, padding=positions - tokens, lengths=lengths)
-        yield event
+    arguments = event.get("args", {})
+    found, microbatch = known.get(arguments.get("iteration"), ()), arguments.get("microbatch", -1)
+    if event.get("cat") in _OF_LENGTHS and 0 <= microbatch < len(found):
+        positions, *lengths = found[microbatch]
+        tokens = sum(lengths)
+        arguments.update(tokens=tokens, padding=positions - tokens, lengths=lengths)
+    return event
 
 
 _IDEAL = "ideal: nobody slower than others"

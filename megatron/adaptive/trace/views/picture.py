@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,15 +37,16 @@ if TYPE_CHECKING:
 DPI = 150
 WIDTH_IN, MAX_WIDTH_IN, FORWARD_IN = 14.0, 22.0, 0.13
 """The picture grows from the first width to the second, so that a short action is this wide."""
-TOP_IN, BOTTOM_IN, LEFT_IN, RIGHT_IN = 0.86, 0.96, 0.35, 0.85
+AROUND_IN = 1.5
+"""Height of all that lies above and below the rows."""
 ROW_IN_FEW, ROW_IN_MANY, MANY_ROWS = 0.62, 0.36, 8
 MAX_ROWS_IN = 100.0
 """All rows together are not higher: readers of pictures end at 65,536 pixels."""
 BAR = 0.80
 """Height of a bar; the rest of a row's unit is the gap to the next."""
 INK, FAINT = "#1F2328", "#6B6B70"
-LETTER_EM, DIGIT_EM = 0.60, 0.64
-"""Widths of a letter and of a digit, in font sizes."""
+DIGIT_EM = 0.64
+"""Width of a digit, in font sizes."""
 DIGIT_HEIGHT_EM = 1.15
 SMALLEST_PT, UPRIGHT_BELOW_PT = 4.5, 5.5
 POINTS_PER_IN = 72
@@ -60,114 +60,65 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     Raises:
         TraceError: the file cannot be written.
     """
-    labels = _labels(step)
-    frame = _frame(step, labels)
-    figure = _figure(frame.width, frame.height, DPI)
-    axes = figure.add_axes(
-        (
-            frame.left / frame.width,
-            BOTTOM_IN / frame.height,
-            1 - (frame.left + RIGHT_IN) / frame.width,
-            1 - (TOP_IN + BOTTOM_IN) / frame.height,
-        )
-    )
-    _set_axes(axes, step, frame, labels)
-    _draw_rows(axes, step, frame)
-    _write_texts(axes, step, frame)
-    _write_title(figure, step, frame)
+    row_in = ROW_IN_FEW if step.num_ranks <= MANY_ROWS else ROW_IN_MANY
+    row_in = min(row_in, MAX_ROWS_IN / step.num_ranks)
+    durations = sorted(span.duration_ns for row in step.rows for span in row)
+    short_ns = max(1, durations[len(durations) // 10])
+    width_in = min(max(WIDTH_IN, FORWARD_IN * step.step_ns / short_ns), MAX_WIDTH_IN)
+    figure = _figure(width_in, AROUND_IN + row_in * step.num_ranks, DPI)
+    axes = figure.add_subplot()
+    text_pt = min(9.0, row_in * POINTS_PER_IN * 0.8)
+    _set_axes(axes, step, text_pt)
+    _write_title(figure, axes, step)
     long_ns = step.step_ns / VISIBLE
     causes = {_cause(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # what is drawn within the axes moves nothing
+    points = axes.get_window_extent().width / DPI * POINTS_PER_IN
+    points_per_ns = points / max(step.step_ns, 1)
+    # A wider edge would hide the bars of a dense chart.
+    edge_pt = min(0.5, 0.05 * durations[len(durations) // 2] * points_per_ns)
+    _draw_rows(axes, step, edge_pt)
+    _write_texts(axes, step, points_per_ns, row_in, min(9.0 if row_in > 0.5 else 7.5, text_pt))
     with replaced(path) as temporary:
         figure.savefig(temporary, facecolor="white")
 
 
 def _figure(width_in: float, height_in: float, dpi: int) -> Figure:
-    figure = Figure(figsize=(width_in, height_in), dpi=dpi)
+    figure = Figure(figsize=(width_in, height_in), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Sizes of the picture in inches: bars lie between ``left`` and ``width - RIGHT_IN``."""
-
-    width: float
-    height: float
-    left: float
-    row: float
-    step_ms: float
-
-    @property
-    def points_per_ns(self) -> float:
-        inches_per_ms = (self.width - self.left - RIGHT_IN) / self.step_ms
-        return inches_per_ms * POINTS_PER_IN / NS_PER_MS
-
-    @property
-    def label_pt(self) -> float:
-        """The size of the text beside a row."""
-        return min(9.0, self.row * POINTS_PER_IN * 0.8)
-
-
-def _labels(step: PipelineStep) -> list[str]:
-    """Row names: on two lines where rows are high, on one where they are many."""
-    separator = "\n" if step.num_ranks <= MANY_ROWS else "  "
-    return [step.label(r).replace(" (", f"{separator}(") for r in range(step.num_ranks)]
-
-
-def _frame(step: PipelineStep, labels: Sequence[str]) -> _Frame:
-    row = ROW_IN_FEW if step.num_ranks <= MANY_ROWS else ROW_IN_MANY
-    row = min(row, MAX_ROWS_IN / step.num_ranks)
-    letters = max(len(part) for label in labels for part in label.split("\n"))
-    left = LEFT_IN + letters * LETTER_EM * 9 / POINTS_PER_IN
-    durations = sorted(span.duration_ns for bars in step.rows for span in bars)
-    short_ns = max(1, durations[len(durations) // 10])
-    wanted = left + RIGHT_IN + FORWARD_IN * step.step_ns / short_ns
-    return _Frame(
-        width=min(max(WIDTH_IN, wanted), MAX_WIDTH_IN),
-        height=TOP_IN + BOTTOM_IN + row * step.num_ranks,
-        left=left,
-        row=row,
-        step_ms=max(step.step_ns, 1) / NS_PER_MS,
-    )
-
-
-def _set_axes(axes: Axes, step: PipelineStep, frame: _Frame, labels: Sequence[str]) -> None:
-    axes.set_xlim(0, frame.step_ms)
+def _set_axes(axes: Axes, step: PipelineStep, text_pt: float) -> None:
+    axes.set_xlim(0, max(step.step_ns, 1) / NS_PER_MS)
     axes.set_ylim(step.num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(step.num_ranks), labels, fontsize=frame.label_pt, color=INK)
-    axes.tick_params(axis="y", length=0, pad=6)
+    labels = [step.label(pp_rank) for pp_rank in range(step.num_ranks)]
+    axes.set_yticks(range(step.num_ranks), labels, fontsize=text_pt, color=INK)
+    busy = axes.secondary_yaxis("right")
+    shares = {rank: f"{1 - bubble:.0%} busy" for rank, bubble in step.bubble_fractions.items()}
+    busy.set_yticks(list(shares), list(shares.values()), fontsize=text_pt, color=FAINT)
+    for one in (axes, busy):
+        one.tick_params(axis="y", length=0, pad=6)
+        for side in one.spines.values():
+            side.set_visible(False)
     axes.tick_params(axis="x", length=3, color=FAINT, labelcolor=FAINT, labelsize=8.5)
     axes.set_xlabel("time in the step (ms)", fontsize=9, color=FAINT, labelpad=3)
-    for side in axes.spines.values():
-        side.set_visible(False)
 
 
-def _draw_rows(axes: Axes, step: PipelineStep, frame: _Frame) -> None:
-    durations = sorted(span.duration_ns for row in step.rows for span in row)
-    typical_pt = durations[len(durations) // 2] * frame.points_per_ns
-    edge_pt = min(0.5, 0.05 * typical_pt)  # A wider edge would hide the bars of a dense chart.
-    for pp_rank, bubble in step.bubble_fractions.items():
+def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
+    for pp_rank in step.bubble_fractions:
         waits = [
             (*_extent_ms(wait), WAIT_COLORS[_cause(wait)])
             for wait in (step.waits[pp_rank] if step.waits else ())
         ]
-        _draw_bars(axes, pp_rank, BAR, [(0.0, frame.step_ms, IDLE), *waits])
         actions = [
             (*_extent_ms(span), chunk_color(span.action, span.chunk, step.num_chunks))
             for span in step.rows[pp_rank]
         ]
-        _draw_bars(axes, pp_rank, BAR, actions, edge_pt)
-        axes.annotate(
-            f"{1 - bubble:.0%} busy",
-            (frame.step_ms, pp_rank),
-            (6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=frame.label_pt,
-            color=FAINT,
-            annotation_clip=False,
-        )
+        _draw_bars(axes, pp_rank, [(0.0, step.step_ns / NS_PER_MS, IDLE), *waits])
+        _draw_bars(axes, pp_rank, actions, edge_pt)
     for pp_rank in step.missing:
         axes.text(0, pp_rank, "no trace of this rank", va="center", color=FAINT, style="italic")
 
@@ -178,16 +129,12 @@ def _extent_ms(span: Span) -> tuple[float, float]:
 
 
 def _draw_bars(
-    axes: Axes,
-    row: int,
-    height: float,
-    bars: Sequence[tuple[float, float, str]],
-    edge_pt: float = 0,
+    axes: Axes, row: int, bars: Sequence[tuple[float, float, str]], edge_pt: float = 0
 ) -> None:
     """Draw bars in a row: start, length and colour ``RRGGBB`` of each, white edges around them."""
     axes.broken_barh(
         [(start, length) for start, length, _ in bars],
-        (row - height / 2, height),
+        (row - BAR / 2, BAR),
         facecolors=[f"#{color}" for _, _, color in bars],
         edgecolors="white" if edge_pt else "none",
         linewidth=edge_pt,
@@ -198,18 +145,19 @@ def _cause(wait: Span) -> str:
     return wait.reason if wait.reason in WAIT_COLORS else ""
 
 
-def _write_texts(axes: Axes, step: PipelineStep, frame: _Frame) -> None:
+def _write_texts(
+    axes: Axes, step: PipelineStep, points_per_ns: float, row_in: float, largest: float
+) -> None:
     """Write ``chunk-microbatch`` into the bars wide enough.
 
     All bars of a kind of action get one size and one direction: upright where the text would be
     too small along the bar.
     """
-    largest = min(9.0 if frame.row == ROW_IN_FEW else 7.5, frame.label_pt)
-    height_pt = frame.row * BAR * POINTS_PER_IN
+    height_pt = row_in * BAR * POINTS_PER_IN
     for action in step.actions:
         bars = [(r, s) for r, row in enumerate(step.rows) for s in row if s.action == action]
         texts = [f"{span.chunk}-{span.microbatch}" for _, span in bars]
-        widths = np.array([span.duration_ns for _, span in bars]) * frame.points_per_ns
+        widths = np.array([span.duration_ns for _, span in bars]) * points_per_ns
         letters = DIGIT_EM * np.array(list(map(len, texts)))
         along = 0.88 * widths / letters
         upright = np.minimum(0.95 * widths / DIGIT_HEIGHT_EM, 0.88 * height_pt / letters)
@@ -231,7 +179,7 @@ def _write_texts(axes: Axes, step: PipelineStep, frame: _Frame) -> None:
                 )
 
 
-def _write_title(figure: Figure, step: PipelineStep, frame: _Frame) -> None:
+def _write_title(figure: Figure, axes: Axes, step: PipelineStep) -> None:
     chunks = "chunk" if step.num_chunks == 1 else "chunks"
     ranks = "rank" if step.num_ranks == 1 else "ranks"
     subtitle = (
@@ -240,12 +188,8 @@ def _write_title(figure: Figure, step: PipelineStep, frame: _Frame) -> None:
         f"step {step.step_ns / NS_PER_MS:.4g} ms  ·  bubble {step.bubble_fraction:.1%}"
     )
     title = f"Pipeline schedule: {step.schedule}"
-    for text, below_in, size, color, weight in (
-        (title, 0.32, 14, INK, "bold"),
-        (subtitle, 0.60, 10, FAINT, "normal"),
-    ):
-        x, y = frame.left / frame.width, 1 - below_in / frame.height
-        figure.text(x, y, text, size=size, color=color, weight=weight, va="center")
+    figure.suptitle(title, x=0.01, ha="left", size=14, color=INK, weight="bold")
+    axes.set_title(subtitle, loc="left", size=10, color=FAINT)
 
 
 def _draw_legend(
@@ -258,11 +202,10 @@ def _draw_legend(
         if one.in_legend and (one.cause in causes if one.kind == "wait" else one.kind in actions)
     ]
     patches.append(Patch(color=f"#{IDLE}", label="idle"))
-    figure.legend(handles=patches, loc="lower center", ncols=9, fontsize=8.5, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=9, fontsize=8.5, frameon=False)
 
 
-PANEL_WIDTH_IN, PANEL_ROW_IN, PANEL_TITLE_IN = 14.0, 0.16, 0.42
-PANEL_TOP_IN, PANEL_BOTTOM_IN, PANEL_BAR = 0.2, 0.75, 0.86
+PANEL_ROW_IN, PANEL_TITLE_IN = 0.16, 0.42
 
 
 def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.PathLike[str]) -> None:
@@ -276,39 +219,27 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
         TraceError: the file cannot be written.
     """
     heights = [PANEL_ROW_IN * result.placement.num_ranks + PANEL_TITLE_IN for _, result in steps]
-    height = sum(heights) + PANEL_TOP_IN + PANEL_BOTTOM_IN
-    figure = _figure(PANEL_WIDTH_IN, height, 110)
-    longest_s = max(result.makespan_s for _, result in steps)
-    top = height - PANEL_TOP_IN
-    for (title, result), panel in zip(steps, heights, strict=True):
-        top -= panel
-        axes = figure.add_axes((0.055, top / height, 0.93, (panel - PANEL_TITLE_IN) / height))
-        _draw_panel(axes, title, result, longest_s, last=result is steps[-1][1])
+    figure = _figure(WIDTH_IN, sum(heights) + 0.7, 110)
+    panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False, height_ratios=heights)
+    for (title, result), axes in zip(steps, panels[:, 0], strict=True):
+        chunks, last = result.placement.num_chunks, result.placement.num_ranks - 1
+        for rank, spans in enumerate(result.spans):
+            bars = [(0.0, result.makespan_s, IDLE)]
+            for span in spans:
+                color = chunk_color(span.action.kind.value, span.action.chunk, chunks)
+                bars.append((span.start_s, span.end_s - span.start_s, color))
+            _draw_bars(axes, rank, bars, 0.2)
+        axes.set_ylim(last + 0.5, -0.5)
+        axes.set_title(title, fontsize=9, loc="left", pad=3)
+        axes.set_yticks([0, last])
+        axes.tick_params(labelsize=7, length=2)
+        axes.set_ylabel("rank", fontsize=7)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlim(0, max(result.makespan_s for _, result in steps))
+    axes.set_xlabel("seconds", fontsize=8)
     _draw_legend(figure, max(r.placement.num_chunks for _, r in steps), ACTION_NAMES, ())
     with replaced(path) as temporary:
         figure.savefig(temporary, facecolor="white")
-
-
-def _draw_panel(axes: Axes, title: str, result: SimResult, longest_s: float, *, last: bool) -> None:
-    chunks = result.placement.num_chunks
-    for rank, spans in enumerate(result.spans):
-        bars = [(0.0, result.makespan_s, IDLE)]
-        for span in spans:
-            color = chunk_color(span.action.kind.value, span.action.chunk, chunks)
-            bars.append((span.start_s, span.end_s - span.start_s, color))
-        _draw_bars(axes, rank, PANEL_BAR, bars, 0.2)
-    axes.set_xlim(0, longest_s)
-    axes.set_ylim(result.placement.num_ranks - 0.5, -0.5)
-    axes.set_title(title, fontsize=9, loc="left", pad=3)
-    axes.set_yticks([0, result.placement.num_ranks - 1])
-    axes.tick_params(labelsize=7, length=2)
-    axes.set_ylabel("rank", fontsize=7)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    if last:
-        axes.set_xlabel("seconds", fontsize=8)
-    else:
-        axes.set_xticklabels([])
 
 
 MAX_HEAT_ROWS = 64
@@ -359,7 +290,6 @@ def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> 
     first = answers.repairs[0] if answers.repairs else None
     if first is not None:
         text = f"largest gain: {first.gain:.1%} of a step with {first.what}"
-        figure.text(0.02, 0.015, text, fontsize=8.5, color=FAINT)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+        figure.supxlabel(text, x=0.02, ha="left", size=8.5, color=FAINT)
     with replaced(path) as temporary:
         figure.savefig(temporary, facecolor="white")

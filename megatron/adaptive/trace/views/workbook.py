@@ -149,7 +149,7 @@ def write_workbook(
     row = sheet.max_row + 2
     sheet.cell(row, 1, "about this trace").font = BOLD
     notes = [f"run {run.run}, {run.origin}", f"clocks: {run.alignment.describe()}"]
-    for number, line in enumerate([*notes, *run.notes(), *figures.notes()], start=1):
+    for number, line in enumerate([*notes, *run.notes()], start=1):
         sheet.cell(row + number, 1, printable(line))
     with replaced(target) as temporary:
         workbook.save(temporary)
@@ -224,13 +224,14 @@ def _bins(
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Add the sheet *order*, or the sheets where one is too narrow."""
+    """Add the sheet *order*, as far as a sheet has columns."""
     chart = lay_out(step)
     about = "cells read chunk-microbatch, width is time"
-    for part in range(-(-chart.num_columns // GRID_COLUMNS)):
-        sheet = workbook.create_sheet("order" if part == 0 else f"order {part + 1}")
-        last = _draw(sheet, step, chart, title, about, 1.4, 16, part * GRID_COLUMNS)
-        _patch(sheet, last, 0, IDLE, "idle (bubble)")
+    if chart.num_columns > GRID_COLUMNS:
+        about += f"; the first {GRID_COLUMNS / chart.num_columns:.0%} of the step, all in *time*"
+    sheet = workbook.create_sheet("order")
+    last = _draw(sheet, step, chart, title, about, 1.4, 16)
+    _patch(sheet, last, 0, IDLE, "idle (bubble)")
 
 
 def _add_time(workbook: Workbook, step: PipelineStep, title: str) -> None:
@@ -254,7 +255,6 @@ def _draw(
     about: str,
     column_width: float,
     tick: int,
-    offset: int = 0,
 ) -> int:
     """Draw a sheet that has a row per rank and time to the right.
 
@@ -266,12 +266,11 @@ def _draw(
         about: the legend's first line.
         column_width: of each column of time, in characters.
         tick: a time is written above every so many columns.
-        offset: columns of the chart before the first; as many as fit are drawn.
 
     Returns:
         The row behind the legend of actions.
     """
-    width = min(GRID_COLUMNS, chart.num_columns - offset)
+    width = min(GRID_COLUMNS, chart.num_columns)
     sheet.sheet_view.showGridLines = False
     sheet.freeze_panes = f"B{FIRST_ROW}"
     sheet.column_dimensions["A"].width = max(12, *map(len, map(step.label, range(step.num_ranks))))
@@ -281,7 +280,7 @@ def _draw(
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
     for start in range(0, width, tick):
         _merge(sheet, TIME_ROW, start, min(start + tick, width))
-        text = f"{(offset + start) * chart.unit_ns / NS_PER_MS:.4g} ms"
+        text = f"{start * chart.unit_ns / NS_PER_MS:.4g} ms"
         cell = sheet.cell(TIME_ROW, LABEL_COLUMNS + 1 + start, text)
         cell.font, cell.alignment = _FAINT, LEFT
     for pp_rank, cells in enumerate(chart.rows):
@@ -292,9 +291,8 @@ def _draw(
         if pp_rank in step.missing:
             sheet.cell(row, LABEL_COLUMNS + 1, "no trace of this rank").font = Font(italic=True)
         for one in cells:
-            start, end = max(one.start - offset, 0), min(one.end - offset, width)
-            if start < end:
-                _fill_cell(sheet, row, start, end, one, step.num_chunks)
+            if one.start < width:
+                _fill_cell(sheet, row, one, min(one.end, width), step.num_chunks)
     row = FIRST_ROW + step.num_ranks + 1
     sheet.cell(row, 1, "legend").font = BOLD
     sheet.cell(row, LABEL_COLUMNS + 1, about)
@@ -306,11 +304,9 @@ def _draw(
     return row + 1 + step.num_chunks
 
 
-def _fill_cell(
-    sheet: Worksheet, row: int, start: int, end: int, shown: ChartCell, num_chunks: int
-) -> None:
-    _merge(sheet, row, start, end)
-    cell = sheet.cell(row, LABEL_COLUMNS + 1 + start)
+def _fill_cell(sheet: Worksheet, row: int, shown: ChartCell, end: int, num_chunks: int) -> None:
+    _merge(sheet, row, shown.start, end)
+    cell = sheet.cell(row, LABEL_COLUMNS + 1 + shown.start)
     span = shown.span
     if span is None:
         cell.fill = _fill(IDLE if shown.cause is None else WAIT_COLORS[shown.cause])

@@ -221,7 +221,10 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
         chosen = list(whole) or chosen
     if not chosen:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
-    parts = [_part(run, where, some) for some in _in_turn(run, where, chosen)]
+    parts = []
+    for some in _in_turn(run, where, chosen):
+        operations = read_operations(run, where, some)
+        parts.append(_Part(operations, build_graph(operations)))
     orphans = sum(part.ops.orphans for part in parts)
     if orphans:
         notes.append(
@@ -275,11 +278,6 @@ def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable
         some.append(iteration)
         spans += size
     yield some
-
-
-def _part(run: RunTrace, where: Pipelines, iterations: Sequence[int]) -> _Part:
-    operations = read_operations(run, where, iterations)
-    return _Part(operations, build_graph(operations))
 
 
 Durations = Callable[[_Part], Floats]

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import COLLECTIVES, DRAWN_ACTIONS, REASONS
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.step import placement_of, stages_of
+from megatron.adaptive.trace.step import stages_of
 from megatron.adaptive.trace.table import (
     KIND,
     REASON,
@@ -158,16 +158,10 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
         run: the run.
         ranks: only these global ranks; ``None`` for all.
 
-    Raises:
-        TraceError: the placement is unknown here.
     """
     headers = [run.ranks[rank].header for rank in (run.ranks if ranks is None else ranks)]
     first = min(header.tp_rank for header in headers)
     headers = sorted((h for h in headers if h.tp_rank == first), key=lambda h: h.rank)
-    if placement_of(headers[0].placement, run.num_ranks, run.num_chunks) is None:
-        raise TraceError(
-            f"{run.origin} has placement {headers[0].placement!r}; what-if knows loop and v"
-        )
     _, replica = np.unique([header.dp_rank for header in headers], return_inverse=True)
     return Pipelines(
         ranks=np.array([header.rank for header in headers]),

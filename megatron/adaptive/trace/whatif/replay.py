@@ -34,7 +34,6 @@ from megatron.adaptive.trace.whatif.operations import (
     Operations,
 )
 
-SCHEDULES = ("1f1b", "adaptive")
 RULE_STEPS = 3
 """So many steps are replayed under the run's own rule."""
 ALIKE = 0.1
@@ -93,7 +92,7 @@ class RecordedTimes:
 
         Args:
             iteration: of those recorded.
-            schedule: one of :data:`SCHEDULES`.
+            schedule: ``1f1b`` or ``adaptive``.
             dealt: microbatches go to the replica that is done with them first, else where they
                 were; those of a replica then come in the order that suits a pipeline.
             pieces: parts of each weight gradient where the schedule splits backwards.

@@ -69,7 +69,7 @@ function makeLayout(view) {
   const ticks = names.map((_, row) => row).filter((row) =>
     row >= view.top && row <= view.foot && (row - view.top) % every === 0);
   const longest = Math.max(...names.map((name) => name.length));
-  const floor = !memory ? 0 : namesMemory(names) ? 0.32 : 0.29;
+  const floor = memory ? 0.32 : 0;
   const legend = { orientation: "h", x: 0, yanchor: "bottom" };
   const grid = { gridcolor: "#ececef", zeroline: false };
   return {

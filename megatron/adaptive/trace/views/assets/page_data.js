@@ -139,7 +139,7 @@ function describeBar(block, group, row, bar) {
   const [chunk, microbatch] = [block.chunk[bar], block.microbatch[bar]];
   let title = nameOf(category.kind, chunk, microbatch, block.piece[bar]);
   if (category.kind === "wait") {
-    title = `waiting: ${waitCause(category.cause)}`;
+    title = category.name;
     if (block.of[bar] >= 0) {
       lines.push(["ended by", nameOf(PAGE.kinds[block.of[bar]], chunk, microbatch, 0)]);
     }
@@ -147,7 +147,7 @@ function describeBar(block, group, row, bar) {
   } else if (WORDS[category.kind]) {
     const wait = waitBefore(block, row, bar);
     if (wait >= 0) {
-      const cause = waitCause(CATEGORIES[block.category[wait]].cause);
+      const cause = CATEGORIES[block.category[wait]].name;
       lines.push(["waited", `${formatMs(block.length[wait] * unit)}: ${cause}`]);
     } else {
       lines.push(["waited", "not at all"]);
@@ -161,13 +161,4 @@ function describeBar(block, group, row, bar) {
     lines.push(["bytes", formatBytes(block.bytes[bar])]);
   }
   return { color: category.color, title, lines };
-}
-
-function waitCause(cause) {
-  return {
-    input: "its input was not there",
-    memory: "activations would not have fitted",
-    order: "the order wanted another action",
-    group: "a member of the decision group was behind",
-  }[cause] || "cause unknown";
 }

@@ -7,12 +7,8 @@ const LIMITS = {
   outlined: 2500,
   labels: 900,
   arrows: 300,
-  nameLetters: 110, // of rows whose names are together so long the legend names the memory curves
+  memoryNames: 8,   // of so many rows at most the legend names the memory curves
 };
-
-function namesMemory(names) {
-  return names.join("").length <= LIMITS.nameLetters;
-}
 const BAR = 0.4;             // half the height of a row
 
 // Where bars lie within a row, from its middle downwards.
@@ -243,7 +239,7 @@ function memoryTraces(block, group, view, options) {
       type: "scatter", mode: "lines", x, y, name, yaxis: "y2", legend: "legend2",
       line: { shape: "hv", width: 1.4, color: rowColor(row, names.length) },
       hovertemplate: "%{y:.4~g} MiB at %{x:.3f} ms<extra>%{fullData.name}</extra>",
-      showlegend: options.memory && namesMemory(names), visible: options.memory,
+      showlegend: options.memory && names.length <= LIMITS.memoryNames, visible: options.memory,
     };
   });
 }
