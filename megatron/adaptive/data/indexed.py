@@ -140,8 +140,10 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
 
 def _hint_for_missing(prefix: str) -> str:
     path = Path(prefix.removesuffix(".idx").removesuffix(".bin"))
-    found = sorted(path.parent.glob(f"{glob.escape(path.name)}*.idx"))
-    if found and found[0] != Path(f"{prefix}.idx"):
+    found = sorted(path.parent.glob(f"{glob.escape(path.name)}*.idx")) or sorted(path.glob("*.idx"))
+    if Path(f"{prefix}.idx") in found:
+        return f"it belongs to {prefix}.idx; copy it there, too, or {_AGAIN}"
+    if found:
         return f"did you mean {str(found[0]).removesuffix('.idx')}?"
     return f"{_AGAIN}, or correct --data-path"
 
