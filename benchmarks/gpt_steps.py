@@ -234,7 +234,6 @@ class Rank(GptRank):
             payload_shape=payload_shape(config),
             payload_dtype=run.core.pipeline_dtype,
             timeout_s=120.0,
-            recorder=None,
             transport=TransportConfig(**transport),
         )
         self._wirings.append(wiring)

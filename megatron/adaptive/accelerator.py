@@ -3,7 +3,7 @@
 Two things live here and nowhere else:
 
 * :class:`Accelerator`, the device of this process and the few helpers that differ between CUDA and
-  CPU (memory, synchronization, backend, peak FLOP/s).
+  CPU (memory, synchronization, backend).
 * :func:`install`, which lets an **unmodified** megatron-core run without CUDA. megatron-core names
   the device ``"cuda"`` in tensor factories, asks ``torch.cuda`` for the current device and its
   random state, and compares ``Tensor.type()`` with ``torch.cuda.*`` names. On a machine without
@@ -43,22 +43,6 @@ _FACTORIES = (
     *("randperm", "tensor", "zeros", "zeros_like"),
 )
 
-# Dense bf16/fp16 tensor-core peak of common parts, FLOP/s, from the vendors' data sheets.
-_PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "4090": 165e12,
-    "3090": 71e12,
-    "A6000": 155e12,
-}
-
 # Of <malloc.h>; the second is the largest value that glibc takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _HEAP_KEPT_BYTES, _MAPPED_FROM_BYTES = 1 << 30, 32 << 20
@@ -88,13 +72,6 @@ class Accelerator:
     def is_cuda(self) -> bool:
         """Whether the device is a CUDA GPU."""
         return self.device.type == "cuda"
-
-    @property
-    def peak_flops(self) -> float | None:
-        """Dense 16-bit peak in FLOP/s, ``None`` where the part is unknown or a CPU."""
-        if not self.is_cuda:
-            return None
-        return next((peak for part, peak in _PEAK_FLOPS.items() if part in self.name), None)
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done; does nothing on a CPU."""

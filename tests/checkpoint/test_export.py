@@ -219,7 +219,7 @@ def test_adapters_that_cannot_be_are_refused(flags: str, words: str) -> None:
         parse(given, world_size=1, last_wins=True)
     assert "\n" not in str(info.value)
     without = given[: given.index("--lora-rank")]
-    with pytest.raises(ConfigError, match="--lora-rank is missing, which other flags of adapters"):
+    with pytest.raises(ConfigError, match="--lora-alpha 2 needs --lora-rank"):
         parse([*without, "--lora-alpha", "2"], world_size=1)
 
 

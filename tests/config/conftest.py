@@ -63,17 +63,17 @@ def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
     """Parses the small command line with further flags, later ones winning.
 
     Args:
-        flags: on top of the small ones, or of those that a first word of ``BASES`` names; the words
-            ENGINE and APEX say that Transformer Engine or apex is installed.
+        flags: on top of the small ones, or of those that a first word of ``BASES`` names; the word
+            ENGINE says that Transformer Engine is installed.
         world_size: all processes.
     """
     words = flags.split()
     base = BASES[words.pop(0)] if words[:1] and words[0] in BASES else SMALL
     return parse(
-        [*base.split(), *(word for word in words if word not in ("ENGINE", "APEX"))],
+        [*base.split(), *(word for word in words if word != "ENGINE")],
         world_size=world_size,
         last_wins=True,
-        installed=Installed(transformer_engine="ENGINE" in words, apex="APEX" in words),
+        installed=Installed(transformer_engine="ENGINE" in words),
     )
 
 

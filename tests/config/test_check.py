@@ -32,24 +32,26 @@ BROKEN = """\
     => --ffn-hidden-size 33 | --tensor-model-parallel-size 2
 --hidden-size 66 => --hidden-size 66 | --num-attention-heads 4
 --hidden-size 20 --swiglu => --swiglu | --hidden-size 20 | --ffn-hidden-size
---seq-length 64 => --seq-length 64 | --max-position-embeddings 32 | raise
+--seq-length 64 => --seq-length 64 | --max-position-embeddings 32
 --num-query-groups 2 => --num-query-groups 2 | --group-query-attention
 --group-query-attention --num-query-groups 3 => --num-attention-heads 4 | --num-query-groups 3
 --swiglu --squared-relu => --swiglu | --squared-relu
 --no-position-embedding => --no-position-embedding | learned_absolute | rope
 --transformer-impl transformer_engine => not installed | --transformer-impl local
---attention-backend flash => --attention-backend flash | Transformer Engine
+--attention-backend flash => --attention-backend flash | --transformer-impl transformer_engine
 --attention-softcap 5 --use-flash-attn => --attention-softcap 5 | --use-flash-attn
 --window-rotary-base 100 => --window-rotary-base 100 | --window-size
 --num-experts 4 --moe-router-group-best 2 => --moe-router-group-best 2 | --moe-router-num-groups
 --use-distributed-optimizer --optimizer sgd => --optimizer sgd | adam
 --overlap-param-gather => --overlap-param-gather | --use-distributed-optimizer
 --overlap-param-gather --use-distributed-optimizer => --overlap-param-gather | --overlap-grad-reduce
-PP2 --pipeline-schedule interleaved @2 => interleaved | 1 chunks | 1f1b
---model-chunks 2 --pipeline-schedule interleaved => --model-chunks 2 | at least 2 | pipeline size 1
-PP2 --model-chunks 2 --pipeline-schedule 1f1b @2 => 1f1b | 2 chunks | interleaved
+PP2 --pipeline-schedule interleaved @2
+    => interleaved | --num-virtual-stages-per-pipeline-rank 1 | 1f1b
+--model-chunks 2 --pipeline-schedule interleaved
+    => rank 2 | several pipeline ranks | --pipeline-model-parallel-size above 1
+PP2 --model-chunks 2 --pipeline-schedule 1f1b @2 => 1f1b | rank 2 | interleaved
 PP2 --model-chunks 2 --pipeline-schedule megatron --no-overlap-p2p-communication @2
-    => megatron | --no-overlap-p2p-communication | 3
+    => megatron | --no-overlap-p2p-communication | above 2
 PP2 --model-chunks 2 --pipeline-schedule interleaved --global-batch-size 6 @2
     => 3 microbatches | groups of 2 | multiple of 4 | adaptive
 PP2 --model-chunks 2 --pipeline-schedule megatron --global-batch-size 2 @2
@@ -58,23 +60,24 @@ PP2 --model-chunks 2 --pipeline-schedule interleaved
     --microbatch-group-size-per-virtual-pipeline-stage 1 @2
     => stage 1 | pipeline size 2
 PP2 --pipeline-schedule 1f1b --activation-cap 2 @2 => --activation-cap 2 | 1f1b | adaptive
---repartition auto => --repartition auto | pipeline size 1 | --pipeline-model-parallel-size
+--repartition auto => --repartition auto | --pipeline-model-parallel-size 1 | above 1
 PP2 --repartition auto --pipeline-schedule megatron @2
     => --repartition auto | megatron | simulated | adaptive
-PP2 --pipeline-placement v @2 => --pipeline-placement v | 1 chunk | --model-chunks 2 | loop
+PP2 --pipeline-placement v @2
+    => --pipeline-placement v | rank 1 | --num-virtual-stages-per-pipeline-rank above 1
 PP2 --model-chunks 2 --pipeline-placement v --pipeline-schedule megatron @2
-    => --pipeline-placement v | megatron | adaptive | --pipeline-placement loop
+    => --pipeline-placement v | megatron | adaptive
 --transport-slots 1 => --transport-slots | at least 2
 --transport tcp --rdma-device mlx5_0
-    => --rdma-device mlx5_0 has no effect with --transport tcp | --transport rdma
+    => --rdma-device mlx5_0 with --transport tcp | --transport auto, rdma
 --transport gloo --pipeline-schedule megatron
-    => --transport gloo with --pipeline-schedule megatron | megatron-core's own
+    => --transport gloo and --pipeline-schedule megatron | megatron-core's own
 UNEQUAL @4 => --stage-data-parallel-sizes 2-1 | needs 3 processes | has 4
 UNEQUAL --pipeline-model-parallel-size 3 @3
     => --stage-data-parallel-sizes 2-1 | 2 stages | --pipeline-model-parallel-size is 3
 UNEQUAL --stage-data-parallel-sizes 2-0 @2 => '2-0' | as in 2-1-1
 UNEQUAL --tensor-model-parallel-size 2 @6 => 2-1 | --tensor-model-parallel-size 2
-UNEQUAL --model-chunks 2 @3 => 2-1 | --model-chunks 2
+UNEQUAL --model-chunks 2 @3 => 2-1 | rank 2
 UNEQUAL --repartition auto @3 => 2-1 | --repartition auto
 UNEQUAL --pipeline-schedule zb-h1 @3 => 2-1 | zb-h1 | 1f1b, adaptive, gpipe
 UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 | = 4
@@ -91,12 +94,12 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --lr-decay-style WSD => WSD | --lr-wsd-decay-iters
 --lr-decay-style WSD --lr-wsd-decay-iters 11 => 11 | 10 iters
 --start-weight-decay 0.1 => --start-weight-decay | constant | --weight-decay
---weight-decay-incr-style linear => linear | --start-weight-decay and --end-weight-decay
+--weight-decay-incr-style linear => linear | needs --start-weight-decay
 --weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1
     => --start-weight-decay 0.2 | --end-weight-decay 0.1
 --recompute-activations --recompute-granularity full => --recompute-activations | full | selective
 --recompute-granularity full => full | --recompute-method | uniform and 1
---recompute-method block => --recompute-method | none | full
+--recompute-method block => --recompute-method block needs --recompute-granularity full
 --recompute-granularity selective --recompute-num-layers 1
     => --recompute-num-layers | selective | full
 --recompute-modules mlp => --recompute-modules | selective
@@ -112,7 +115,7 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --sft => --sft | --variable-seq-lengths
 --variable-seq-lengths --reset-position-ids => --reset-position-ids | never glued
 --variable-seq-lengths --pack-to 64 => --micro-batch-size 2 | --pack-to 64 | one row
---variable-seq-lengths --pack-to 31 --micro-batch-size 1 => --pack-to 31 is below --seq-length 32
+--variable-seq-lengths --pack-to 31 --micro-batch-size 1 => --seq-length 32 is above --pack-to 31
 --balance-replicas lengths @2 => --balance-replicas lengths | --variable-seq-lengths | speed
 --balance-replicas speed --pipeline-schedule megatron @2
     => --balance-replicas speed | --pipeline-schedule megatron | same number
@@ -133,7 +136,7 @@ NO_DATA --mock-data --tokenizer-type NullTokenizer => NullTokenizer | --vocab-si
 GROWS --train-samples 10 --rampup-batch-size 8 2 10 => starts at 8 | start lower
 GROWS --train-samples 10 --rampup-batch-size 2 4 10 => never reaches | 8 | distance 6
 GROWS --train-samples 10 --rampup-batch-size 1 1 10 => 2 x data parallel size 1 = 2
-GROWS --train-samples 4 => --train-samples 4 | one batch of 8
+GROWS --train-samples 4 => --train-samples 4 | --global-batch-size 8
 GROWS --micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2
     --pipeline-model-parallel-size 2 --pipeline-schedule interleaved @2
     => 3 microbatches (global batch 3)
@@ -144,7 +147,7 @@ PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of 2
 --context-parallel-size 2 --window-size 8,0 @2 => --window-size | local layers | --context
 --mtp-num-layers 1 => --position-embedding-type learned_absolute | --mtp-num-layers 1 | rope
 --mtp-num-layers 0 => --mtp-num-layers | at least 1
---heterogeneous-layers-config-path /no/file => /no/file cannot be read | block_configs
+--heterogeneous-layers-config-path /no/file => /no/file: No such file | block_configs
 --heterogeneous-layers-config-encoded-json {} => layer 1 has another form | KeyError
 --heterogeneous-layers-config-encoded-json [ => layer 1 has another form | JSONDecodeError
 UNLIKE{"attention":{"num_query_groups":2,"no_op":1},"ffn":{"ffn_hidden_size":8}}]}
@@ -169,8 +172,8 @@ PP2 --decoder-first-pipeline-num-layers 5 @2 => 5 | --num-layers 4 | do not come
 PP2 --account-for-embedding-in-pipeline-split @2 => --account | --num-layers 4 | 5 layers over 2
 PP2 --model-chunks 2 --decoder-last-pipeline-num-layers 2 @2 => 2 with the stages in a V | loop
 PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
---moe-grouped-gemm => --moe-grouped-gemm has no effect by itself | --num-experts
---expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 has no effect | --num-experts
+--moe-grouped-gemm => --moe-grouped-gemm needs --num-experts
+--expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 needs --num-experts
 --num-experts 0 => --num-experts 0 | 1 at least
 --num-experts 4 --moe-router-topk 5 => --moe-router-topk 5 of --num-experts 4
 --num-experts 4 --moe-expert-capacity-factor 0 => --moe-expert-capacity-factor 0 | above 0
@@ -180,8 +183,8 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --moe-token-dispatcher-type flex => flex needs DeepEP | alltoall
 --num-experts 4 --variable-seq-lengths => allgather | alltoall
 --num-experts 4 --moe-grouped-gemm --disable-bias-linear => --bf16
---num-experts 4 --moe-shared-expert-intermediate-size 8 => 8 with biases | --disable-bias-linear
---num-experts 4 --moe-latent-size 8 => --moe-latent-size 8 needs Transformer Engine
+--num-experts 4 --moe-shared-expert-intermediate-size 8 => 8 needs --disable-bias-linear
+--num-experts 4 --moe-latent-size 8 => --moe-latent-size 8 with --transformer-impl local
 --num-experts 4 --expert-model-parallel-size 3 @3 => --num-experts 4 | 3 | not a multiple
 --num-experts 4 --expert-model-parallel-size 4 --global-batch-size 12 @6
     => world size 6 | expert tensor 1 x expert 4
@@ -189,14 +192,14 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --expert-tensor-parallel-size 2 --disable-bias-linear @2
     => --expert-tensor-parallel-size 2 | make the first two equal
 --num-experts 4 --overlap-moe-expert-parallel-comm
-    => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | spread
-SPREAD @2 => --moe-token-dispatcher-type allgather, whose layers cannot be left | alltoall
+    => --overlap-moe-expert-parallel-comm with --expert-model-parallel-size 1 | above 1
+SPREAD @2 => --moe-token-dispatcher-type allgather | cannot be left | alltoall
 --num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1
     --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number
 EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
 EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
-EXCHANGE PP2 --repartition auto @4 => --repartition auto | runs beside it
-EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | selective
+EXCHANGE PP2 --repartition auto @4 => --repartition auto | runs there meanwhile
+EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | left in a layer
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
     --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
 --num-experts 4 --heterogeneous-layers-config-encoded-json {"block_configs":[]}

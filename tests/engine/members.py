@@ -331,7 +331,6 @@ def experts(member: Member) -> dict[str, Any]:
         payload_dtype=torch.float32,
         payload_varies=True,
         timeout_s=20.0,
-        recorder=None,
         model=model,
     )
     group = parallel_state.get_expert_model_parallel_group()

@@ -39,7 +39,6 @@ def test_a_rank_alone_needs_neither_channels_nor_agreement() -> None:
         payload_shape=(4, 1, 8),
         payload_dtype=torch.float32,
         timeout_s=1.0,
-        recorder=None,
     )
     assert wiring.transport is None
     assert type(wiring.agreement) is Agreement

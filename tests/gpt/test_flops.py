@@ -24,7 +24,7 @@ PADDED_VOCAB_SIZE = 128
 
 
 def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> TrainerConfig:
-    installed = Installed(transformer_engine=False, apex=False)
+    installed = Installed(transformer_engine=False)
     arguments = f"{base} {flags}".split()
     return parse(arguments, world_size=world_size, last_wins=True, installed=installed)
 

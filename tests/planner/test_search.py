@@ -123,7 +123,7 @@ def test_long_sequences_are_shared_and_the_trainer_takes_such_plans() -> None:
     document = plan_document(plan, inputs, row.prediction)
     given = [*model.arguments, "--train-iters", "1", "--lr", "1e-4", "--mock-data"]
     world_size = plan.tp * sum(len(place.replicas) for place in plan.places)
-    installed = Installed(transformer_engine=True, apex=True)
+    installed = Installed(transformer_engine=True)
     config = parse(
         [*given, *plan_flags(document, "plan")],
         world_size=world_size,

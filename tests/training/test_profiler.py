@@ -28,7 +28,7 @@ WINDOW = "--profile-step-start 2 --profile-step-end 4"
 
 
 def settings(flags: str = "", world_size: int = 1) -> TrainerConfig:
-    installed = Installed(transformer_engine=False, apex=False)
+    installed = Installed(transformer_engine=False)
     argv = f"{SMALL} {flags}".split()
     return parse(argv, world_size=world_size, last_wins=True, installed=installed)
 

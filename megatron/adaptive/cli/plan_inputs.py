@@ -120,9 +120,7 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
     if any(part is not None and "bf16" not in part.flops for part in parts):
         default = "fp16"
     if document is not None:
-        model = document["model"]
-        named = profile_file.precision_of(model.get("arguments", ()))
-        default = model.get("precision", named)
+        default = profile_file.precision_of(document["model"])
     return read_model(
         options.model,
         options.precision,

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from megatron.adaptive.cli.common import run_cli
-from megatron.adaptive.config.arguments import options_of
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.flags import fields_of
@@ -141,7 +140,7 @@ def _parser() -> CommandParser:
     text = "files are PREFIX_KEY_document.bin and .idx"
     add("--output-prefix", required=True, metavar="PREFIX", help=text)
     for spec in _TOKENIZER:
-        add(*spec.names, **options_of(spec))
+        add(*spec.names, **spec.options())
     add("--append-eod", action="store_true", help="end each document with its token")
     add("--workers", default=available_cores(), **_WORKERS)
     text = "documents between log lines where stderr is no terminal (default: 1000)"

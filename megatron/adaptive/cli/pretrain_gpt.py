@@ -7,6 +7,7 @@ the parser is made from.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import signal
@@ -25,7 +26,7 @@ from megatron.adaptive.config.command_parser import CommandParser, count, last_v
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.forms import read_file
-from megatron.adaptive.config.refused import FAMILIES
+from megatron.adaptive.config.refused import REFUSED
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 
 _USAGE = """\
@@ -229,10 +230,9 @@ def flags_markdown() -> str:
         for flag, default, text in rows:
             parts.append(f"| `{_cell(flag)}` | {_cell(default)} | {_cell(text)} |\n")
     parts.append("\n## Refused\n\n| Flags | Why, and what to do |\n| --- | --- |\n")
-    for family in FAMILIES:
-        names = [f"`--{name}`" for name in family.flags]
-        names += [f"`--{prefix}*`" for prefix in family.prefixes]
-        parts.append(f"| {', '.join(names)} | {_cell(family.reason)} |\n")
+    for reason, family in itertools.groupby(REFUSED, REFUSED.__getitem__):
+        names = [f"`--{name}`" for name in sorted(family, key=lambda one: one.endswith("*"))]
+        parts.append(f"| {', '.join(names)} | {_cell(reason)} |\n")
     return "".join(parts)
 
 

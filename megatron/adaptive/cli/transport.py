@@ -24,7 +24,6 @@ from typing import Any
 
 from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.arguments import options_of
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
@@ -99,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--master-port", type=number(int, 1, 65535, "port"), help="its port")
     group = parser.add_argument_group("as in training")
     for spec in fields_of(TransportConfig):
-        group.add_argument(*spec.names, **options_of(spec))
+        group.add_argument(*spec.names, **spec.options())
     return parser
 
 

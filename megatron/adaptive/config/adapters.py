@@ -9,9 +9,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron.adaptive.config.command_parser import last_value
 from megatron.adaptive.config.flags import FieldSpec
 from megatron.adaptive.config.hugging_face import LOAD_FLAG, NAMES, load_config
 from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.config.plan import flags_in
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 
@@ -42,16 +44,13 @@ def expand_model(argv: Sequence[str], specs: Mapping[str, FieldSpec]) -> list[st
     given = {dest_of.get(word.split("=", 1)[0]) for word in argv}
     added: list[str] = []
     for flag in (LOAD_FLAG, "--load-lora"):
-        places = [at for at, word in enumerate(argv) if word.split("=", 1)[0] == flag]
-        if not places or (not argv[places[-1] :][1:] and "=" not in argv[places[-1]]):
+        if (text := last_value(argv, flag)) is None:
             continue
-        _, equals, text = argv[places[-1]].partition("=")
-        folder = Path(text if equals else argv[places[-1] + 1])
+        folder = Path(text)
         words = load_config(folder)[1] if flag == LOAD_FLAG else adapter_arguments(folder)
-        starts = [at for at, word in enumerate(words) if word.startswith("--")]
-        for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-            if dest_of[words[start]] not in given:
-                added += words[start:end]
+        for name, values in flags_in(words).items():
+            if dest_of[name] not in given:
+                added += [name, *values]
     return [*argv, *added]
 
 

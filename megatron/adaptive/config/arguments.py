@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +20,10 @@ from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.layers import lay_out
+from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
+from megatron.adaptive.config.rules import Given
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
@@ -31,35 +32,34 @@ _HELP_FLAGS = ("-h", "--help")
 _LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 _SECONDS_PER_MINUTE = 60
 
-# Settings that say the same thing twice or contradict each other whenever one of the first and one
-# of the second are given, and the rule.
+# Settings that say the same thing twice or contradict each other where both are given.
 _EXCLUSIVE = """\
-fp16 | bf16 | parameters have one type
-train_iters | train_samples | the length of the run is counted in one unit
-train_iters | lr_decay_samples lr_warmup_samples lr_wsd_decay_samples rampup_batch_size
+fp16 excludes bf16 | parameters have one type
+train_iters excludes train_samples | the length of the run is counted in one unit
+train_iters excludes lr_decay_samples lr_warmup_samples lr_wsd_decay_samples rampup_batch_size
     | a run counted in iterations takes no setting counted in samples
-train_samples | lr_decay_iters lr_warmup_iters lr_wsd_decay_iters
+train_samples excludes lr_decay_iters lr_warmup_iters lr_wsd_decay_iters
     | a run counted in samples takes no setting counted in iterations
-lr_warmup_fraction | lr_warmup_iters lr_warmup_samples | the warm-up has one length
-num_layers_per_virtual_pipeline_stage | num_virtual_stages_per_pipeline_rank
+lr_warmup_fraction excludes lr_warmup_iters lr_warmup_samples | the warm-up has one length
+num_layers_per_virtual_pipeline_stage excludes num_virtual_stages_per_pipeline_rank
     | both give the number of chunks
-num_layers_per_virtual_pipeline_stage | partition
+num_layers_per_virtual_pipeline_stage excludes partition
     | a partition gives the layers of each stage; give the chunks with --model-chunks
-pipeline_model_parallel_layout | partition num_layers_per_virtual_pipeline_stage
+pipeline_model_parallel_layout excludes partition num_layers_per_virtual_pipeline_stage
     | a layout gives the layers of each stage and the number of chunks
-partition pipeline_model_parallel_layout | decoder_first_pipeline_num_layers
+partition pipeline_model_parallel_layout excludes decoder_first_pipeline_num_layers
     decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split | the first gives the layers of each stage
 decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
-    | account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    excludes account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     | both give the layers of the first and last stage
-mock_data | data_path data_args_path train_data_path valid_data_path test_data_path
+mock_data excludes data_path data_args_path train_data_path valid_data_path test_data_path
     | samples are made up or read
-data_path | data_args_path | both name the data
-data_path data_args_path split | train_data_path valid_data_path test_data_path
+data_path excludes data_args_path | both name the data
+data_path data_args_path split excludes train_data_path valid_data_path test_data_path
     | one dataset is divided by --split, or each split has its own
-override_opt_param_scheduler | use_checkpoint_opt_param_scheduler | one of them must win
-checkpoint_activations | recompute_activations recompute_granularity recompute_method
+override_opt_param_scheduler excludes use_checkpoint_opt_param_scheduler | one of them must win
+checkpoint_activations excludes recompute_activations recompute_granularity recompute_method
     | the first is the old name of the others
 """
 
@@ -78,9 +78,9 @@ def flag_table() -> dict[str, list[tuple[str, str, str]]]:
     for kind in groups().values():
         rows = table[_title(kind)] = []
         for spec in _flagged(kind):
-            metavar = "" if spec.is_switch else " " + _metavar(spec)
+            metavar = "" if spec.is_switch else " " + spec.metavar
             default = "off" if spec.is_switch else spec.default_text
-            rows.append((", ".join(spec.names) + metavar, default, _help_of(spec)))
+            rows.append((", ".join(spec.names) + metavar, default, spec.help_text))
     return table
 
 
@@ -112,7 +112,7 @@ def parse(
     argv = expand_model(argv, specs)
     _scan(argv, specs, last_wins=last_wins)
     given = _read_values(argv)
-    _require_exclusive(given, specs)
+    Given(given, specs).require(_EXCLUSIVE)
     _require_needed(given, specs)
     installed = installed or Installed.detect()
     _resolve(given, world_size=world_size, installed=installed)
@@ -279,7 +279,7 @@ def make_parser() -> argparse.ArgumentParser:
     for kind in groups().values():
         group = parser.add_argument_group(_title(kind))
         for spec in _flagged(kind):
-            group.add_argument(*spec.names, **options_of(spec))
+            group.add_argument(*spec.names, **spec.options())
     return parser
 
 
@@ -298,53 +298,6 @@ def _all_specs() -> dict[str, FieldSpec]:
 
 def _title(kind: type) -> str:
     return (kind.__doc__ or kind.__name__).strip().splitlines()[0].rstrip(".")
-
-
-def _help_of(spec: FieldSpec) -> str:
-    if not spec.flag.choices:
-        return spec.flag.help
-    return f"{spec.flag.help} One of: {', '.join(map(str, spec.flag.choices))}."
-
-
-def _metavar(spec: FieldSpec) -> str:
-    fallback = {int: "N", float: "X", str: "TEXT", bool: "True|False"}[spec.base]
-    return (spec.unit or fallback) + (" ..." if _takes_any_number(spec) else "")
-
-
-def _takes_any_number(spec: FieldSpec) -> bool:
-    """Returns whether one or more words follow the flag."""
-    return spec.many and spec.length is None and not spec.flag.convert
-
-
-def options_of(spec: FieldSpec) -> dict[str, Any]:
-    """Keyword arguments of ``add_argument``; a flag that is not given is absent from the result."""
-    text = (spec.flag.detail or _help_of(spec)).replace("%", "%%")
-    if spec.is_switch:
-        return {
-            "dest": spec.dest,
-            "action": "store_false" if spec.default is True else "store_true",
-            "default": argparse.SUPPRESS,
-            "help": text,
-        }
-
-    def convert(word: str) -> Any:
-        try:
-            return spec.convert(word)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    options: dict[str, Any] = {
-        "dest": spec.dest,
-        "type": convert,
-        "metavar": _metavar(spec).removesuffix(" ..."),
-        "default": argparse.SUPPRESS,
-        "help": f"{text} (default: {spec.default_text.replace('%', '%%')})",
-    }
-    if _takes_any_number(spec):
-        options["nargs"] = "+"
-    elif spec.length is not None:
-        options |= {"nargs": spec.length, "metavar": tuple(_metavar(spec).split())}
-    return options
 
 
 def _is_active(name: str) -> bool:
@@ -387,12 +340,9 @@ def _why_not_taken(name: str, taken: list[str]) -> str:
     reason = reason_for(name)
     if reason is not None:
         return f"{name} is a flag of Megatron-LM that this trainer refuses: {reason}"
-    for names, note in ((taken, ""), (list(refused_flags()), ", which is refused")):
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-        if nearest:
-            return f"{name} is not a flag of this trainer: the nearest is {nearest[0]}{note}"
-    nearest = difflib.get_close_matches(name, taken, n=1, cutoff=0.0)
-    return f"{name} is not a flag of this trainer: the nearest is {nearest[0]}; see --help"
+    (nearest,) = difflib.get_close_matches(name, [*taken, *refused_flags()], n=1, cutoff=0.0)
+    note = "" if nearest in taken else ", which is refused"
+    return f"{name} is not a flag of this trainer: the nearest is {nearest}{note}; see --help"
 
 
 def _read_values(argv: Sequence[str]) -> dict[str, Any]:
@@ -403,18 +353,6 @@ def _read_values(argv: Sequence[str]) -> dict[str, Any]:
         dest: tuple(value) if isinstance(value, list) else value
         for dest, value in vars(namespace).items()
     }
-
-
-def _require_exclusive(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    for line in _EXCLUSIVE.replace("\n    ", " ").splitlines():
-        left, right, rule = line.split(" | ")
-        for one, other in itertools.product(left.split(), right.split()):
-            # A length of 0 says nothing: Megatron-LM's scripts give it freely.
-            if given.get(one) and given.get(other):
-                raise ConfigError(
-                    f"{specs[one].text_of(given[one])} and {specs[other].text_of(given[other])} "
-                    f"exclude each other: {rule}; keep one of them"
-                )
 
 
 def _require_needed(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
@@ -454,14 +392,8 @@ def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) ->
 
 
 def _read_data_args(path: str) -> tuple[str, ...]:
-    try:
-        words = tuple(Path(path).read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigError(
-            f"--data-args-path {path} cannot be read ({why}): name a text file that holds the "
-            "value of --data-path"
-        ) from None
+    hint = "give --data-args-path a text file that holds the value of --data-path"
+    words = tuple(read_text(Path(path), hint).split())
     if not words:
         raise ConfigError(
             f"--data-args-path {path} is empty: write the value of --data-path into it"

@@ -1,37 +1,131 @@
-"""Rules between settings: each a condition that breaks it, and the message.
+"""Rules between settings: what one needs or excludes, in a table, and the others as conditions.
 
 Every message names the values, the rule and the remedy. Rules of a single value (ranges, choices)
-are on the fields, pairs of flags that exclude each other in ``arguments.py``, rules of the model in
-``check_model.py``. Nothing here changes a setting. :func:`check_output_folders` alone touches the
-disk; it leaves nothing behind.
+are on the fields, pairs of flags that are not to be given together in ``arguments.py``. Nothing
+here changes a setting. :func:`check_output_folders` alone touches the disk; it leaves nothing
+behind.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from megatron.adaptive.config.adapters import adapted_parts, linear_names
-from megatron.adaptive.config.check_model import Given, Rules, model_rules
+from megatron.adaptive.config.core import EXPERT_SETTINGS, LATENT_SETTINGS, parse_pattern
 from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.layers import layer_rules
-from megatron.adaptive.config.optimizer import LoraConfig
-from megatron.adaptive.config.schedule import (
-    ONE_CHUNK,
-    RULES,
-    SEVERAL_CHUNKS,
-    SPLIT_SCHEDULES,
-    TWO_CHUNKS,
-    UNEQUAL_SCHEDULES,
-    V_ONLY,
-    V_SCHEDULES,
-    format_partition,
-)
-from megatron.adaptive.config.trainer import TrainerConfig
+from megatron.adaptive.config.rules import ORDER, Given
+from megatron.adaptive.config.schedule import UNEQUAL_SCHEDULES, format_partition
+from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.errors import ConfigError
 
+Rules: TypeAlias = Iterator[tuple[object, str]]
+"""Conditions under which a configuration is refused, and the messages."""
+
 _MAX_SPLITS = 3
-_MIN_PIPELINE_WITHOUT_OVERLAP = 3
+_UNLIKE = "heterogeneous_layers_config_path"
+_ENGINE = "transformer_impl=transformer_engine"
+_TABLE = f"""\
+swiglu excludes squared_relu quick_geglu geglu openai_gelu | a model has one activation
+squared_relu excludes quick_geglu geglu openai_gelu | a model has one activation
+quick_geglu excludes geglu openai_gelu | a model has one activation
+geglu excludes openai_gelu | a model has one activation
+seq_length within max_position_embeddings pack_to
+min_lr lr_warmup_init within lr
+decoupled_min_lr within decoupled_lr
+min_loss_scale within initial_loss_scale
+start_weight_decay within end_weight_decay | the weight decay can only grow
+global_batch_size within train_samples
+tensor_model_parallel_size divides num_attention_heads ffn_hidden_size
+    | every rank takes an equal share
+expert_model_parallel_size divides num_moe_experts | every rank takes as many experts
+num_query_groups divides num_attention_heads | every group serves the same number of heads
+stage_data_parallel_sizes excludes tensor_model_parallel_size>1 context_parallel_size>1
+    num_virtual_stages_per_pipeline_rank>1 use_distributed_optimizer mtp_num_layers num_moe_experts
+    ddp_average_in_collective repartition trace_dir calculate_per_token_loss record_schedule
+    replay_schedule | stages of unequal sizes do without it
+stage_data_parallel_sizes needs pipeline_schedule={",".join(UNEQUAL_SCHEDULES)}
+    | the others are made for stages of equal sizes
+overlap_moe_expert_parallel_comm needs expert_model_parallel_size>1 | else no tokens are exchanged
+{ORDER}\
+pipeline_schedule=megatron+num_virtual_stages_per_pipeline_rank>1+overlap_p2p_comm=False
+    needs pipeline_model_parallel_size>2 | two messages between the same ranks would mix
+repartition needs pipeline_model_parallel_size>1
+repartition excludes pipeline_schedule=file,megatron
+    | its order cannot be simulated under another partition; use adaptive
+record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
+    | auto changes the order's shape, and megatron-core keeps its order to itself
+transport excludes pipeline_schedule=megatron | its messages are megatron-core's own
+rdma_device rdma_gid_index rdma_mtu_bytes needs transport=auto,rdma
+overlap_moe_expert_parallel_comm excludes repartition recompute_granularity=full moe_layer_recompute
+    | a forward that is left in a layer would be timed, or changed, by what runs there meanwhile
+overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap | both fill the same exchanges
+sequence_parallel needs tensor_model_parallel_size>1
+window_size+context_parallel_size>1 excludes transformer_impl=local attention_softcap
+    | local layers attend to all tokens before each
+pack_to sft needs variable_seq_lengths
+variable_seq_lengths excludes stage_data_parallel_sizes ddp_average_in_collective
+    reset_position_ids reset_attention_mask eod_mask_loss
+    | its documents are never glued, and its loss is per token
+sft excludes mock_data | conversations come from files
+pack_to excludes micro_batch_size>1 context_parallel_size>1 pipeline_schedule=file
+    multi_latent_attention | a microbatch is one row of whole documents on one rank, with plain
+    attention, and their number differs from step to step
+balance_replicas=lengths needs variable_seq_lengths | speed does not
+use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
+overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
+fp16_lm_cross_entropy loss_scale needs fp16
+grad_reduce_in_bf16 needs bf16
+fp32_residual_connection needs fp16/bf16
+decoupled_min_lr needs decoupled_lr
+start_weight_decay end_weight_decay needs weight_decay_incr_style=linear,cosine
+weight_decay_incr_style=linear,cosine needs start_weight_decay end_weight_decay
+recompute_activations needs recompute_granularity=selective | it means that
+recompute_granularity=full needs recompute_method recompute_num_layers | for example uniform and 1
+recompute_modules needs recompute_granularity=selective
+recompute_method recompute_num_layers distribute_saved_activations needs recompute_granularity=full
+distribute_saved_activations needs tensor_model_parallel_size>1
+distribute_saved_activations excludes sequence_parallel | it splits them already
+lora_alpha lora_dropout lora_targets load_lora needs lora_rank
+lora_rank excludes {_UNLIKE} overlap_moe_expert_parallel_comm | such layers have no adapters
+sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengths
+    | it runs one plain text
+reset_attention_mask excludes create_attention_mask_in_dataloader=False
+    | a mask that ends at documents comes with the data
+valid_data_path test_data_path needs train_data_path/skip_train | nothing is left to train on
+lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples | that is its last part
+save needs save_interval
+save_local needs save | checkpoints there are on their way to storage that all nodes share
+num_query_groups needs group_query_attention
+position_embedding_type=learned_absolute excludes add_position_embedding=False | use rope or none
+{" ".join(LATENT_SETTINGS)} needs multi_latent_attention
+multi_latent_attention excludes group_query_attention | it has a key and value for each head
+{" ".join(EXPERT_SETTINGS)} expert_model_parallel_size expert_tensor_parallel_size
+    needs num_moe_experts
+num_moe_experts+moe_token_dispatcher_type=allgather excludes variable_seq_lengths
+    | rows differ from rank to rank; use alltoall
+moe_grouped_gemm+transformer_impl=local needs bf16 | these compute in bf16 alone
+moe_grouped_gemm+transformer_impl=local moe_shared_expert_intermediate_size
+    needs add_bias_linear=False
+num_moe_experts+tensor_model_parallel_size>1 needs sequence_parallel
+    | the ranks share the tokens of a sequence between them
+attention_softcap excludes use_flash_attn attention_backend=flash,fused | they bound no scores
+attention_backend=flash,fused use_flash_attn cross_entropy_fusion_impl=te moe_latent_size
+    needs {_ENGINE}
+attention_backend=local needs transformer_impl=local
+window_rotary_base needs window_size position_embedding_type=rope
+{_UNLIKE} excludes multi_latent_attention mtp_num_layers num_moe_experts pack_to
+    | that is for layers that are alike
+mtp_num_layers excludes position_embedding_type=learned_absolute
+    | its table of positions would be on two stages; use rope or none
+mtp_num_layers+recompute_method=uniform needs recompute_num_layers=1
+mtp_num_layers+context_parallel_size>1 needs calculate_per_token_loss
+    | megatron-core would average their loss over each rank's tokens alone
+"""
 
 
 def check_config(config: TrainerConfig, installed: Installed) -> None:
@@ -40,22 +134,19 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
     Raises:
         ConfigError: the first rule that is broken.
     """
-    given = Given(config)
+    given = _given(config)
+    given.require(_TABLE)
     for rules in (
-        _unequal_widths(config, given),
-        model_rules(config, given, installed),
+        _shape(config, given, installed),
+        _experts(config, given, installed),
+        _expert_ranks(config, given),
         _parallel(config, given),
         layer_rules(config, given),
         _batch(config, given),
         _lengths(config, given),
         _balance(config, given),
-        _chunks_and_placement(config, given),
-        _order(config, given),
         _microbatch_groups(config, given),
-        _optimizer_state(config),
-        _precision(config, given),
         _learning_rate(config, given),
-        _recompute(config),
         _adapters(config, given),
         _data(config, given),
         _run(config, given),
@@ -63,6 +154,22 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         for broken, message in rules:
             if broken:
                 raise ConfigError(message)
+
+
+def _given(config: TrainerConfig) -> Given:
+    specs = {s.dest: s for kind in groups().values() for s in fields_of(kind) if s.has_flag}
+    values = {
+        dest: value
+        for group in groups()
+        for dest, value in vars(getattr(config, group)).items()
+        if dest in specs
+    }
+    # Equal sizes and a single chunk are what runs without these flags.
+    values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
+    values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
+    if config.core.heterogeneous_layers_config_encoded_json:
+        values[_UNLIKE] = values[_UNLIKE] or "JSON"
+    return Given(values, specs)
 
 
 def check_world_size(
@@ -101,33 +208,101 @@ def check_world_size(
         )
 
 
-def _unequal_widths(config: TrainerConfig, given: Given) -> Rules:
-    """Refuses what stages of unequal widths cannot do."""
-    parallel, schedule = config.parallel, config.schedule
-    if parallel.unequal_sizes is None:
-        return
-    for what, is_given in (
-        (given.tensor_model_parallel_size, parallel.tensor_model_parallel_size > 1),
-        (given.context_parallel_size, parallel.context_parallel_size > 1),
-        (f"--model-chunks {parallel.num_chunks}", parallel.num_chunks > 1),
-        (given.use_distributed_optimizer, parallel.use_distributed_optimizer),
-        (given.mtp_num_layers, config.model.mtp_num_layers is not None),
-        (given.ddp_average_in_collective, parallel.ddp_average_in_collective),
-        (given.repartition, schedule.repartition != "off"),
-        (given.trace_dir, schedule.trace_dir is not None),
-        (given.calculate_per_token_loss, config.core.calculate_per_token_loss),
-        (given.record_schedule, schedule.record_schedule is not None),
-        (given.replay_schedule, schedule.replay_schedule is not None),
-    ):
-        yield (
-            is_given,
-            f"{given.stage_data_parallel_sizes} with {what}: stages of unequal sizes do without "
-            "it; drop it, or use the same number of ranks for each stage",
-        )
+def _shape(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
+    model = config.model
+    heads = model.num_attention_heads
     yield (
-        schedule.pipeline_schedule not in UNEQUAL_SCHEDULES,
-        f"{given.stage_data_parallel_sizes} with {given.pipeline_schedule}, which is made for "
-        f"stages of equal sizes: use one of {', '.join(UNEQUAL_SCHEDULES)}",
+        model.transformer_impl == "transformer_engine" and not installed.transformer_engine,
+        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
+        "install it or give --transformer-impl local",
+    )
+    yield (
+        model.hidden_size % heads != 0 and model.kv_channels == model.hidden_size // heads,
+        f"{given.hidden_size} is not a multiple of {given.num_attention_heads}: change one of "
+        "them, or give --kv-channels",
+    )
+    yield (
+        model.ffn_hidden_size < 1,
+        f"--swiglu with {given.hidden_size} makes a feed-forward block of width 0, rounded down "
+        "to a multiple of 64: give --ffn-hidden-size",
+    )
+
+
+def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
+    core, experts = config.core, config.core.num_moe_experts
+    if experts is None:
+        return
+    yield experts < 1, f"{given.num_moe_experts}: give 1 at least, or drop the flag"
+    yield (
+        not 1 <= core.moe_router_topk <= experts,
+        f"{given.moe_router_topk} of {given.num_moe_experts}: a token goes to 1 expert at least "
+        "and to all at most; change one of them",
+    )
+    groups, best = core.moe_router_num_groups, config.model.moe_router_group_best
+    yield (
+        best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
+        f"{given.moe_router_group_best} needs groups of as many experts (--moe-router-num-groups) "
+        "and no --moe-router-fusion: change one of them",
+    )
+    yield (
+        core.moe_expert_capacity_factor == 0,
+        f"{given.moe_expert_capacity_factor} leaves experts no token: give a factor above 0, or "
+        "drop the flag so that none is dropped",
+    )
+    pattern, layers = parse_pattern(core.moe_layer_freq), config.model.num_layers
+    if isinstance(pattern, list):
+        yield (
+            len(pattern) != layers or not {*pattern} <= {0, 1},
+            f"{given.moe_layer_freq} says of {len(pattern)} layers whether they have experts, and "
+            f"{given.num_layers}: give one 0 or 1 for each",
+        )
+    else:
+        yield pattern < 1, f"{given.moe_layer_freq}: give 1 at least, or a list of 0 and 1"
+    kinds, weights = core.moe_router_load_balancing_type, core.moe_aux_loss_coeff
+    yield (
+        len(kinds) != len(weights),
+        f"{given.moe_router_load_balancing_type} with {given.moe_aux_loss_coeff}: give as many "
+        "coefficients as types",
+    )
+    yield (
+        core.moe_token_dispatcher_type == "flex" and not installed.flexible_dispatch,
+        f"{given.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs: "
+        "install it, or use alltoall",
+    )
+    parallel = config.parallel
+    ranks = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    yield (
+        config.model.add_bias_linear and ranks > 1,
+        f"experts on {ranks} tensor parallel ranks (--expert-tensor-parallel-size) with biases: "
+        "add --disable-bias-linear",
+    )
+
+
+def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
+    """The ranks that experts are spread over."""
+    parallel, experts = config.parallel, config.core.num_moe_experts
+    spread, tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if experts is None:
+        return
+    tensor = tensor or parallel.tensor_model_parallel_size
+    unit = tensor * spread * parallel.pipeline_model_parallel_size
+    yield (
+        config.world_size % unit != 0,
+        f"world size {config.world_size} is not a multiple of expert tensor {tensor} x expert "
+        f"{spread} x pipeline {parallel.pipeline_model_parallel_size} = {unit}: start a multiple "
+        f"of {unit} processes or change --expert-model-parallel-size",
+    )
+    yield (
+        spread == 1 and tensor != parallel.tensor_model_parallel_size,
+        f"{given.expert_tensor_parallel_size} with {given.tensor_model_parallel_size} and "
+        f"{given.expert_model_parallel_size}: megatron-core adds up experts' gradients over the "
+        "wrong ranks; make the first two equal, or raise --expert-model-parallel-size",
+    )
+    width = config.core.moe_ffn_hidden_size or config.model.ffn_hidden_size
+    yield (
+        width % tensor != 0,
+        f"experts of width {width} (--moe-ffn-hidden-size) on {tensor} expert tensor parallel "
+        "ranks: every rank takes an equal share; change one of them",
     )
 
 
@@ -136,43 +311,20 @@ def _parallel(config: TrainerConfig, given: Given) -> Rules:
     tensor = config.parallel.tensor_model_parallel_size
     context = config.parallel.context_parallel_size
     yield (
-        model.num_attention_heads % tensor != 0,
-        f"{given.num_attention_heads} is not a multiple of {given.tensor_model_parallel_size}: "
-        "every rank takes whole heads; change one",
-    )
-    yield (
         model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
         f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
         f"{given.tensor_model_parallel_size}: change one of them",
     )
     yield (
-        model.ffn_hidden_size % tensor != 0,
-        f"{given.ffn_hidden_size} is not a multiple of {given.tensor_model_parallel_size}: every "
-        "rank takes an equal share; change one",
+        config.parallel.sequence_parallel and model.seq_length % (tensor * context) != 0,
+        f"{given.seq_length} is not a multiple of {tensor * context}, the ranks that "
+        "--sequence-parallel splits it over: change one of them",
     )
-    if config.parallel.sequence_parallel:
-        yield (
-            tensor == 1,
-            "--sequence-parallel with --tensor-model-parallel-size 1 splits nothing: it needs a "
-            "tensor parallel size above 1; raise it or drop the flag",
-        )
-        yield (
-            model.seq_length % (tensor * context) != 0,
-            f"{given.seq_length} is not a multiple of {tensor * context}, the ranks that "
-            "--sequence-parallel splits it over: change one of them",
-        )
-    if context > 1:
-        yield (
-            config.core.window_size is not None
-            and (model.transformer_impl == "local" or model.attention_softcap is not None),
-            f"{given.window_size} with {given.context_parallel_size}: local layers attend to all "
-            "tokens before each; use --transformer-impl transformer_engine, or drop one of them",
-        )
-        yield (
-            model.seq_length % (2 * context) != 0,
-            f"{given.seq_length} is not a multiple of 2 x {given.context_parallel_size} = "
-            f"{2 * context}: change one of them",
-        )
+    yield (
+        context > 1 and model.seq_length % (2 * context) != 0,
+        f"{given.seq_length} is not a multiple of 2 x {given.context_parallel_size} = "
+        f"{2 * context}: change one of them",
+    )
 
 
 def _batch(config: TrainerConfig, given: Given) -> Rules:
@@ -207,45 +359,9 @@ def _batch(config: TrainerConfig, given: Given) -> Rules:
 
 def _lengths(config: TrainerConfig, given: Given) -> Rules:
     """Samples of different lengths."""
-    data, parallel, pack = config.data, config.parallel, config.data.pack_to
-    if not data.variable_seq_lengths:
-        for what, is_given in ((given.pack_to, pack is not None), ("--sft", data.sft)):
-            yield (is_given, f"{what} has no effect by itself: add --variable-seq-lengths")
-        return
-    for what, is_given in (
-        (given.stage_data_parallel_sizes, parallel.unequal_sizes is not None),
-        (given.ddp_average_in_collective, parallel.ddp_average_in_collective),
-        ("--reset-position-ids", data.reset_position_ids),
-        ("--reset-attention-mask", data.reset_attention_mask),
-        ("--eod-mask-loss", data.eod_mask_loss),
-    ):
-        yield (
-            is_given,
-            f"{what} with --variable-seq-lengths, whose documents are never glued and whose loss "
-            "is per token: drop one of them",
-        )
-    yield (
-        data.sft and data.mock_data,
-        "--sft with --mock-data: conversations come from files; drop one of them",
-    )
+    parallel, pack = config.parallel, config.data.pack_to
     if pack is None:
         return
-    schedule = config.schedule.pipeline_schedule
-    for what, is_given in (
-        (given.micro_batch_size, config.batch.micro_batch_size > 1),
-        (given.context_parallel_size, parallel.context_parallel_size > 1),
-        (f"--pipeline-schedule {schedule}", schedule == "file"),
-        ("--multi-latent-attention", config.core.multi_latent_attention),
-    ):
-        yield (
-            is_given,
-            f"{what} with {given.pack_to}: a microbatch is one row of whole documents on one rank, "
-            "with plain attention, and their number differs from step to step; drop one of them",
-        )
-    yield (
-        pack < config.model.seq_length,
-        f"{given.pack_to} is below {given.seq_length}, the longest document: raise it",
-    )
     unit = parallel.data_parallel_size * config.microbatch_group
     yield (
         any(size % unit for size in config.batch.batch_sizes()),
@@ -264,132 +380,6 @@ def _balance(config: TrainerConfig, given: Given) -> Rules:
             f"{given.balance_replicas} with {what}, under which every replica has the same number "
             "of microbatches: drop one of them",
         )
-    yield (
-        how == "lengths" and not config.data.variable_seq_lengths,
-        f"{given.balance_replicas} has no effect by itself: add --variable-seq-lengths, or use "
-        "speed",
-    )
-
-
-def _chunks_and_placement(config: TrainerConfig, given: Given) -> Rules:
-    schedule = config.schedule.pipeline_schedule
-    pipeline, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
-    order = given.pipeline_schedule
-    yield (
-        chunks > 1 and pipeline == 1,
-        f"--model-chunks {chunks} with pipeline size 1: megatron-core splits a model into chunks "
-        "only over at least 2 pipeline ranks; raise --pipeline-model-parallel-size or drop "
-        "--model-chunks",
-    )
-    yield (
-        schedule in SEVERAL_CHUNKS and (chunks == 1 or pipeline == 1),
-        f"{order} with {chunks} chunks and pipeline size {pipeline}: it needs two of each at "
-        "least; raise --model-chunks and --pipeline-model-parallel-size or use 1f1b",
-    )
-    yield (
-        schedule in ONE_CHUNK and chunks > 1,
-        f"{order} with {chunks} chunks: it knows one chunk for each rank; use interleaved or "
-        "adaptive, or drop --model-chunks",
-    )
-    yield (
-        schedule in TWO_CHUNKS and chunks != 2,
-        f"{order} with {chunks} chunk{'s' * (chunks > 1)}: it needs two for each rank; set "
-        "--model-chunks 2",
-    )
-    batched = schedule == "megatron" and chunks > 1 and not config.parallel.overlap_p2p_comm
-    yield (
-        batched and pipeline < _MIN_PIPELINE_WITHOUT_OVERLAP,
-        f"{order} with {chunks} chunks, pipeline size {pipeline} and "
-        "--no-overlap-p2p-communication: two messages between the same ranks would mix; drop the "
-        "last flag or use a pipeline size of 3 at least",
-    )
-    in_a_v = config.placement_kind == "v"
-    yield (
-        schedule in V_ONLY and not in_a_v,
-        f"--pipeline-placement loop with {order}, which runs stages there and back: drop "
-        "--pipeline-placement",
-    )
-    yield (
-        in_a_v and schedule not in V_SCHEDULES,
-        f"--pipeline-placement v with {order}, which runs stages in a loop: use one of "
-        f"{', '.join(V_SCHEDULES)}, or --pipeline-placement loop",
-    )
-    yield (
-        in_a_v and chunks == 1,
-        "--pipeline-placement v with 1 chunk: the way back of a V needs a second one on each "
-        "rank; add --model-chunks 2 or use --pipeline-placement loop",
-    )
-
-
-def _order(config: TrainerConfig, given: Given) -> Rules:
-    """Settings of the order of work, of its files and messages."""
-    settings = config.schedule
-    schedule, order = settings.pipeline_schedule, given.pipeline_schedule
-    split = settings.split_backward
-    yield (
-        not settings.is_rule and settings.activation_cap is not None,
-        f"{given.activation_cap} has no effect with {order}, whose order fixes what is kept: drop "
-        f"it or use one of {', '.join(RULES)}",
-    )
-    yield (
-        split is False and schedule in SPLIT_SCHEDULES,
-        f"--split-backward False with {order}, whose order has weight gradients as work of their "
-        "own: drop it or choose another schedule",
-    )
-    yield (
-        split and not settings.is_rule and schedule not in (*SPLIT_SCHEDULES, "file"),
-        f"--split-backward True with {order}, whose order has whole backwards: use one of "
-        f"{', '.join((*RULES, *SPLIT_SCHEDULES))}, or drop it",
-    )
-    yield (
-        (schedule == "file") != (settings.schedule_file is not None),
-        f"{order} with {given.schedule_file}: the two go together; give both or neither",
-    )
-    for what, path in (
-        (given.record_schedule, settings.record_schedule),
-        (given.replay_schedule, settings.replay_schedule),
-    ):
-        yield (
-            path is not None and schedule == "megatron",
-            f"{what} with {order}, whose order megatron-core keeps to itself: use a schedule of "
-            "this project",
-        )
-        yield (
-            path is not None and schedule == "auto",
-            f"{what} with {order}, which changes the order's shape after a few steps: name the "
-            "schedule that it chose",
-        )
-    moves = settings.repartition != "off"
-    yield (
-        moves and config.parallel.pipeline_model_parallel_size == 1,
-        "--repartition auto with pipeline size 1: there is no other stage to give layers to; "
-        "raise --pipeline-model-parallel-size or drop the flag",
-    )
-    yield (
-        moves and schedule in ("file", "megatron"),
-        f"--repartition auto with {order}, which cannot be simulated under another partition: use "
-        "adaptive or another schedule of this project",
-    )
-    transport = config.transport
-    yield (
-        transport.forced is not None and schedule == "megatron",
-        f"{given.transport} with {order}, whose messages are megatron-core's own: drop it or use "
-        "a schedule of this project",
-    )
-    for what, value in (
-        (given.rdma_device, transport.rdma_device),
-        (given.rdma_gid_index, transport.rdma_gid_index),
-        (given.rdma_mtu_bytes, transport.rdma_mtu_bytes),
-    ):
-        yield (
-            transport.forced not in (None, "rdma") and value is not None,
-            f"{what} has no effect with {given.transport}: drop it or use --transport rdma",
-        )
-    yield (
-        schedule == "varuna" and config.recompute.recompute_granularity != "full",
-        f"{order} keeps the inputs of many microbatches and repeats their forwards: add "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    )
 
 
 def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:
@@ -415,58 +405,9 @@ def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:
         )
 
 
-def _optimizer_state(config: TrainerConfig) -> Rules:
-    parallel = config.parallel
-    yield (
-        parallel.use_distributed_optimizer and config.optimizer.optimizer == "sgd",
-        "--use-distributed-optimizer with --optimizer sgd: megatron-core splits only the state of "
-        "adam; drop one of them",
-    )
-    for flag, is_given in (
-        ("--use-distributed-optimizer", parallel.use_distributed_optimizer),
-        ("--overlap-grad-reduce", parallel.overlap_grad_reduce),
-    ):
-        yield (
-            parallel.overlap_param_gather and not is_given,
-            f"--overlap-param-gather works only with {flag}: add it as well",
-        )
-
-
-def _precision(config: TrainerConfig, given: Given) -> Rules:
-    own = config.precision
-    half = own.fp16 or own.bf16
-    for flag, is_given, needed, fulfilled in (
-        (given.fp16_lm_cross_entropy, own.fp16_lm_cross_entropy, "--fp16", own.fp16),
-        (given.grad_reduce_in_bf16, own.grad_reduce_in_bf16, "--bf16", own.bf16),
-        (given.fp32_residual_connection, own.fp32_residual_connection, "--fp16 or --bf16", half),
-        (given.loss_scale, own.loss_scale is not None, "--fp16", own.fp16),
-    ):
-        yield (
-            is_given and not fulfilled,
-            f"{flag} works only with {needed}: add it or drop the flag",
-        )
-    yield (
-        own.min_loss_scale > own.initial_loss_scale,
-        f"{given.min_loss_scale} is above {given.initial_loss_scale}: lower it or raise the other",
-    )
-
-
 def _learning_rate(config: TrainerConfig, given: Given) -> Rules:
     """Learning rate and weight decay."""
     own, run = config.optimizer, config.run
-    for what, value in ((given.min_lr, own.min_lr), (given.lr_warmup_init, own.lr_warmup_init)):
-        yield (
-            value > own.lr,
-            f"{what} is above {given.lr}: the rate never leaves this range; lower it",
-        )
-    yield (
-        own.decoupled_min_lr is not None and own.decoupled_lr is None,
-        "--decoupled-min-lr has no effect by itself: add --decoupled-lr",
-    )
-    yield (
-        (own.decoupled_min_lr or 0) > (own.decoupled_lr or 0),
-        f"{given.decoupled_min_lr} is above {given.decoupled_lr}: lower it",
-    )
     unit, length = "iters", own.lr_decay_iters or run.train_iters or 0
     warmup, last_part = own.lr_warmup_iters, own.lr_wsd_decay_iters
     if run.train_iters is None:
@@ -477,99 +418,22 @@ def _learning_rate(config: TrainerConfig, given: Given) -> Rules:
         f"--lr-warmup-{unit} {warmup} does not end before the decay of {length} {unit} does: "
         f"lower it or raise --lr-decay-{unit}",
     )
-    if own.lr_decay_style == "WSD":
-        yield (
-            last_part is None,
-            f"--lr-decay-style WSD needs the length of its last part: add --lr-wsd-decay-{unit}",
-        )
-        yield (
-            (last_part or 0) > length,
-            f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}: "
-            "lower it",
-        )
-    start, end = own.start_weight_decay, own.end_weight_decay
-    constant = own.weight_decay_incr_style == "constant"
     yield (
-        constant and (start is not None or end is not None),
-        "--start-weight-decay and --end-weight-decay have no effect with "
-        f"{given.weight_decay_incr_style}: use --weight-decay, or linear or cosine",
+        own.lr_decay_style == "WSD" and (last_part or 0) > length,
+        f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}: lower it",
     )
-    yield (
-        not constant and (start is None or end is None),
-        f"{given.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay: add "
-        "both",
-    )
-    yield (
-        (start or 0) > (end or 0),
-        f"{given.start_weight_decay} is above {given.end_weight_decay}: the weight decay can only "
-        "grow; swap them",
-    )
-
-
-def _recompute(config: TrainerConfig) -> Rules:
-    own = config.recompute
-    granularity, full = own.recompute_granularity, own.recompute_granularity == "full"
-    parts = (own.recompute_method, own.recompute_num_layers)
-    yield (
-        own.recompute_activations and granularity != "selective",
-        f"--recompute-activations contradicts --recompute-granularity {granularity}: it means "
-        "selective; keep one of them",
-    )
-    yield (
-        full and None in parts,
-        "--recompute-granularity full needs to know which layers: add --recompute-method and "
-        "--recompute-num-layers, for example uniform and 1",
-    )
-    yield (
-        full and own.recompute_modules is not None,
-        "--recompute-modules has no effect with --recompute-granularity full: use selective or "
-        "drop the modules",
-    )
-    yield (
-        not full and parts != (None, None),
-        "--recompute-method and --recompute-num-layers have no effect with "
-        f"--recompute-granularity {granularity or 'none'}: use full or drop them",
-    )
-    yield (
-        granularity is None and own.recompute_modules is not None,
-        "--recompute-modules has no effect by itself: add --recompute-granularity selective",
-    )
-    if own.distribute_saved_activations:
-        flag = "--distribute-saved-activations"
-        yield (
-            not full,
-            f"{flag} works only with --recompute-granularity full: add it or drop the flag",
-        )
-        yield (
-            config.parallel.tensor_model_parallel_size == 1,
-            f"{flag} with --tensor-model-parallel-size 1 splits nothing: raise it or drop the flag",
-        )
-        yield (
-            config.parallel.sequence_parallel,
-            f"{flag} does not work with --sequence-parallel, which splits them already: drop it",
-        )
 
 
 def _adapters(config: TrainerConfig, given: Given) -> Rules:
-    own, core = config.lora, config.core
-    if not own.is_on:
-        yield (
-            own != LoraConfig(),
-            "--lora-rank is missing, which other flags of adapters need: add it",
-        )
+    if not config.lora.is_on:
         return
-    for what, is_given in (
-        ("--heterogeneous-layers-config-path", core.heterogeneous_layers_config_encoded_json),
-        ("--overlap-moe-expert-parallel-comm", config.schedule.overlap_moe_expert_parallel_comm),
-    ):
-        yield is_given, f"{given.lora_rank} with {what}: such layers have no adapters; drop one"
     short = ",".join(
         name.rpartition(".")[2]
         for ours, theirs in linear_names(config).items()
         for name in theirs * ours.startswith("self_attention.")
     )
     yield (
-        "mlp" in " ".join(adapted_parts(config)) and core.num_moe_experts is not None,
+        "mlp" in " ".join(adapted_parts(config)) and config.core.num_moe_experts is not None,
         f"{given.lora_targets} with {given.num_moe_experts}: experts have no adapters here; name "
         f"linear layers of attention: {short}",
     )
@@ -580,25 +444,6 @@ def _data(config: TrainerConfig, given: Given) -> Rules:
     yield (
         not (data.data_path or data.mock_data or data.has_path_per_split),
         "no data is given: add --data-path with a prefix of .bin and .idx files, or --mock-data",
-    )
-    yield (
-        data.has_path_per_split and not data.train_data_path and not config.run.skip_train,
-        "--valid-data-path and --test-data-path leave nothing to train on: add --train-data-path",
-    )
-    apart = {
-        "--context-parallel-size": config.parallel.context_parallel_size > 1,
-        "--mtp-num-layers": config.model.mtp_num_layers is not None,
-        "--variable-seq-lengths": data.variable_seq_lengths,
-    }
-    yield (
-        config.run.sample_prompt is not None and any(apart.values()),
-        "--sample-prompt runs one plain text and does not work with "
-        f"{', '.join(name for name in apart if apart[name])}: drop one of them",
-    )
-    yield (
-        data.reset_attention_mask and not data.create_attention_mask_in_dataloader,
-        "--reset-attention-mask and --no-create-attention-mask-in-dataloader exclude each other: "
-        "a mask that ends at documents comes with the data; keep one of them",
     )
     yield (
         data.split is not None and not _is_split(data.split),
@@ -623,21 +468,7 @@ def _is_split(text: str) -> bool:
 
 
 def _run(config: TrainerConfig, given: Given) -> Rules:
-    run, checkpoint = config.run, config.checkpoint
-    yield (
-        checkpoint.save is not None and checkpoint.save_interval is None,
-        f"{given.save} does not say how often: add --save-interval",
-    )
-    yield (
-        checkpoint.save_local is not None and checkpoint.save is None,
-        f"{given.save_local} is where checkpoints are on their way to --save, which is missing: "
-        "add --save DIR on storage that all nodes share",
-    )
-    yield (
-        run.train_samples is not None and run.train_samples < config.batch.global_batch_size,
-        f"{given.train_samples} is less than one batch of {config.batch.global_batch_size}: raise "
-        "it",
-    )
+    run = config.run
     yield (
         run.profile_step_end <= run.profile_step_start,
         f"{given.profile_step_end} is not after {given.profile_step_start}: raise it",

@@ -211,7 +211,6 @@ class Installed:
     """Optional packages that decide which settings are possible; none of them is imported."""
 
     transformer_engine: bool
-    apex: bool
     flexible_dispatch: bool = False
 
     @classmethod
@@ -219,25 +218,18 @@ class Installed:
         """Look for the packages on Python's path."""
         return cls(
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
-            apex=importlib.util.find_spec("apex") is not None,
             flexible_dispatch=importlib.util.find_spec("deep_ep") is not None,
         )
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
     """Reads a variable's number; raises ConfigError if it is none or out of range."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise ConfigError(
-            f"environment variable {name} is {text!r}: it must be a whole number; {_LAUNCHER}"
-        ) from None
-    if value < minimum or (maximum is not None and value > maximum):
-        limit = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise ConfigError(
-            f"environment variable {name} is {value}: it must be {limit}; {_LAUNCHER}"
-        )
-    return value
+    if text.isdecimal() and minimum <= int(text) <= (int(text) if maximum is None else maximum):
+        return int(text)
+    limit = f"from {minimum} on" if maximum is None else f"from {minimum} to {maximum}"
+    raise ConfigError(
+        f"environment variable {name} is {text!r}: it must be a whole number {limit}; {_LAUNCHER}"
+    )
 
 
 SECRET_VARIABLE = "MEGATRON_ADAPTIVE_SECRET"

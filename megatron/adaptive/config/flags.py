@@ -7,6 +7,7 @@ between two flags.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -54,8 +55,10 @@ class Limits:
         """Hold a value against the bounds.
 
         Raises:
-            ValueError: it is beyond one.
+            ValueError: it is beyond one, or not finite.
         """
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{value} is not a finite number")
         for name, is_beyond, text in _BOUNDS:
             bound = getattr(self, name)
             if bound is not None and is_beyond(value, bound):
@@ -209,6 +212,49 @@ class FieldSpec:
             return " ".join(str(item) for item in self.default)
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
+    @property
+    def help_text(self) -> str:
+        """The sentence of the documentation, with the choices."""
+        if not self.flag.choices:
+            return self.flag.help
+        return f"{self.flag.help} One of: {', '.join(map(str, self.flag.choices))}."
+
+    @property
+    def takes_any_number(self) -> bool:
+        """True if one or more words follow the flag."""
+        return self.many and self.length is None and not self.flag.convert
+
+    @property
+    def metavar(self) -> str:
+        """The words that stand for the value."""
+        fallback = {int: "N", float: "X", str: "TEXT", bool: "True|False"}[self.base]
+        return (self.unit or fallback) + (" ..." if self.takes_any_number else "")
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of ``add_argument``; an absent flag is absent from the result."""
+        text = (self.flag.detail or self.help_text).replace("%", "%%")
+        options: dict[str, Any] = {"dest": self.dest, "default": argparse.SUPPRESS}
+        if self.is_switch:
+            action = "store_false" if self.default is True else "store_true"
+            return options | {"action": action, "help": text}
+
+        def convert(word: str) -> Any:
+            try:
+                return self.convert(word)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        options |= {
+            "type": convert,
+            "metavar": self.metavar.removesuffix(" ..."),
+            "help": f"{text} (default: {self.default_text.replace('%', '%%')})",
+        }
+        if self.takes_any_number:
+            options["nargs"] = "+"
+        elif self.length is not None:
+            options |= {"nargs": self.length, "metavar": tuple(self.metavar.split())}
+        return options
+
     def text_of(self, value: Any) -> str:
         """Writes the flag as on a command line that gives it this value."""
         if self.is_switch:
@@ -230,13 +276,21 @@ class FieldSpec:
         if self.flag.convert is not None:
             return self.flag.convert(word)
         value = _convert_base(self.base, word)
+        self.check(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """Holds a value against choices and bounds.
+
+        Raises:
+            ValueError: it breaks one; the text names it and the rule.
+        """
         choices = self.flag.choices
         if choices and value not in choices:
             reason = self.flag.refused_choices.get(str(value))
             wrong = f"refused: {reason}" if reason else f"not one of {', '.join(map(str, choices))}"
             raise ValueError(f"{value!r} is {wrong}")
         self.limits.check(value)
-        return value
 
     def from_json(self, value: object) -> Any:
         """Check a value that comes from a saved configuration.
@@ -278,6 +332,24 @@ def fields_of(group: type) -> tuple[FieldSpec, ...]:
     )
 
 
+def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
+    """Holds settings that no flag has read against the choices and bounds of flags.
+
+    Args:
+        values: by name; ``None`` says nothing.
+        specs: flags of at least these names.
+
+    Raises:
+        ConfigError: the first that is wrong.
+    """
+    for name, value in values.items():
+        try:
+            if value is not None:
+                specs[name].check(value)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+
 def _take_apart(hint: Any) -> dict[str, Any]:
     """Split an annotation into the attributes of :class:`FieldSpec` that it gives."""
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
@@ -313,8 +385,6 @@ def _convert_base(base: type, word: str) -> Any:
     except ValueError:
         kind = "whole number" if base is int else "number"
         raise ValueError(f"{word!r} is not a {kind}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{word!r} is not a finite number")
     if base is int and abs(number) >= 1 << 63:
         raise ValueError(f"{word[:24]!r} has more than 64 bits")
     return number

@@ -283,12 +283,11 @@ def _arguments(
     return words, family.differs
 
 
-def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, Any], list[str]]:
+def load_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Reads ``config.json`` of a model that the trainer shall build.
 
     Args:
         folder: of the model.
-        sequence: as in :func:`config_arguments`.
 
     Returns:
         The contents of the file, and the trainer's arguments for the model.
@@ -311,7 +310,7 @@ def load_config(folder: Path, sequence: int | None = None) -> tuple[dict[str, An
             f"{path}: model_type {document['model_type']!r} is not known; the nearest is"
             f" {near[0]}{lacks}; {known} are read"
         )
-    words, differs = config_arguments(document, str(path), sequence)
+    words, differs = config_arguments(document, str(path))
     with _expected_kinds(str(path)):
         return document, _trained(folder, document, words, differs)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.adaptive.config.flags import FieldSpec
+from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.config.schedule import (
     default_placement,
     format_partition,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from megatron.adaptive.config.trainer import TrainerConfig
 
 _MAX_EXAMPLE = 64
+_HINT = 'give --heterogeneous-layers-config-path a JSON file with "block_configs"'
 _UNEVEN = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -43,7 +45,7 @@ def lay_out(given: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
     """
     if path := given.get("heterogeneous_layers_config_path"):
         # Kept in checkpoints, as the file need not be.
-        given.setdefault("heterogeneous_layers_config_encoded_json", _read(path))
+        given.setdefault("heterogeneous_layers_config_encoded_json", read_text(Path(path), _HINT))
     pipeline = given.get("pipeline_model_parallel_size", 1)
     if "num_layers_per_virtual_pipeline_stage" in given:
         given["num_virtual_stages_per_pipeline_rank"] = _chunks_of(
@@ -98,17 +100,6 @@ def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
             "them, or give --model-chunks and --partition"
         )
     return num_layers // unit
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ConfigError(
-            f"--heterogeneous-layers-config-path {path} cannot be read ({why}): name a JSON file "
-            'with "block_configs"'
-        ) from None
 
 
 class UnlikeLayer(NamedTuple):
@@ -182,13 +173,6 @@ def _unlike(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str]]:
             f"{given.num_attention_heads} on {given.tensor_model_parallel_size}: every rank takes "
             "an equal share; change one of them",
         )
-    for what, is_given in (
-        ("--multi-latent-attention", config.core.multi_latent_attention),
-        (given.mtp_num_layers, model.mtp_num_layers is not None),
-        (given.num_moe_experts, config.core.num_moe_experts is not None),
-        (given.pack_to, config.data.pack_to is not None),
-    ):
-        yield is_given, f"{what} with {flag}: it is for layers that are alike; drop one of them"
 
 
 def layer_rules(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str]]:
@@ -233,8 +217,7 @@ def layer_rules(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str
 
 def _predictions(config: TrainerConfig, given: Any) -> Iterator[tuple[object, str]]:
     """Layers of multi-token prediction and their stage."""
-    model, parallel, recompute = config.model, config.parallel, config.recompute
-    layers, layout = model.mtp_num_layers, config.schedule.pipeline_model_parallel_layout
+    layers, layout = config.model.mtp_num_layers, config.schedule.pipeline_model_parallel_layout
     written = "" if layout is None else "".join(parse_layout(layout))
     yield (
         layout is not None and written.count("m") != (layers or 0),
@@ -243,38 +226,14 @@ def _predictions(config: TrainerConfig, given: Any) -> Iterator[tuple[object, st
     )
     if layers is None:
         return
-    pipeline, stages, kind = (
-        parallel.pipeline_model_parallel_size,
-        config.num_stages,
-        config.placement_kind,
+    pipeline, stages = config.parallel.pipeline_model_parallel_size, config.num_stages
+    kind = config.placement_kind
+    yield (
+        config.mtp_stage != stages - 1
+        and (kind == "v" or config.mtp_stage not in range(stages - pipeline + 1, stages)),
+        f"{given.pipeline_model_parallel_layout} in a {kind} with {given.mtp_num_layers}: stage "
+        f"{config.mtp_stage} has the layers of multi-token prediction (m), and they can be on the "
+        "last stage"
+        + " of all" * (kind == "v")
+        + ", or in a loop on the last one of any rank but the first: move m",
     )
-    uniform = recompute.recompute_method == "uniform" and recompute.recompute_num_layers != 1
-    per_token = config.core.calculate_per_token_loss
-    for broken, what, rule in (
-        (
-            model.position_embedding_type == "learned_absolute",
-            given.position_embedding_type,
-            "its table of positions would be on two stages: use rope or none",
-        ),
-        (
-            uniform,
-            given.recompute_num_layers,
-            "megatron-core computes these layers again one by one: use --recompute-num-layers 1",
-        ),
-        (
-            parallel.context_parallel_size > 1 and not per_token,
-            given.context_parallel_size,
-            "megatron-core would average their loss over each rank's tokens alone: add "
-            "--calculate-per-token-loss",
-        ),
-        (
-            config.mtp_stage != stages - 1
-            and (kind == "v" or config.mtp_stage not in range(stages - pipeline + 1, stages)),
-            f"{given.pipeline_model_parallel_layout} in a {kind}",
-            f"stage {config.mtp_stage} has the layers of multi-token prediction (m), and they can "
-            "be on the last stage"
-            + " of all" * (kind == "v")
-            + ", or in a loop on the last one of any rank but the first: move m",
-        ),
-    ):
-        yield broken, f"{what} with {given.mtp_num_layers}: {rule}"

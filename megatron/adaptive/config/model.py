@@ -336,13 +336,12 @@ MODELS: Mapping[str, str] = {
 }
 
 
-def model_flags(model: str, folder: Path, setting: str = "MODEL=") -> list[str]:
+def model_flags(model: str, folder: Path) -> list[str]:
     """Return the trainer's flags for a model.
 
     Args:
         model: a name of :data:`MODELS`, or a file of flags in which ``#`` begins a comment.
         folder: what a relative file name starts from.
-        setting: how messages introduce the model.
 
     Raises:
         ConfigError: it is neither.
@@ -354,7 +353,7 @@ def model_flags(model: str, folder: Path, setting: str = "MODEL=") -> list[str]:
         try:
             return shlex.split(path.read_text(), comments=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{setting}{model}: {path} cannot be read: {error}") from error
+            raise ConfigError(f"MODEL={model}: {path} cannot be read: {error}") from error
     nearest = difflib.get_close_matches(model.lower(), MODELS, n=1)
     hint = f"the nearest name is {nearest[0]}" if nearest else f"names are {', '.join(MODELS)}"
-    raise ConfigError(f"{setting}{model}: neither a model's name nor a file of flags; {hint}")
+    raise ConfigError(f"MODEL={model}: neither a model's name nor a file of flags; {hint}")

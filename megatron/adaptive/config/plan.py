@@ -202,14 +202,14 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
             " many, or plan for these nodes"
         )
     dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
-    given = {dest_of[word]: words for word, words in _flags(rest).items() if word in dest_of}
+    given = {dest_of[word]: words for word, words in flags_in(rest).items() if word in dest_of}
     half = next((name for name in ("fp16", "bf16") if name in given), None)
     if content.get("precision", half) not in (half, None) and half is not None:
         raise ConfigError(
             f"--{half}: {PLAN_FLAG} {path} says {content['precision']}; leave one of them out"
         )
     added: list[str] = []
-    for word, words in _flags(flags).items():
+    for word, words in flags_in(flags).items():
         said = given.get(dest_of[word])
         if said is None:
             added += [word, *words]
@@ -239,8 +239,8 @@ def _take(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return path, rest
 
 
-def _flags(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Flags with the words that follow them; the last of equal ones."""
+def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Returns flags with the words that follow them; the last of equal ones."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in argv:

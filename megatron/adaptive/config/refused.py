@@ -9,8 +9,7 @@ that the trainer takes must not appear here (a test holds this).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import groupby
 
 # Below each reason its flags, without leading dashes; a prefix ends in a star.
@@ -116,17 +115,13 @@ it was renamed long ago; use --distributed-backend
 # Flags that are taken with whatever follows them, and change nothing.
 _IDLE_TABLE = """\
 it belongs to programs other than pre-training a GPT: vision, BERT, T5, retrieval, Mamba
-    vision-pretraining vision-pretraining-type vision-backbone-type swin-backbone-type num-classes
-    img-h img-w num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
+    num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
     head-lr-mult mask-type mask-factor iter-per-epoch mrope-section relative-attention-num-buckets
-    relative-attention-max-distance bert-no-binary-head bert-load bert-embedder-type
-    output-bert-embeddings mask-prob short-seq-prob sample-rate vocab-extra-ids decoder-seq-length
-    retriever-seq-length decoder-num-layers ict-head-size ict-load biencoder-projection-dim
-    biencoder-shared-query-context-model titles-data-path query-in-block-prob use-one-sent-docs
-    evidence-data-path retriever-score-scaling retriever-report-topk-accuracies block-data-path
-    embedding-path indexer-batch-size indexer-log-interval disable-mamba-mem-eff-path vision-*
-    swin-* dino-* image-* img-* multimodal-* bert-* t5-* ict-* biencoder-* retriever-* indexer-*
-    retro-* mamba-* dsa-* linear-* use-mamba-* no-use-mamba-*
+    relative-attention-max-distance output-bert-embeddings mask-prob short-seq-prob sample-rate
+    vocab-extra-ids decoder-seq-length decoder-num-layers titles-data-path query-in-block-prob
+    use-one-sent-docs evidence-data-path block-data-path embedding-path disable-mamba-mem-eff-path
+    vision-* swin-* dino-* image-* img-* multimodal-* bert-* t5-* ict-* biencoder-* retriever-*
+    indexer-* retro-* mamba-* dsa-* linear-* use-mamba-* no-use-mamba-*
 it belongs to inference, reinforcement learning or instruction tuning
     max-tokens-to-oom flash-decode symmetric-ar-type nccl-all-reduce-for-prefill
     disable-chunked-prefill decode-only-cuda-graphs use-legacy-static-engine inference-*
@@ -142,8 +137,8 @@ it is part of a feature whose own flag is refused
     no-tp-comm-* disable-tp-comm-* sharp-* disable-symmetric-registration straggler-*
     disable-straggler-on-startup calc-ft-timeouts inprocess-* ft-* adlr-* error-injection-*
     result-rejected-tracker-filename replication-* non-persistent-* ckpt-convert-* fim-*
-    no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit
-    qk-clip-* object-storage-* msc-*
+    no-use-tokenizer-model-from-checkpoint-args memory-snapshot-path wgrad-deferral-limit qk-clip-*
+    object-storage-* msc-*
 it belongs to tokenizers that are not built
     tiktoken-special-tokens special-tokens legacy-tokenizer trust-remote-code null-tokenizer-*
     sentencepiece-*
@@ -155,35 +150,20 @@ what it turns on or off is always so here
 """
 
 
-@dataclass(frozen=True)
-class Family:
-    """Flags that are refused for one reason.
-
-    Attributes:
-        reason: why, and what to do instead.
-        flags: the names, without leading dashes.
-        prefixes: beginnings that cover the rest of the family, likewise.
-    """
-
-    reason: str
-    flags: tuple[str, ...]
-    prefixes: tuple[str, ...]
-
-
-def _families(table: str) -> Iterator[Family]:
+def _reasons(table: str) -> dict[str, str]:
+    """Returns the reason for each flag and each prefix of a table."""
+    found: dict[str, str] = {}
     reason = ""
     for is_flags, lines in groupby(table.splitlines(), key=lambda line: line.startswith(" ")):
         text = " ".join(line.strip() for line in lines)
-        if not is_flags:
-            reason = text
-            continue
-        names = [name for name in text.split() if not name.endswith("*")]
-        prefixes = [name[:-1] for name in text.split() if name.endswith("*")]
-        yield Family(reason, tuple(names), tuple(prefixes))
+        if is_flags:
+            found |= dict.fromkeys(text.split(), reason)
+        reason = text
+    return found
 
 
-FAMILIES = tuple(_families(_TABLE))
-IDLE = tuple(_families(_IDLE_TABLE))
+REFUSED, _IDLE = _reasons(_TABLE), _reasons(_IDLE_TABLE)
+"""Reasons by flags without leading dashes; a prefix ends in a star."""
 
 
 def reason_for(name: str) -> str | None:
@@ -192,7 +172,9 @@ def reason_for(name: str) -> str | None:
     Args:
         name: the flag with its dashes.
     """
-    return _reason(name, by_name=FAMILIES, by_prefix=() if is_idle(name) else FAMILIES)
+    bare = name.removeprefix("--")
+    known = bare in REFUSED or is_idle(name)
+    return REFUSED.get(bare) if known else _by_prefix(bare, REFUSED)
 
 
 def is_idle(name: str) -> bool:
@@ -201,18 +183,15 @@ def is_idle(name: str) -> bool:
     Args:
         name: the flag with its dashes.
     """
-    refused = _reason(name, by_name=FAMILIES, by_prefix=())
-    return refused is None and _reason(name, by_name=IDLE, by_prefix=IDLE) is not None
-
-
-def _reason(name: str, *, by_name: Sequence[Family], by_prefix: Sequence[Family]) -> str | None:
     bare = name.removeprefix("--")
-    named = (family for family in by_name if bare in family.flags)
-    begun = (family for family in by_prefix if bare.startswith(family.prefixes))
-    found = next(named, None) or next(begun, None)
-    return None if found is None else found.reason
+    return bare not in REFUSED and (bare in _IDLE or _by_prefix(bare, _IDLE) is not None)
+
+
+def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
+    begun = (name for name in reasons if name.endswith("*") and bare.startswith(name[:-1]))
+    return reasons.get(next(begun, ""))
 
 
 def refused_flags() -> tuple[str, ...]:
     """Every flag that is refused by its full name, with dashes."""
-    return tuple("--" + name for family in FAMILIES for name in family.flags)
+    return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

@@ -68,7 +68,7 @@ def build_executor(
     payload_dtype: torch.dtype,
     payload_varies: bool = False,
     timeout_s: float,
-    recorder: Recorder | None,
+    tracing: Tracing | None = None,
     transport: TransportConfig | None = None,
     in_flight: int | None = None,
     widths: Widths | None = None,
@@ -88,7 +88,7 @@ def build_executor(
         payload_dtype: their element type.
         payload_varies: they are not all alike.
         timeout_s: limit of every wait of the executor.
-        recorder: where spans go.
+        tracing: where spans go, and who looks at what the executor does.
         transport: how to connect the ranks; chosen for each pair where ``None``.
         in_flight: most inputs that a rank keeps at a time, see ``Orders``.
         widths: of the stages where they are unequal.
@@ -138,9 +138,11 @@ def build_executor(
         transport=channels,
         agreement=agreement,
         clock=accelerator.clock(),
-        recorder=recorder,
+        recorder=None if tracing is None else tracing.recorder,
         timeout_s=timeout_s,
     )
+    if tracing is not None:
+        tracing.watch(executor.snapshot)
     return Wiring(executor=executor, transport=channels, agreement=agreement)
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -36,11 +35,11 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe import experts
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron.adaptive.engine.weight_gradient import (
     EmbeddingCall,
+    LayerCall,
     WeightGradientStore,
     defer,
     is_deferring,
@@ -54,7 +53,7 @@ except ImportError:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ParallelLinearCall:
+class ParallelLinearCall(LayerCall):
     """A call of megatron-core's linear layers; the operations are those of megatron-core.
 
     Attributes:
@@ -101,10 +100,6 @@ class ParallelLinearCall:
         if self.bias is not None and self.bias.requires_grad:
             yield self.bias, gradient.sum(dim=0)
 
-    def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        return 2.0 * gradient.numel() * self.weight.shape[1]
-
     def _whole(self, given: torch.Tensor) -> torch.Tensor:
         """Return the whole sequence, in a buffer that the next such call overwrites."""
         if self.sequence_group is None:
@@ -123,7 +118,7 @@ class ParallelLinearCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GroupedCall:
+class GroupedCall(LayerCall):
     """The products of all experts of a rank, each of its own rows; the operations are torch's.
 
     Attributes:
@@ -170,7 +165,7 @@ class GroupedCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class DelayedCall:
+class DelayedCall(LayerCall):
     """A call of a layer of Transformer Engine, which keeps by itself what its W needs.
 
     Attributes:
@@ -182,14 +177,6 @@ class DelayedCall:
     layer: Any
     weight: torch.nn.Parameter
     delayed: Any
-
-    def output(self, given: torch.Tensor) -> torch.Tensor:
-        """Never asked for: the layer runs its own forward."""
-        raise AssertionError("a layer of Transformer Engine computes its own output")
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Never asked for: the layer runs its own backward."""
-        raise AssertionError("a layer of Transformer Engine computes its own input gradient")
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
         """Announce the call's weight gradient, right before the layer's own B.
@@ -241,10 +228,6 @@ class DelayedCall:
                 parameter.grad = former
         present = (*weights, *(() if absent else biases))
         return [(each, found[each]) for each in present if found[each] is not None]
-
-    def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`~megatron.adaptive.engine.weight_gradient.LayerCall`."""
-        return 2.0 * gradient.numel() * self.weight.shape[1]
 
 
 def _weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -402,16 +385,6 @@ def _engine_class(layer: type) -> Any:
     """Return the class of Transformer Engine itself that a layer's is made of, ``None`` without."""
     bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
     return next(bases, None)
-
-
-def deferring_spec(spec: ModuleSpec) -> ModuleSpec:
-    """Returns ``spec``: layers need no other one any more. For programs that call it."""
-    return spec
-
-
-def defer_outer_layers(model: GPTModel) -> None:
-    """Let the layers of a model defer, as the first split step does. For programs that call it."""
-    defer_layers(model)
 
 
 def defer_layers(chunk: torch.nn.Module) -> list[str]:

@@ -300,43 +300,39 @@ class Executor:
             self._run_in_lanes(stages, policy, state)
             self._is_running = False
             return
-        launched = self._launched
         while not state.done:
-            if not is_static and len(launched) > _LAUNCH_AHEAD:
-                self._clock.wait(launched[-1 - _LAUNCH_AHEAD].end)  # the device catches up
-            self._drain(state)
-            action = self._next_action(policy, state)
+            action = self._decide(policy, state)
             if action is None:
                 self._await_arrival(state)
-                continue
-            while not state.try_start(action):
-                self._await_input_of(action, policy, state)
-            self._perform(action, stages, state)
+            else:
+                self._perform(action, stages, state)
         self._is_running = False
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
         """Run a step whose actions may start beside others that communicate."""
-        launched = self._launched
-
-        def decide(may_pass: bool) -> Action | None:
-            if not may_pass and len(launched) > _LAUNCH_AHEAD:
-                self._clock.wait(launched[-1 - _LAUNCH_AHEAD].end)
-            self._drain(state)
-            action = self._next_action(policy, state, may_pass=may_pass)
-            while action is not None and not state.try_start(action):
-                self._await_input_of(action, policy, state)
-            return action
-
-        def perform(action: Action) -> None:
-            self._perform(action, stages, state)
-
-        lanes = Lanes(decide, perform, functools.partial(self._await_arrival, state))
+        lanes = Lanes(
+            functools.partial(self._decide, policy, state),
+            lambda action: self._perform(action, stages, state),
+            functools.partial(self._await_arrival, state),
+        )
         lanes.run(lambda: state.done)
         self._away_ns = lanes.away_ns
         # Reasons and records list actions as they began.
         begun = actions_of(self._codes, self._num_chunks, state.weight_pieces)
         places = {action: place for place, action in enumerate(begun)}
-        launched.sort(key=lambda one: places[one.action])
+        self._launched.sort(key=lambda one: places[one.action])
+
+    def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
+        """Starts the next action; ``None`` where there is none, or one under way goes on."""
+        launched = self._launched
+        waits = state.beside or not isinstance(policy, Follow)
+        if waits and not may_pass and len(launched) > _LAUNCH_AHEAD:
+            self._clock.wait(launched[-1 - _LAUNCH_AHEAD].end)  # the device catches up
+        self._drain(state)
+        action = self._next_action(policy, state, may_pass=may_pass)
+        while action is not None and not state.try_start(action):
+            self._await_input_of(action, policy, state)
+        return action
 
     def _await_input_of(self, action: Action, policy: Policy, state: RankState) -> None:
         """Wait for an arrival, before an action that was decided on but is not ready here."""

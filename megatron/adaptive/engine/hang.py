@@ -27,25 +27,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.adaptive.engine.job import Job, process_groups
-from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace import hang
 from megatron.adaptive.trace.live_state import NowFile
 
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
 _STILL_S = 2.5  # from here on a machine asks for the words of others
-
-
-def check_hang_settings(after_s: float | None, on_hang: str) -> None:
-    """Refuses settings of a :class:`HangGuard` that no flag has checked.
-
-    Raises:
-        ConfigError: one is wrong.
-    """
-    if after_s is not None and not 0 <= after_s < float("inf"):
-        raise ConfigError(f"hang_after_s {after_s}: give a number of seconds, 0 for never")
-    if on_hang not in ("report", "end"):
-        raise ConfigError(f"on_hang {on_hang} is unknown: choose report or end")
 
 
 class HangGuard:

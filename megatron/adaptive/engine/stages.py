@@ -27,8 +27,8 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.adaptive.accelerator import current_device
 from megatron.adaptive.engine.executor import ActivationMeter
-from megatron.adaptive.engine.weight_gradient import WeightGradientStore
-from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.engine.weight_gradient import SplitStages, WeightGradientStore
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
 
 
@@ -127,7 +127,7 @@ def _as_list(value: Any, length: int) -> list[Any]:
     return [value] * length
 
 
-class MegatronStages:
+class MegatronStages(SplitStages):
     """The ``Stages`` of one step: a rank's megatron-core chunks.
 
     Args:
@@ -193,7 +193,6 @@ class MegatronStages:
         # Input and output of forwards whose backward is to come, by chunk and microbatch.
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._backward_rest = (*((self._model_type,) if _TAKES_TYPE else ()), self.config)
-        self._stores = stores if split and not forward_only else None
         if split and not forward_only and len(stores or ()) != len(chunks):
             raise ConfigError(
                 f"{len(stores or ())} stores were given to split the backwards of {len(chunks)} "
@@ -202,9 +201,7 @@ class MegatronStages:
         self._sync = GradientSync(self.config, chunks)
         if not forward_only:
             self._sync.hold()
-        for store in self._stores or ():
-            store.clear()
-            store.active = True
+        super().__init__(stores if split and not forward_only else None)
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         return self._sized(self._meter.bytes_of(chunk), microbatch)
@@ -269,27 +266,13 @@ class MegatronStages:
 
         After the last part of the last microbatch the chunk's gradients are reduced over
         data-parallel ranks as soon as those of all later chunks are.
-
-        Raises:
-            ScheduleError: another part is next, or backwards are not split.
         """
-        if self._stores is None:
-            raise ScheduleError(
-                f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "
-                "step whose backwards are whole; make its stages with split=True"
-            )
-        self._stores[chunk].run(microbatch, piece, pieces)
+        super().weights(chunk, microbatch, piece, pieces)
         if microbatch == self._num_microbatches - 1 and piece == pieces - 1:
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Implements :class:`~megatron.adaptive.engine.executor.Stages`.
-
-        Measured at the first backward that was split; 0 before it and in steps that do not split.
-        """
-        if self._stores is None:
-            return 0
-        return self._sized(self._stores[chunk].microbatch_bytes, microbatch)
+        return self._sized(super().retained_bytes(chunk, microbatch), microbatch)
 
     def _sized(self, nbytes: int, microbatch: int) -> int:
         return nbytes if self._sizes is None else round(nbytes * self._sizes[microbatch])
@@ -297,9 +280,7 @@ class MegatronStages:
     def finish(self) -> None:
         """End the step, normally or after an error."""
         self._sync.release()
-        for store in self._stores or ():
-            store.active = False
-            store.clear()
+        super().finish()
 
 
 if not hasattr(moe_utils, "te_general_gemm"):

@@ -23,7 +23,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -34,18 +34,23 @@ from megatron.adaptive.errors import ScheduleError
 _FLOPS_PER_ELEMENT = 32
 
 
-class LayerCall(Protocol):
-    """The arithmetic of one call of a layer."""
+class LayerCall:
+    """The arithmetic of one call of a layer.
 
-    @property
-    def weight(self) -> torch.nn.Parameter:
-        """The weight; calls that share one are accumulated as autograd would."""
+    Attributes:
+        weight: calls that share one are accumulated as autograd would.
+    """
+
+    __slots__ = ()
+    weight: torch.nn.Parameter
 
     def output(self, given: torch.Tensor) -> torch.Tensor:
         """Return the layer's output for its input."""
+        raise AssertionError(f"{type(self).__name__}: the layer runs its own forward")
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the input from that of the output."""
+        raise AssertionError(f"{type(self).__name__}: there is no gradient of the input")
 
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
@@ -54,13 +59,15 @@ class LayerCall(Protocol):
 
         Neither tensor requires a gradient, so that none of this is recorded.
         """
+        raise NotImplementedError
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Return roughly how much work :meth:`weight_gradients` is."""
+        """Return roughly how much work :meth:`weight_gradients` is; here, of a product."""
+        return 2.0 * gradient.numel() / gradient.shape[-1] * self.weight.numel()
 
 
 @dataclass(frozen=True, slots=True)
-class LinearCall:
+class LinearCall(LayerCall):
     """A call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
 
     Attributes:
@@ -99,16 +106,12 @@ class LinearCall:
         if self.bias is not None and self.bias.requires_grad:
             yield self.bias, gradient.sum(dim=0).to(self.bias.dtype)
 
-    def flops(self, gradient: torch.Tensor) -> float:
-        """Implements :class:`LayerCall`."""
-        return 2.0 * gradient.numel() / gradient.shape[-1] * self.weight.numel()
-
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingCall:
+class EmbeddingCall(LayerCall):
     """A call of ``torch.nn.Embedding`` with a dense gradient: ``[...] int -> [..., width]``.
 
     Attributes:
@@ -126,10 +129,6 @@ class EmbeddingCall:
     def output(self, given: torch.Tensor) -> torch.Tensor:
         """Implements :class:`LayerCall`."""
         return self.weight[given] if self.by_index else F.embedding(given, self.weight)
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Never asked for: the input is of integers."""
-        raise AssertionError("an embedding has no input gradient")
 
     def weight_gradients(
         self, given: torch.Tensor, gradient: torch.Tensor
@@ -197,11 +196,6 @@ def _run_unit(unit: Sequence[_Task]) -> None:
     Autograd sums a microbatch's gradients of a parameter before they are added to those of
     earlier microbatches; so does this.
     """
-    if len(unit) == 1:
-        task = unit[0]
-        for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
-            accumulate(parameter, gradient)
-        return
     totals: dict[torch.nn.Parameter, torch.Tensor] = {}
     for task in unit:
         for parameter, gradient in task.call.weight_gradients(task.given, task.gradient):
@@ -389,23 +383,16 @@ class WeightGradientStore:
         return self._cut[1]
 
     def _check_turn(self, microbatch: int, piece: int, pieces: int) -> None:
-        first = self._backlog[0] if self._backlog else None
+        first, due = self._backlog[0] if self._backlog else None, "nothing"
         if first is not None and 0 <= piece < pieces:
             expected = len(first.counts) or pieces
+            due = f"microbatch {first.microbatch}, piece {first.next_piece} of {expected}"
             if (microbatch, piece, pieces) == (first.microbatch, first.next_piece, expected):
                 return
-        asked = f"weight gradients of microbatch {microbatch}, piece {piece} of {pieces}"
-        if not 0 <= piece < pieces:
-            raise ScheduleError(f"{asked} were asked for; a piece is at least 0 and below {pieces}")
-        if first is None:
-            raise ScheduleError(
-                f"{asked} were asked for, but none are pending after the backward of microbatch "
-                f"{self._last_collected}; run each once, after its backward"
-            )
         raise ScheduleError(
-            f"{asked} were asked for, but microbatch {first.microbatch}, piece "
-            f"{first.next_piece} of {expected} is next; ask for microbatches and pieces in "
-            "ascending order, and for one number of pieces throughout a microbatch"
+            f"weight gradients of microbatch {microbatch}, piece {piece} of {pieces} were asked "
+            f"for where {due} is due: ask for each once, after its backward, microbatches and "
+            "pieces in ascending order"
         )
 
 
@@ -421,6 +408,43 @@ class _Collecting:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._store.end(is_whole=error is None)
+
+
+class SplitStages:
+    """Does for the stages of a step what weight gradients ask, see ``executor.Stages``.
+
+    Args:
+        stores: of the rank's chunks, ``None`` for whole backwards.
+    """
+
+    def __init__(self, stores: Sequence[WeightGradientStore] | None) -> None:
+        self._stores = stores
+        for store in stores or ():
+            store.clear()
+            store.active = True
+
+    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
+        """Compute a part of the weight gradients that a split backward left.
+
+        Raises:
+            ScheduleError: another part is next, or backwards are not split.
+        """
+        if self._stores is None:
+            raise ScheduleError(
+                f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "
+                "step whose backwards are whole; split them"
+            )
+        self._stores[chunk].run(microbatch, piece, pieces)
+
+    def retained_bytes(self, chunk: int, microbatch: int) -> int:
+        """Bytes that a split backward leaves, measured at the first one; 0 before it."""
+        return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
+
+    def finish(self) -> None:
+        """End the step, normally or after an error."""
+        for store in self._stores or ():
+            store.active = False
+            store.clear()
 
 
 class _Defer(torch.autograd.Function):

@@ -57,7 +57,7 @@ _JOINS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _PartsCall:
+class _PartsCall(LayerCall):
     """Multiplies ``b`` with the parts of ``z`` that its rows are of.
 
     Attributes:

@@ -204,7 +204,7 @@ def build_run(job: TrainingJob) -> Run:
             payload_dtype=core.pipeline_dtype,
             payload_varies=config.data.variable_seq_lengths or passes_predictions(config),
             timeout_s=config.schedule.pipeline_timeout_s,
-            recorder=tracing.recorder,
+            tracing=tracing,
             transport=config.transport,
             # Of the whole job where stages are unequal; where microbatches are dealt, of a replica
             # that gets twice as many as the others.
@@ -217,7 +217,6 @@ def build_run(job: TrainingJob) -> Run:
             widths=widths,
             model=core,
         )
-        tracing.watch(wiring.executor.snapshot)
         forward_backward = ForwardBackward(
             executor=wiring.executor,
             orders=orders,

@@ -26,10 +26,7 @@ class BatchShape:
     """
 
     def __init__(self, sample: Any, micro_batch_size: int) -> None:
-        if type(micro_batch_size) is not int or micro_batch_size < 1:
-            raise ConfigError(
-                f"micro_batch_size {micro_batch_size!r}: give a whole number of samples from 1 on"
-            )
+        require_whole(1, micro_batch_size=micro_batch_size)
         self.micro_batch_size = micro_batch_size
         self.samples = count = samples_in(sample, "sample_batch")
         if count < micro_batch_size:
@@ -120,3 +117,14 @@ def samples_in(batch: Any, what: str) -> int:
             "all entries must have the same number of samples, at least 1"
         )
     return next(iter(counts.values()))
+
+
+def require_whole(least: int, **values: Any) -> None:
+    """Refuse settings that are no whole numbers from ``least`` on.
+
+    Raises:
+        ConfigError: the first of them.
+    """
+    for name, value in values.items():
+        if type(value) is not int or value < least:
+            raise ConfigError(f"{name} {value!r}: give a whole number from {least} on")

@@ -28,6 +28,7 @@ from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import COMPLETE, ProgressFile, saved_line
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import CheckpointError, ConfigError
+from megatron.adaptive.modules.batch import require_whole
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.sizes import JobEnded
 
@@ -71,9 +72,9 @@ class Loop:
         diagnose_interval: int,
         trust_checkpoint: bool,
     ) -> None:
-        _check(0, total_steps=total_steps, diagnose_interval=diagnose_interval)
-        _check(1, save_interval=1 if save_interval is None else save_interval)
-        _check(1, keep=1 if keep is None else keep)
+        require_whole(0, total_steps=total_steps, diagnose_interval=diagnose_interval)
+        require_whole(1, save_interval=1 if save_interval is None else save_interval)
+        require_whole(1, keep=1 if keep is None else keep)
         for name, one in state.items():
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise ConfigError(
@@ -303,10 +304,3 @@ class Loop:
     def _say(self, text: str) -> None:
         if self._is_first:
             print(text, flush=True)
-
-
-def _check(least: int, **values: Any) -> None:
-    """Refuse settings that are no whole numbers from ``least`` on."""
-    for name, value in values.items():
-        if type(value) is not int or value < least:
-            raise ConfigError(f"{name} {value!r}: give a whole number from {least} on")

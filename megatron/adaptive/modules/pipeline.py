@@ -17,10 +17,12 @@ from megatron.adaptive import accelerator as _accelerator
 _accelerator.install()
 _accelerator.quiet_libraries()
 
+from megatron.adaptive.config.flags import check_values, fields_of  # noqa: E402
 from megatron.adaptive.config.parallel import TransportConfig  # noqa: E402
+from megatron.adaptive.config.schedule import ScheduleConfig  # noqa: E402
 from megatron.adaptive.engine.build import build_executor, open_trace  # noqa: E402
 from megatron.adaptive.engine.executor import ActivationMeter, RankTimes  # noqa: E402
-from megatron.adaptive.engine.hang import HangGuard, check_hang_settings  # noqa: E402
+from megatron.adaptive.engine.hang import HangGuard  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
 from megatron.adaptive.modules.assembly import PipelineRequest, assemble  # noqa: E402
@@ -124,7 +126,10 @@ class Pipeline:
         hang_after_s: float | None = None,
         on_hang: str = "report",
     ) -> None:
-        check_hang_settings(hang_after_s, on_hang)
+        check_values(
+            {"hang_after_s": hang_after_s, "on_hang": on_hang},
+            {spec.dest: spec for spec in fields_of(ScheduleConfig)},
+        )
         samples = samples_in(sample_batch, "sample_batch")
         if micro_batch_size is not None:
             BatchShape(sample_batch, micro_batch_size)
@@ -200,11 +205,10 @@ class Pipeline:
             payload_shape=None,
             payload_dtype=torch.float32,
             timeout_s=timeout_s,
-            recorder=self._tracing.recorder,
+            tracing=self._tracing,
             transport=transport,
             in_flight=orders.inputs_in_flight(4 * orders.placement.num_ranks),
         )
-        self._tracing.watch(self._wiring.executor.snapshot)
         self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
         self._meter = ActivationMeter()
         self._stores: list[WeightGradientStore] | None = None

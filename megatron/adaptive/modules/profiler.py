@@ -26,7 +26,12 @@ _accelerator.quiet_libraries()
 
 from megatron.adaptive.engine.job import Job  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
-from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched  # noqa: E402
+from megatron.adaptive.modules.batch import (  # noqa: E402
+    BatchShape,
+    require_whole,
+    samples_in,
+    stretched,
+)
 from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
 from megatron.adaptive.modules.mesh import join_job  # noqa: E402
 from megatron.adaptive.modules.recording import (  # noqa: E402
@@ -47,10 +52,7 @@ from megatron.adaptive.planner import profile_file  # noqa: E402
 from megatron.adaptive.planner.measured_module import (  # noqa: E402
     MESSAGE_ELEMENT_BYTES,
     MeasuredHost,
-    module_model,
 )
-from megatron.adaptive.planner.model import Model  # noqa: E402
-from megatron.adaptive.planner.profile import Profile  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
 from megatron.adaptive.profiling.memory import (  # noqa: E402  # noqa: E402
     KEPT_FREE,
@@ -118,11 +120,9 @@ class Profiler:
                 f"parameter {gone} is on the meta device, where a Pipeline puts those of other "
                 "stages: profile the model before, or build another"
             )
-        sizes = list(self.micro_batch_sizes or ())
-        if any(type(size) is not int or size < 1 for size in sizes):
-            raise ConfigError(f"micro_batch_sizes {sizes}: give whole numbers of samples from 1 on")
-        if type(self.repeats) is not int or self.repeats < 1:
-            raise ConfigError(f"repeats {self.repeats!r}: give a whole number from 1 on")
+        for size in self.micro_batch_sizes or ():
+            require_whole(1, micro_batch_sizes=size)
+        require_whole(1, repeats=self.repeats)
         for limit in ("time_limit_s", "memory_limit_bytes"):
             value = getattr(self, limit)
             if value is not None and not value > 0:
@@ -356,10 +356,6 @@ class ModuleProfile:
         sizes = [{one.micro_batch for one in part.samples} for part in self.parts]
         return tuple(sorted(set.intersection(*sizes)))
 
-    def weights(self, micro_batch: int) -> tuple[float, ...]:
-        """Returns seconds of forward and backward of each piece on rank 0's device."""
-        return tuple(one.seconds for one in self.samples if one.micro_batch == micro_batch)
-
     def document(self, *, split: bool = True) -> dict[str, Any]:
         """Returns what a profile file holds; see ``docs/planner.md``.
 
@@ -409,19 +405,6 @@ class ModuleProfile:
             model["tied_parameters"] = part.tied_parameters
             model["tied_layers"] = list(part.tied_segments)
         return model
-
-    @cached_property
-    def model(self) -> Model:
-        """Describes the pieces: parameters, gradients and Adam in their own type."""
-        return module_model(self._model(), self.name, self.parts[0].element_bytes)
-
-    def times(self, *, split: bool) -> Profile:
-        """Returns the durations as the planner sees them.
-
-        Args:
-            split: of backwards in two halves.
-        """
-        return profile_file.make_profile(self.document(split=split))
 
     @property
     def hosts(self) -> tuple[MeasuredHost, ...]:

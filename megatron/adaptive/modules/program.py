@@ -32,11 +32,12 @@ from megatron.adaptive.engine.weight_gradient import (
     EmbeddingCall,
     LayerCall,
     LinearCall,
+    SplitStages,
     WeightGradientStore,
     defer,
     is_deferring,
 )
-from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cutting import StagePlan
 from megatron.adaptive.modules.recording import Call, Ref, Tape, Value
 
@@ -269,7 +270,7 @@ class _Pending:
     loss: torch.Tensor | None
 
 
-class ProgramStages:
+class ProgramStages(SplitStages):
     """One step of a rank's stages; see :class:`~megatron.adaptive.engine.executor.Stages`.
 
     Gradients are those of the mean loss over the microbatches, times ``scale``.
@@ -309,13 +310,10 @@ class ProgramStages:
         self._held = held
         self._device = device
         self._meter = meter
-        self._stores = None if forward_only else stores
+        super().__init__(None if forward_only else stores)
         self._factor = scale / len(microbatches)
         self._forward_only = forward_only
         self._pending: dict[tuple[int, int], _Pending] = {}
-        for store in self._stores or ():
-            store.clear()
-            store.active = True
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         program = self._programs[chunk]
@@ -351,47 +349,26 @@ class ProgramStages:
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
         return self._meter.bytes_of(chunk)
 
-    def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
-
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        pending = self._pending.pop((chunk, microbatch))
-        if self._stores is None:
-            return self._backward(chunk, pending, gradient)
-        with self._stores[chunk].collect(microbatch):
-            return self._backward(chunk, pending, gradient)
-
-    def _backward(
-        self, chunk: int, pending: _Pending, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        program = self._programs[chunk]
-        if pending.loss is not None:
-            if pending.loss.requires_grad:
-                torch.autograd.backward(pending.loss)
-        elif pending.edges:
-            assert gradient is not None
-            # Values that the stage hands on are leaves: their gradients add up with its own use.
-            torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
+        program, pending = self._programs[chunk], self._pending.pop((chunk, microbatch))
+        with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
+            if pending.loss is not None:
+                if pending.loss.requires_grad:
+                    torch.autograd.backward(pending.loss)
+            elif pending.edges:
+                assert gradient is not None
+                # Values that the stage hands on are leaves: their gradients add up with its own.
+                torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
         if not program.plan.received:
             return None
         return program.backward_layout.pack(program.gradients_of(pending.leaves), self._device)
 
-    def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        if self._stores is None:
-            raise ScheduleError(
-                f"weight gradients of chunk {chunk}, microbatch {microbatch} were asked for in a "
-                "step whose backwards are whole; give split_backward=True"
-            )
-        self._stores[chunk].run(microbatch, piece, pieces)
-
     def finish(self) -> None:
         """End the step, normally or after an error."""
         self._pending.clear()
-        for store in self._stores or ():
-            store.active = False
-            store.clear()
+        super().finish()
 
 
 _ALIGNED = 64

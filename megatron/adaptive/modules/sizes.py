@@ -25,6 +25,7 @@ from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.orders import Orders, weight_pieces
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import PipelineRequest
+from megatron.adaptive.modules.batch import require_whole
 from megatron.adaptive.modules.cutting import (
     balanced,
     check_weights,
@@ -222,28 +223,21 @@ def choose_orders(
 
 def _choose(job: Job, request: PipelineRequest) -> Chosen:
     """Profile and plan. Collective over all ranks; the same on all of them."""
-    if type(request.batch_size) is not int or request.batch_size < 1:
-        raise ConfigError(
-            f"batch_size {request.batch_size!r}: give a whole number of samples from 1 on"
-        )
+    require_whole(1, batch_size=request.batch_size)
     if request.pipeline_size == "auto":
         request = dataclasses.replace(request, pipeline_size=None)
     elif request.pipeline_size is not None:
         check_pipeline_size(request.pipeline_size)
-    profile, chunks, splits = _measure(job, request)
-    answer = job.on_first(lambda: _plan(profile, request, chunks, splits=splits))
+    profile, module = _measure(job, request)
+    answer = job.on_first(lambda: _plan(module, request, profile))
     if job.rank == 0:
         print(f"plan: {answer}", flush=True)
     return answer
 
 
-def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, int, bool]:
-    """Profile a model as a plan needs it. Collective.
-
-    Returns:
-        The profile, stages of each process, and whether the schedule splits backwards.
-    """
-    size, forward = request.micro_batch_size, request.forward
+def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, MeasuredModule]:
+    """Profiles a model; returns that, and what layouts are planned with. Collective."""
+    size, forward, given = request.micro_batch_size, request.forward, request.pipeline_size
     # As several ranks would run it; what is wrong with it is said before anything is measured.
     orders = choose_orders(
         request.schedule, 2, 0, chunks=request.chunks, split=request.split_backward
@@ -263,12 +257,30 @@ def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, int, bo
     )
     # With larger ones there would be fewer microbatches than processes.
     most = max(1, request.batch_size // dist.get_world_size())
-    return profiler.measure(job, most=most), orders.placement.num_chunks, splits
+    profile = profiler.measure(job, most=most)
+    check_weights(request.weights, len(profile.cut_points) + 1)
+    return profile, MeasuredModule(
+        signature=_signature(request),
+        name=profile.name,
+        whole=profile.document(split=False),
+        split=profile.document(split=True) if splits else None,
+        element_bytes=profile.parts[0].element_bytes,
+        hosts=profile.hosts,
+        batch_size=request.batch_size,
+        most=profile.micro_batch_sizes[-1],
+        schedule=request.schedule,
+        chunks=orders.placement.num_chunks,
+        cap=request.activation_cap,
+        pipeline_size=given if isinstance(given, int) else None,
+        micro_batch_size=size,
+        partition=None if request.partition is None else read_partition(request.partition),
+        weights=None if request.weights is None else tuple(request.weights),
+        is_random=any(part.is_random for part in profile.parts),
+    )
 
 
-def _plan(profile: ModuleProfile, request: PipelineRequest, chunks: int, *, splits: bool) -> Chosen:
+def _plan(module: MeasuredModule, request: PipelineRequest, profile: ModuleProfile) -> Chosen:
     count = len(profile.cut_points) + 1
-    check_weights(request.weights, count)
     size = request.pipeline_size
     sizes: tuple[int, ...] = (size,) if isinstance(size, int) else ()
     if not sizes and request.partition is not None:
@@ -279,31 +291,30 @@ def _plan(profile: ModuleProfile, request: PipelineRequest, chunks: int, *, spli
             return given_partition(request.partition, count, num_stages)
         return None if request.weights is None else balanced(request.weights, num_stages)
 
-    given = request.micro_batch_size
-    whole = profile.times(split=False)
+    given = module.micro_batch_size
+    whole = module.profile(split=False)
     best, *others = choose_option(
         Running(
-            model=profile.model,
-            cluster=measured_cluster(profile.hosts, whole),
-            order=node_numbers([host.type for host in profile.hosts]),
-            batch=request.batch_size,
-            schedule=request.schedule,
-            chunks=chunks,
+            model=module.model,
+            cluster=measured_cluster(module.hosts, whole),
+            order=node_numbers([host.type for host in module.hosts]),
+            batch=module.batch_size,
+            schedule=module.schedule,
+            chunks=module.chunks,
             whole=whole,
-            split=profile.times(split=True) if splits else None,
-            cap=request.activation_cap,
+            split=None if module.split is None else module.profile(split=True),
+            cap=module.cap,
         ),
         pipeline_sizes=sizes,
         micro_batches=() if given is None else (given,),
         partition=partition,
-        most=profile.micro_batch_sizes[-1],
+        most=module.most,
     )
-    nearest = max(s for s in profile.micro_batch_sizes if s <= best.micro_batch_size)
     return Chosen(
         best=best,
         others=tuple(others),
-        batch_size=request.batch_size,
-        weights=tuple(request.weights or profile.weights(nearest)),
+        batch_size=module.batch_size,
+        weights=module.weights or module.costs(best.micro_batch_size),
         profile=profile,
     )
 
@@ -329,32 +340,13 @@ def _sizes_of(request: PipelineRequest, num_segments: int) -> tuple[int, ...]:
 
 def _measure_for_job(job: Job, order: JobOrder, request: PipelineRequest) -> None:
     """Measure the model for the job, and raise `JobEnded`; it starts the ranks again."""
-    size, given = request.micro_batch_size, request.pipeline_size
+    size = request.micro_batch_size
     if size is not None and request.batch_size % size:
         raise ConfigError(
             f"batch_size {request.batch_size} does not divide into microbatches of {size}: give a"
             f" multiple of {size}, or leave micro_batch_size to the job"
         )
-    profile, chunks, splits = _measure(job, request)
-    check_weights(request.weights, len(profile.cut_points) + 1)
-    made = MeasuredModule(
-        signature=_signature(request),
-        name=profile.name,
-        whole=profile.document(split=False),
-        split=profile.document(split=True) if splits else None,
-        element_bytes=profile.parts[0].element_bytes,
-        hosts=profile.hosts,
-        batch_size=request.batch_size,
-        most=profile.micro_batch_sizes[-1],
-        schedule=request.schedule,
-        chunks=chunks,
-        cap=request.activation_cap,
-        pipeline_size=given if isinstance(given, int) else None,
-        micro_batch_size=size,
-        partition=None if request.partition is None else read_partition(request.partition),
-        weights=None if request.weights is None else tuple(request.weights),
-        is_random=any(part.is_random for part in profile.parts),
-    )
+    _, made = _measure(job, request)
 
     def write() -> None:
         if order.signature:

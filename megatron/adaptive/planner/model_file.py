@@ -160,7 +160,7 @@ def arguments_model(
         world_size=1,
         last_wins=True,
         # The planner may run where the kernels of the run are not installed.
-        installed=Installed(transformer_engine=True, apex=True),
+        installed=Installed(transformer_engine=True),
     )
     model = build_model(replace(_trainer_shape(config, name, kept), imbalance=imbalance))
     if not config.lora.is_on:

@@ -394,7 +394,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
                         f"{of}, whose {name} has {theirs:.4g} {field.replace('_', ' ')};"
                         f" that of {model.name} has {own:.4g}: {advice}"
                     )
-        precision = precision_of(arguments)
+        precision = precision_of(measured)
         if precision != model.precision.name:
             raise ConfigError(
                 f"{where} was measured in {precision}, {model.name} is planned in"
@@ -402,6 +402,8 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
             )
 
 
-def precision_of(arguments: Sequence[str]) -> str:
-    """Returns the precision that a list of the trainer's arguments names."""
-    return next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
+def precision_of(model: Mapping[str, Any]) -> str:
+    """Returns the precision of a profile's model, or that which its arguments name."""
+    words = model.get("arguments", ())
+    named = next((name for name in ("fp16", "bf16") if f"--{name}" in words), "fp32")
+    return str(model.get("precision", named))

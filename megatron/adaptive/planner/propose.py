@@ -170,7 +170,7 @@ def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
             [*ANY_RUN, *words, *plan_flags(document, "the plan")],
             world_size=world_size_of(document) or 1,
             last_wins=True,
-            installed=Installed(transformer_engine=True, apex=True),
+            installed=Installed(transformer_engine=True),
         )
     except ConfigError as error:
         return str(error).removeprefix("--plan the plan: ")

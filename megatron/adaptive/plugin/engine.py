@@ -379,7 +379,7 @@ class Engine:
             payload_shape=self._payload,
             payload_dtype=torch.float32 if dtype is None else dtype,
             timeout_s=self._settings.timeout_s,
-            recorder=None if self._trace is None else self._trace.tracing.recorder,
+            tracing=None if self._trace is None else self._trace.tracing,
             transport=TransportConfig(
                 transport=self._settings.transport,
                 transport_silence_s=self._settings.transport_silence_s,
@@ -388,8 +388,6 @@ class Engine:
             pp_ranks=self._pp_ranks,
             model=config,
         )
-        if self._trace is not None:
-            self._trace.tracing.watch(self._wiring.executor.snapshot)
         self._forward_backward = None
         if former is not None:
             former.close()  # by now all ranks are here, with nothing under way

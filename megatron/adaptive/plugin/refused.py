@@ -15,12 +15,10 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_type, unwrap_model
 
-from megatron.adaptive.config.schedule import PAIRING, RULES, SEVERAL_CHUNKS
 from megatron.adaptive.engine.deferred_layers import delays_by_itself
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.placed import kind_of
 from megatron.adaptive.plugin.settings import Settings
-from megatron.adaptive.schedule.registry import placement_for
 
 _GRAPHS = "a CUDA graph replays the order it was captured in"
 _CONFIG = {
@@ -113,7 +111,13 @@ def check_model(
             f"order of megatron-core's own loop; set it to 1 {_INSTEAD}"
         )
     _check_fp8(config, settings, replicas)
-    _check_overlap(config, settings.schedule)
+    overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    if overlaps and "moe" in (config.recompute_modules or ()):
+        raise ConfigError(
+            "overlap_moe_expert_parallel_comm of the model with layers of experts recomputed, "
+            "which would change one that a forward was left in: change one of the two "
+            f"{_INSTEAD}"
+        )
     built = kind_of(config)
     if built != settings.kind and config.pipeline_model_parallel_size > 1:
         raise ConfigError(
@@ -122,7 +126,12 @@ def check_model(
         )
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk)
-    _check_schedule(config, len(chunks), settings.schedule)
+    names = ("moe_token_dispatcher_type", "recompute_granularity")
+    settings.require(
+        num_virtual_stages_per_pipeline_rank=len(chunks),
+        overlap_moe_expert_parallel_comm=overlaps,
+        **{name: getattr(config, name, None) for name in names},
+    )
 
 
 def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
@@ -136,27 +145,6 @@ def _check_fp8(config: Any, settings: Settings, replicas: int) -> None:
             "data-parallel replicas: each forward reduces over replicas that choose different "
             "orders; use another recipe, tp_only_amax_red, or a fixed order such as 1f1b"
         )
-
-
-def _check_overlap(config: Any, schedule: str) -> None:
-    """Refuse to run actions beside others where nothing would, or where a layer cannot be left."""
-    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
-        return
-    dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")
-    reasons = {
-        f"schedule {schedule}, in which no action begins beside another": schedule
-        not in {*RULES, *PAIRING, "file"} - {"auto"},
-        f"moe_token_dispatcher_type={dispatcher}, whose layers cannot be left where they exchange "
-        "tokens": dispatcher != "alltoall",
-        "layers of experts recomputed, which would change one that a forward was left in": "moe"
-        in (config.recompute_modules or ()),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError(
-                f"overlap_moe_expert_parallel_comm of the model with {reason}: change one of the "
-                f"two {_INSTEAD}"
-            )
 
 
 def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
@@ -179,25 +167,6 @@ def _check_chunk(number: int, chunk: torch.nn.Module) -> None:
         raise ConfigError(
             f"chunk {number} is a {type(chunk).__name__}: replicas gather parameters in the order "
             f"of megatron-core's own loop; use DistributedDataParallel {_INSTEAD}"
-        )
-
-
-def _check_schedule(config: Any, num_chunks: int, name: str) -> None:
-    if name in ("auto", "file"):
-        return  # chosen among those that fit; held against the file where it is read
-    # The shape of the pipeline is not the question here, only the chunks.
-    wanted = placement_for(name, 2, num_chunks).num_chunks
-    several = name in SEVERAL_CHUNKS
-    if wanted != num_chunks or (several and num_chunks == 1):
-        raise ConfigError(
-            f"schedule {name} with {num_chunks} model chunk{'s' * (num_chunks > 1)} on a rank, "
-            f"where it needs {'several' if several else wanted}: use "
-            f"{'1f1b or adaptive' if num_chunks == 1 else 'interleaved or adaptive'}"
-        )
-    if name == "varuna" and getattr(config, "recompute_granularity", None) != "full":
-        raise ConfigError(
-            "schedule varuna without recompute_granularity=full: it keeps the inputs of many "
-            "microbatches and repeats their forwards; give --recompute-granularity full"
         )
 
 

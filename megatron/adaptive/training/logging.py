@@ -36,6 +36,7 @@ from megatron.adaptive.engine.progress import ProgressFile, Value
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.gpt.model import flops_per_token
 from megatron.adaptive.gpt.step import StepResult
+from megatron.adaptive.planner.cluster import known_gpu
 from megatron.adaptive.trace.files import BestEffortFile
 
 _MAIN_LOSS = "lm loss"
@@ -160,7 +161,8 @@ class TrainingLog:
     ) -> None:
         self._cfg = cfg
         self._settings = cfg.logging
-        self._accelerator = accelerator
+        part = known_gpu(accelerator.name)
+        self._peak_flops = None if part is None else part.flops["fp16"]
         self._padded_vocab_size = padded_vocab_size
         self._is_writer = is_writer
         self._total_iterations = total_iterations
@@ -178,7 +180,7 @@ class TrainingLog:
             self._open(start_iteration)
 
     def _open(self, start_iteration: int) -> None:
-        if self._settings.log_throughput or self._accelerator.peak_flops is not None:
+        if self._settings.log_throughput or self._peak_flops is not None:
             self._flops_per_token = flops_per_token(
                 self._cfg, padded_vocab_size=self._padded_vocab_size
             )
@@ -332,7 +334,7 @@ class TrainingLog:
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self._flops_per_token is None:
             return _Throughput(tokens_per_s)
-        flops_per_s, peak_flops = tokens_per_s * self._flops_per_token, self._accelerator.peak_flops
+        flops_per_s, peak_flops = tokens_per_s * self._flops_per_token, self._peak_flops
         return _Throughput(
             tokens_per_s,
             flops_per_s / 1e12 if self._settings.log_throughput else None,
