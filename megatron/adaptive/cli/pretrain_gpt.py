@@ -207,6 +207,10 @@ def _speaks(error: AdaptiveError) -> bool:
     try:
         Environment.read()
     except AdaptiveError:
+        try:
+            Environment.read({**os.environ, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
+        except AdaptiveError:
+            return False
         return True
     return False
 
