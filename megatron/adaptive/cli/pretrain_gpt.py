@@ -25,9 +25,9 @@ from megatron.adaptive.config.arguments import flag_table, parse, read_recipe
 from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.forms import read_file
 from megatron.adaptive.config.refused import REFUSED
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
-from megatron.adaptive.planner.files import read_file
 
 _USAGE = """\
 usage: python -m megatron.adaptive train RECIPE.yaml [KEY=VALUE ...] [--dry-run] [-- OPTIONS]
