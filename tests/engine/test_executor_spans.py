@@ -108,7 +108,6 @@ def test_messages_tell_their_way(tmp_path: Path) -> None:
     sends = sum(int(table.where("send").sum()) for table in tables.values())
     receives = sum(int(table.where("receive").sum()) for table in tables.values())
     assert len(found) == sends == receives == 2 * 3 * (placement.num_stages - 1)
-    assert (found.sent_ns <= found.handed_ns).all()
     assert (found.sent_ns <= found.arrived_ns).all()
     assert (found.arrived_ns <= found.taken_ns).all()
     assert set(found.bytes.tolist()) == {FORWARD_BYTES, BACKWARD_BYTES}

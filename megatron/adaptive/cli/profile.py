@@ -93,11 +93,7 @@ def _of_runs(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--from-run: give the --model that was trained and its --cluster too")
     cluster = read_cluster(options.cluster)
     known = profile_file.load(options.output) if options.output.exists() else None
-    default = "bf16"
-    if known is not None:
-        default = known["model"].get(
-            "precision", profile_file.precision_of(known["model"].get("arguments", ()))
-        )
+    default = "bf16" if known is None else profile_file.precision_of(known["model"])
     model = read_model(options.model, options.precision, default=default)
     if known is not None:
         profile_file.check_model(known, model, str(options.output))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.command_parser import CommandParser, count, number
-from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
@@ -213,13 +212,15 @@ def _print_table(head: str, rows: Sequence[tuple[str, float, float, str]]) -> No
     first, slowest = rows[0][1], max(seconds for _, seconds, _, _ in rows)
     if not first:
         raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
-    table = [["schedule", "step s", "speed-up", "bubble", "peak"]]
+    width = max(len(name) for name, _, _, _ in rows)
+    places = max(5, *(len(peak) for _, _, _, peak in rows))
+    print(f"{head}\n\n{'schedule':{width}}  step s  speed-up  bubble  {'peak':>{places}}")
     for name, seconds, bubble, peak in rows:
-        table.append([name, f"{seconds:.4g}", f"{first / seconds:.3f}x", f"{bubble:.1%}", peak])
-    bars = ["", *("█" * round(_BAR * seconds / slowest) for _, seconds, _, _ in rows)]
-    print(f"{head}\n")
-    for line, bar in zip(aligned(table, 1), bars, strict=True):
-        print(f"{line}  {bar}".rstrip())
+        bar = "█" * round(_BAR * seconds / slowest)
+        print(
+            f"{name:{width}}  {seconds:6.4g}  {first / seconds:7.3f}x  {bubble:5.1%}"
+            f"  {peak:>{places}}  {bar}"
+        )
 
 
 def _simulate_unequal(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -204,10 +204,6 @@ class Executor:
         self._away_ns: Mapping[Action, int] = {}
         self._log: StepLog | None = None
 
-    def trace_to(self, recorder: Recorder | None) -> None:
-        """Write the spans of further steps elsewhere; only between two steps."""
-        self._recorder = recorder
-
     @property
     def last_codes(self) -> tuple[int, ...]:
         """The actions of the last step in the order they were started, as ``codes_of`` says them.

@@ -155,14 +155,13 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     run.require_iteration(iteration)
     tables = [TraceTable.concat([] if t is None else [t.table([iteration])]) for t in ranks]
     known = [table.of_kind("wait", "send", *DRAWN_ACTIONS).spans() for table in tables]
-    rows = [[span for span in spans if span.action in DRAWN_ACTIONS] for spans in known]
-    if not any(rows):
+    drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
+    if not len(drawn):
         raise TraceError(
             f"iteration {iteration} in {run.origin} holds no F, B or W; it has nothing to draw"
         )
-    start = min(span.start_ns for row in rows for span in row)
-    end = max(span.end_ns for row in rows for span in row)
-    first = next(trace for trace, row in zip(ranks, rows, strict=True) if trace and row)
+    start, end = int(drawn.start_ns.min()), int(drawn.end_ns.max())
+    first = next(t for t in ranks if t and iteration in t.iterations)
     return PipelineStep(
         iteration=iteration,
         schedule=first.header.schedule,

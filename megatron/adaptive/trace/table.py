@@ -232,7 +232,6 @@ class Messages:
         chunk: chunk of that action, on the receiver.
         microbatch: microbatch of it.
         sent_ns: the sender began to hand it over.
-        handed_ns: the sender had handed it over and went on.
         arrived_ns: it was there, or, where not ``seen``, was found to be there.
         taken_ns: the action began.
         bytes: its size.
@@ -246,7 +245,6 @@ class Messages:
     chunk: Ints
     microbatch: Ints
     sent_ns: Ints
-    handed_ns: Ints
     arrived_ns: Ints
     taken_ns: Ints
     bytes: Ints
@@ -287,7 +285,6 @@ def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
         chunk=got.chunk,
         microbatch=got.microbatch,
         sent_ns=sent.start_ns,
-        handed_ns=sent.end_ns,
         arrived_ns=got.start_ns,
         taken_ns=got.end_ns,
         bytes=got.bytes,

@@ -215,11 +215,10 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
     else:
         found = list(run.complete_iterations(None) or run.iterations)
         found = found[FIRST_STEPS:] if len(found) > 2 * FIRST_STEPS else found
-    if len(found) > MOST_ITERATIONS:
-        found = [found[n] for n in np.linspace(0, len(found) - 1, MOST_ITERATIONS).astype(int)]
     if not found:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
-    kept: list[int] = thinned(np.array(found), run.num_spans(found), MOST_SPANS).tolist()
+    some = thinned(np.array(found), len(found), MOST_ITERATIONS)
+    kept: list[int] = thinned(some, run.num_spans(some.tolist()), MOST_SPANS).tolist()
     return kept
 
 

@@ -308,7 +308,7 @@ class _Table:
         for word in COLLECTIVES:
             rows = self._rows(word)
             if len(rows):
-                peer = self._roots(word, rows, placement.num_ranks)
+                peer = self._roots(word, rows)
                 add(rows, "collective", chunk=self._chunk[rows], peer=peer, reason=REASON[word])
         place = [placement.locate(stage) for stage in range(placement.num_stages)]
         rank_of, chunk_of = (np.array(side) for side in zip(*place, strict=True))
@@ -355,7 +355,7 @@ class _Table:
         )
         return np.where(found >= 0, self._ranks[found], -1)
 
-    def _roots(self, word: str, rows: Ints, num_ranks: int) -> Ints:
+    def _roots(self, word: str, rows: Ints) -> Ints:
         """Returns the lowest rank of each one's group; -1 where only one was recorded."""
         worker = self._worker[rows]
         pp_rank, dp_rank = self._pp_rank[worker], self._dp_rank[worker]
