@@ -19,7 +19,6 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import ROOT, Result, Row
-from megatron.adaptive.planner.calibrate import stage_layers
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model_file import arguments_model
@@ -83,7 +82,7 @@ class MemoryRun:
         cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
         stages = self.pp * self.chunks
         counts = [self.layers // stages] * stages
-        held = stage_layers(model, counts)
+        held = model.stage_layers(counts)
         plan = Plan(
             tp=self.tp,
             dp=self.dp,

@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.report import ROOT, Result, Row
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.calibrate import TracedRun, calibrate, rank_correlation, stage_layers
+from megatron.adaptive.planner.calibrate import TracedRun, calibrate, rank_correlation
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import Model
@@ -258,7 +258,7 @@ def _watched(command: Sequence[str], what: str) -> Watch:
 def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
     """The planner's seconds of a step."""
     cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
-    held = stage_layers(model, shape.layers)
+    held = model.stage_layers(shape.layers)
     plan = Plan(
         tp=shape.tp,
         dp=shape.dp,
