@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.report import ROOT, Result, Row
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.calibrate import TracedRun, calibrate, rank_correlation, stage_layers
+from megatron.adaptive.planner.calibrate import TracedRun, calibrate, rank_correlation
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import Model
@@ -118,7 +118,7 @@ class Shape:
             expert_ranks=self.expert_ranks or 1,
             recompute=self.recompute,
             distributed_optimizer=self.sharded,
-            partition=tuple(len(one) for one in stage_layers(model, self.layers)),
+            partition=tuple(len(one) for one in model.stage_layers(self.layers)),
             places=place_ranks(cluster, (0,), **sizes),
         )
         return plan, cluster

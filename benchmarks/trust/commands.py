@@ -102,7 +102,7 @@ plan --model {{f}}/deep.json --global-batch-size 8 --cluster {{f}}/cluster.yaml 
 {_CONF}/list.json => plan
 {_CONF}/empty.json => no JSON
 {_CONF}/binary.json => not of a text
-{_CONF}/types.json => plan
+{_CONF}/types.json => is not a key
 submit {{f}}/none.sh => no such file
 submit {{f}}/conf.sh --dry-run --set NNODES=99999999999 => NNODES
 submit {{f}}/conf.sh --dry-run --set NNODES=999999999 => at most

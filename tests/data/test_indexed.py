@@ -50,7 +50,7 @@ def test_a_missing_file_is_named(write_tokens: Write, suffix: str) -> None:
 
 def test_a_prefix_with_suffix_or_cut_short_gets_a_hint(write_tokens: Write) -> None:
     prefix = write_tokens(DOCUMENTS, name="big_text_document")
-    with pytest.raises(DataError, match=r"without suffix: .*big_text_document$"):
+    with pytest.raises(DataError, match=r"did you mean .*big_text_document\?"):
         check_indexed(f"{prefix}.bin")
     with pytest.raises(DataError, match=r"did you mean .*big_text_document\?"):
         check_indexed(prefix.removesuffix("_text_document"))
@@ -60,11 +60,10 @@ def test_a_prefix_with_suffix_or_cut_short_gets_a_hint(write_tokens: Write) -> N
     ("offset", "raw", "message"),
     [
         (0, b"NOTMEGATR", "is no token index (starts with b'NOTMEGATR'"),
-        (0, b"TNTIDX\x00\x00", "old 'lazy' or 'cached' format"),
         (9, struct.pack("<Q", 2), "version 2"),
         (17, b"\x00", "dtype code 0"),
         (17, b"\x09", "dtype code 9"),
-        (17, b"\x07", "float32"),
+        (17, b"\x07", "dtype code 7"),
         (18, struct.pack("<Q", 2**60), "is truncated"),
         (18, struct.pack("<Q", 2), "bytes too many"),
         (34, struct.pack("<i", -3), "sequence 0 has length -3"),

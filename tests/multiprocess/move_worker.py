@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.gpt.setup import Run  # noqa: E402
-from megatron.adaptive.rebalance import move_layers as moving  # noqa: E402
+from megatron.adaptive.rebalance import move_stages as moving  # noqa: E402
 from megatron.adaptive.training.logging import IterationReport, TrainingLog  # noqa: E402
 from megatron.adaptive.training.pretrain import pretrain  # noqa: E402
 
@@ -44,9 +44,9 @@ def watch_moves(left_behind: list[int]) -> None:
         references.extend(weakref.ref(parameter) for parameter in held)
         take_down(run)
 
-    def counting(job: Any) -> Run:
+    def counting(job: Any, kept: Any) -> Run:
         left_behind.append(sum(reference() is not None for reference in references))
-        return build_run(job)
+        return build_run(job, kept)
 
     moving.take_down, moving.build_run = noting, counting  # type: ignore[attr-defined]
 

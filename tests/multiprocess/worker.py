@@ -67,7 +67,7 @@ from megatron.adaptive.gpt.initialize import TrainingJob, seed_everything, set_u
 from megatron.adaptive.gpt.setup import Run, build_run, make_loader  # noqa: E402
 from megatron.adaptive.gpt.step import Step, params_norm  # noqa: E402
 from megatron.adaptive.rebalance.dealing import ReplicaDealing  # noqa: E402
-from megatron.adaptive.rebalance.move_layers import move_layers, take_down  # noqa: E402
+from megatron.adaptive.rebalance.move_stages import move_stages, take_down  # noqa: E402
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Row  # noqa: E402
 
 VOCAB_SIZE = 256
@@ -193,8 +193,8 @@ class Orders:
                 self.words.append(f"{KINDS[kind]}{chunk}-{microbatch}")
 
 
-def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
-    """Take the steps of a case; returns what this rank saw."""
+def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, Any], Run]:
+    """Take the steps of a case; returns what this rank saw, and the run as it is then."""
     config = job.config
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     count = config.parallel.microbatches_of(pp_rank, config.num_microbatches)
@@ -233,7 +233,9 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
             valid = make_loader(run, run.samples.valid, 0)
             evaluated += step.evaluate(valid, config.run.eval_iters, count).values()
         if (layers := case.get("moves", {}).get(str(iteration))) is not None:
-            run = move_layers(run, layers)
+            box = [run]
+            del run, step, checkpoints
+            run = move_stages(box, lambda: None, partition=layers)
             step = Step(run)
             checkpoints = Checkpoints(run)
     if dealing is not None:
@@ -253,7 +255,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> dict[str, Any]:
         "evaluated": evaluated,
         "orders": trained,
         "shares": shares,
-    }
+    }, run
 
 
 def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
@@ -261,7 +263,7 @@ def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dic
     started = time.monotonic()
     job = meshes.join(config)
     run = build_run(job)
-    seen = train(job, run, case)
+    seen, run = train(job, run, case)
     everyone = job.gather(seen)
     meshes.leave(job, run)
     results: dict[str, Any] = {key: [one[key] for one in everyone] for key in seen}

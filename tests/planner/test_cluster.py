@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.adaptive.config.forms import quantity
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import (
     describe_cluster,
@@ -19,7 +20,6 @@ from megatron.adaptive.planner.cluster import (
     make_cluster,
     read_cluster,
 )
-from megatron.adaptive.planner.files import quantity
 
 YAML = """\
 format: 1

@@ -114,7 +114,7 @@ def test_proposed_plans_are_in_the_order_in_which_they_run() -> None:
     options = replace(
         given.options, unequal=True, tp=(1,), distributed_optimizer=(False,), top=8
     )  # fmt: skip
-    request = Request(global_batch=given.global_batch, options=options, schedules=("1f1b",))
+    request = Request(global_batch=given.global_batch, options=options)
     rows = propose(given, request).rows
     seconds = [row.prediction.seconds for row in rows]
     assert seconds == sorted(seconds)

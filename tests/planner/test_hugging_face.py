@@ -198,7 +198,7 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
         recompute=("none",),
         distributed_optimizer=(True,),
     )
-    request = Request(global_batch=32, options=options, schedules=("1f1b",))
+    request = Request(global_batch=32, options=options)
     row = propose(inputs, request).rows[0]
     assert row.prediction.fits
     # Ranks that share a layer share the tokens of its experts.

@@ -108,7 +108,7 @@ def test_experts_on_ranks_that_were_not_measured_take_what_the_nearest_do() -> N
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 0}, "its format is 0, this version reads 1: measure the profile again"),
+        ({"format": 0}, "format is 0: it must be 1"),
         ({"layer": []}, "layer is not a key: the nearest is layers"),
         ({"launch_s": {"a100": -1}}, "launch_s.a100 is -1"),
     ],

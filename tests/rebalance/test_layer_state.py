@@ -16,7 +16,7 @@ Shares = dict[str, tuple[int, int]]
 
 def table(had: Shares, wants: Shares, replica: int = 0) -> Table:
     """A rank's table."""
-    return Table(replica=replica, had=had, wants=wants, parts={}, steps=1.0)
+    return Table(replica=replica, had=had, wants=wants, steps=1.0)
 
 
 def test_a_layer_goes_from_each_replica_to_its_own() -> None:

@@ -130,21 +130,20 @@ def test_pieces_names_and_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "it is not JSON: Expecting property name"),
-        ("[]", "it must hold one object"),
-        (content(version=2), "version 2 of the format: this program reads version 1"),
-        (content(version=True), "version True of the format"),
-        (content(ranks=None, orders=None), "ranks, orders missing: add them"),
-        (content(version=None), "version missing: add it"),
-        (content(rank=3), "unknown entry 'rank': it may have version, ranks,"),
-        (content(ranks="1"), "ranks is '1': it must be a whole number of at least 1"),
+        ("{", "no JSON .Expecting property name"),
+        ("[]", "it must be keys with values"),
+        (content(version=2), "version is 2: it must be 1"),
+        (content(ranks=None, orders=None), "ranks is missing"),
+        (content(version=None), "version is missing"),
+        (content(rank=3), "rank is not a key: the nearest is ranks"),
+        (content(ranks="1"), "ranks is '1': it must be a whole number"),
         (content(microbatches=0), "microbatches is 0"),
         (content(chunks=True), "chunks is True"),
-        (content(placement="x"), "unknown placement 'x': choose one of loop, v"),
-        (content(placement=["v"]), r"unknown placement \['v'\]"),
+        (content(placement="x"), "placement is 'x': it must be one of loop, v"),
+        (content(placement=["v"]), r"placement is \['v'\]"),
         (content(name=3), "name is 3"),
-        (content(orders="F0-0"), "orders must be a list with one text per rank"),
-        (content(orders=[["F0-0"]]), "orders must be a list with one text per rank"),
+        (content(orders="F0-0"), "orders is 'F0-0': it must be a list"),
+        (content(orders=[["F0-0"]]), r"orders\[0\] is .*: it must be text"),
         (content(ranks=2), "orders for 1 ranks: its placement has 2"),
         (content(microbatches=10**12), "make 1000000000000 forwards per rank.*lists 4 actions"),
         (content(orders=["F0-0 B0-0 F0_1"]), "rank 0, position 2: 'F0_1' is not an action"),
@@ -175,12 +174,12 @@ def test_an_impossible_order_is_drawn(
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match="none.json cannot be read: .*No such file"):
+    with pytest.raises(ScheduleError, match="none.json: No such file"):
         load(tmp_path / "none.json")
     with pytest.raises(ScheduleError, match=r"x.txt: its name must end in .json or .csv"):
         load(tmp_path / "x.txt")
     (tmp_path / "latin.csv").write_bytes(b"\xff")
-    with pytest.raises(ScheduleError, match="latin.csv cannot be read: .*utf-8"):
+    with pytest.raises(ScheduleError, match="latin.csv: byte 0 is not of a text in UTF-8"):
         load(tmp_path / "latin.csv")
     schedule = make_schedule("1f1b", Placement(num_ranks=1, num_chunks=1), 1)
     with pytest.raises(ScheduleError, match="schedules are written as .json"):

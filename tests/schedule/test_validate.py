@@ -74,9 +74,8 @@ HALVES = "F0-0 B0-0 W0-0 F0-1 B0-1 W0-0.1 W0-1 W0-1.1"
         ),
         (
             (HALVES, "F0-0 B0-0 W0-0 W0-0.1 F0-1 B0-1 W0-1"),
-            "rank 1, position 6: the pieces of W0-1 end with 0, most others of this schedule with"
-            " 1: cut every weight gradient into the same number of pieces",
-            "rank 1 | F0-0 B0-0 W0-0 W0-0.1 F0-1 B0-1 [W0-1]",
+            "rank 1, position 7: the order ends, but W0-1.1 is missing",
+            "rank 1 | ... B0-0 W0-0 W0-0.1 F0-1 B0-1 W0-1 [missing]",
         ),
         (
             (HALVES, "F0-0 B0-0 W0-0.1 W0-0 F0-1 B0-1 W0-1 W0-1.1"),

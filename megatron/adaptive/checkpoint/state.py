@@ -161,7 +161,7 @@ def sharded_optimizer(
     states: list[dict[str, Any]] = []
     for leaf in _leaves(optimizer):
         distributed = isinstance(leaf, DistributedOptimizer)
-        _fill_state(leaf)
+        fill_state(leaf)
         with _step_for_empty_rank(leaf):
             # Other optimizers would fill in state themselves when loading, in a way that fails for
             # SGD and forgets the step of torch's Adam.
@@ -329,7 +329,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
         _load_shards(leaf, shards)
     for group, values in zip(inner.param_groups, kept, strict=True):
         group.update(values)
-    _fill_state(leaf)
+    fill_state(leaf)
 
 
 def require_same_groups(optimizer: Any, saved: Mapping[str, Any], what: str) -> None:
@@ -371,7 +371,7 @@ def _is_torch_adam(leaf: Any) -> bool:
     return isinstance(leaf.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _fill_state(leaf: Any) -> None:
+def fill_state(leaf: Any) -> None:
     """Give every parameter the state that the optimizer would make in its first step.
 
     A checkpoint then holds the same entries before and after that step, which float16 can put off

@@ -26,12 +26,12 @@ from megatron.adaptive.cli.plan_inputs import Inputs, add_input_arguments, parse
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cli.validate import main as check_runs
 from megatron.adaptive.config.command_parser import CommandParser, number
+from megatron.adaptive.config.forms import FORMS, forms, quantity
 from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.config.plan import load_plan
 from megatron.adaptive.config.schedule import parse_partition
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.cluster import describe_cluster, make_cluster
-from megatron.adaptive.planner.files import FORMS, forms, quantity
 from megatron.adaptive.planner.model import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
 from megatron.adaptive.planner.plan import (
@@ -228,8 +228,8 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
     return Request(
         global_batch=options.global_batch_size,
         objective=_objective(options, model),
-        schedules=schedules,
         options=SearchOptions(
+            schedules=schedules,
             tp=parse_counts("--tp", options.tp),
             dp=parse_counts("--dp", options.dp),
             pp=parse_counts("--pp", options.pp),

@@ -82,7 +82,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     if options.profile:
         parts = [(str(path), profile_file.load(path)) for path in options.profile]
         document = profile_file.merge(parts) if len(parts) > 1 else parts[0][1]
-    memories = {} if document is None else profile_file.measured_memory(document)
+    memories = {} if document is None else profile_file.of_nodes(document, "memory_bytes")
     cluster = read_cluster(options.cluster, memories).with_memory(1 - options.memory_margin)
     model = _model(options, cluster, document)
     measured = None

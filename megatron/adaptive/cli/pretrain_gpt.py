@@ -25,9 +25,9 @@ from megatron.adaptive.config.arguments import flag_table, parse, read_recipe
 from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.forms import read_file
 from megatron.adaptive.config.refused import REFUSED
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
-from megatron.adaptive.planner.files import read_file
 
 _USAGE = """\
 usage: python -m megatron.adaptive train RECIPE.yaml [KEY=VALUE ...] [--dry-run] [-- OPTIONS]
@@ -207,6 +207,10 @@ def _speaks(error: AdaptiveError) -> bool:
     try:
         Environment.read()
     except AdaptiveError:
+        try:
+            Environment.read({**os.environ, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
+        except AdaptiveError:
+            return False
         return True
     return False
 

@@ -32,7 +32,6 @@ from megatron.adaptive.planner.calibrate import (
     MeasuredRun,
     TracedRun,
     compare,
-    stage_layers,
 )
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.model import RECOMPUTE
@@ -180,7 +179,7 @@ def _plan(run: TracedRun, given: Inputs, options: argparse.Namespace) -> Plan:
     if len(headers) < first.world_size:
         missing = min(set(range(first.world_size)) - set(headers))
         raise ConfigError(f"{run.trace.origin}: no trace of rank {missing}: all ranks are needed")
-    held = stage_layers(given.model, run.layers)
+    held = given.model.stage_layers(run.layers)
     gpus = _gpus(run, given.cluster)
     places = []
     for pp_rank in range(first.num_ranks):

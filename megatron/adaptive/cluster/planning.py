@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, as_asked
 from megatron.adaptive.cluster.membership import read_machines
 from megatron.adaptive.config.arguments import parse
+from megatron.adaptive.config.forms import read_file
 from megatron.adaptive.config.plan import plan_flags
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
@@ -48,7 +49,6 @@ from megatron.adaptive.planner.cluster import (
     known_gpu,
     make_cluster,
 )
-from megatron.adaptive.planner.files import read_file
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model
@@ -134,7 +134,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] |
         profile = profile_file.merge(profiles) if len(profiles) > 1 else profiles[0][1]
     if not clusters:
         return None, profile
-    memories = {} if profile is None else profile_file.measured_memory(profile)
+    memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
     where, document = clusters[0]
     return make_cluster(document, where, memories), profile
 
@@ -157,7 +157,7 @@ def equal_nodes(document: Mapping[str, Any], where: str) -> Cluster:
         )
     part = known_gpu(gpus[0])
     gpu = gpus[0] if part is None else part.name
-    memory = profile_file.measured_memory(document).get(gpu)
+    memory = profile_file.of_nodes(document, "memory_bytes").get(gpu)
     if memory is None and part is None:
         raise ConfigError(
             f"{where}: it does not say the memory of {gpu}: name a cluster file too, which does"
@@ -408,11 +408,8 @@ class Planning:
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
         """Finds the best plan that the trainer takes, and why it does not take the first."""
         given = self._config.schedule.pipeline_schedule
-        request = Request(
-            global_batch=self._config.batch.global_batch_size,
-            schedules=(given if given in policy_names() else "1f1b",),
-            options=options,
-        )
+        options = replace(options, schedules=(given if given in policy_names() else "1f1b",))
+        request = Request(global_batch=self._config.batch.global_batch_size, options=options)
         refused: ConfigError | None = None
         for row in propose(inputs, request).rows:
             try:

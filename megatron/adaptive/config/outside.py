@@ -108,16 +108,21 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
         AdaptiveError: of class ``error``: it cannot be read, is too large, or is no text.
     """
     try:
+        return read_bytes(path, hint, error).decode()
+    except UnicodeDecodeError as caught:
+        raise error(f"{path}: byte {caught.start} is not of a text in UTF-8; {hint}") from None
+
+
+def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
+    """Reads a file of at most :data:`MAX_BYTES`; arguments are those of :func:`read_text`."""
+    try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as caught:
         raise error(f"{path}: {caught.strerror or caught}; {hint}") from None
     if len(data) > MAX_BYTES:
         raise error(f"{path}: it has more than {MAX_BYTES:,} bytes; {hint}")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as caught:
-        raise error(f"{path}: byte {caught.start} is not of a text in UTF-8; {hint}") from None
+    return data
 
 
 def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> Any:

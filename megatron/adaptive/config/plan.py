@@ -6,14 +6,15 @@ its own flags; both mean the same run.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.flags import FieldSpec
+from megatron.adaptive.config.forms import check_form
 from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 
 PLAN_FORMAT = 1
@@ -25,42 +26,11 @@ _DEGREES = {
     "expert": "EXPERT_MP_SIZE",
     "context": "CONTEXT_MP_SIZE",
 }
-_KEYS = (
-    *("format", "degrees", "placement", "partition", "micro_batch_size", "global_batch_size"),
-    *("schedule", "recompute", "distributed_optimizer", "overlap_grad_reduce"),
-    *("sequence_parallel", "precision", "model", "prediction", "stages"),
+_SETTINGS = (
+    *("micro_batch_size", "global_batch_size", "schedule", "recompute", "precision"),
+    *("distributed_optimizer", "overlap_grad_reduce", "sequence_parallel"),
 )
-
-
-def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str]:
-    return (lambda value: value in choices), f"one of {', '.join(choices)}"
-
-
-def _from(least: int) -> tuple[Callable[[Any], bool], str]:
-    rule = f"a whole number from {least} on"
-    return (lambda value: type(value) is int and value >= least), rule
-
-
-_COUNT = _from(1)
-_SWITCH: tuple[Callable[[Any], bool], str] = (
-    lambda value: isinstance(value, bool),
-    "true or false",
-)
-_TEXT: tuple[Callable[[Any], bool], str] = (
-    lambda value: isinstance(value, str),
-    "the name of a schedule",
-)
-_SIMPLE = {
-    "micro_batch_size": _COUNT,
-    "global_batch_size": _COUNT,
-    "schedule": _TEXT,
-    "recompute": _one_of("none", "selective", "full"),
-    "precision": _one_of("fp32", "fp16", "bf16"),
-    "distributed_optimizer": _SWITCH,
-    "overlap_grad_reduce": _SWITCH,
-    "sequence_parallel": _SWITCH,
-}
-"""Keys that are a variable of ``conf.sh`` in capitals: whether a value will do, and the rule."""
+"""Keys that are a variable of ``conf.sh`` in capitals."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -84,8 +54,6 @@ _SWITCH_FLAGS = {
     "SEQUENCE_PARALLEL": "--sequence-parallel",
 }
 _SETTING = "PLAN="
-_STAGE_KEYS = ("tensor", "nodes", "micro_batch_size")
-_PLACE_KEYS = ("type", "nodes", "processes_per_node")
 
 
 def load_plan(path: Path, setting: str = _SETTING) -> Any:
@@ -154,105 +122,50 @@ def plan_variables(content: Any, where: str, setting: str = _SETTING) -> dict[st
         ConfigError: it breaks the schema.
     """
     where = f"{setting}{where}"
-    plan = _object(content, where, "the plan", _KEYS)
-    if plan.get("format") != PLAN_FORMAT:
-        raise ConfigError(
-            f"{where}: format is {plan.get('format')!r}: this version reads {PLAN_FORMAT}"
-        )
-    values: dict[str, str] = {}
-    degrees = _object(plan.get("degrees", {}), where, "degrees", tuple(_DEGREES))
-    for key, name in _DEGREES.items():
-        if key in degrees:
-            values[name] = str(_fitting(degrees[key], _COUNT, where, f"degrees.{key}"))
+    plan = check_form(content, "plan", where)
+    degrees = plan.get("degrees", {})
+    values = {name: str(degrees[key]) for key, name in _DEGREES.items() if key in degrees}
     if "stages" in plan:
         values |= _stages(plan["stages"], where)
         values.pop("DP_SIZE", None)
-    for key, rule in _SIMPLE.items():
+    for key in _SETTINGS:
         if key in plan:
-            value = _fitting(plan[key], rule, where, key)
+            value = plan[key]
             values[key.upper()] = str(value).lower() if isinstance(value, bool) else str(value)
     if "partition" in plan:
-        layers = _filled(
-            plan["partition"], where, "partition", "a list of the layers of each stage"
-        )
-        counts = [_fitting(n, _from(0), where, f"partition[{i}]") for i, n in enumerate(layers)]
-        values["PARTITION"] = "-".join(map(str, counts))
+        values["PARTITION"] = format_partition(plan["partition"])
     if "placement" in plan:
         values |= _placement(plan["placement"], where)
     return values
 
 
-def _stages(content: Any, where: str) -> dict[str, str]:
+def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
     """The ranks of each stage where they are unequal."""
-    sizes, samples = [], set()
-    for index, one in enumerate(_filled(content, where, "stages", "a list of the stages")):
-        name = f"stages[{index}]"
-        stage = _object(one, where, name, _STAGE_KEYS)
-        rule = "a list of the widths of its replicas"
-        widths = _filled(stage.get("tensor"), where, f"{name}.tensor", rule)
-        if any(width != 1 for width in widths):
+    for index, stage in enumerate(stages):
+        if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(
-                f"{where}: {name}.tensor is {widths}: the trainer runs unequal stages without"
-                " tensor parallelism alone; plan again with --tp 1, or without --unequal"
+                f"{where}: stages[{index}].tensor is {stage['tensor']}: the trainer runs unequal"
+                " stages without tensor parallelism alone; plan again with --tp 1, or without"
+                " --unequal"
             )
-        sizes.append(len(widths))
-        if "micro_batch_size" in stage:
-            given = stage["micro_batch_size"]
-            samples.add(_fitting(given, _COUNT, where, f"{name}.micro_batch_size"))
+    samples = {one["micro_batch_size"] for one in stages if "micro_batch_size" in one}
     if len(samples) > 1:
         raise ConfigError(
             f"{where}: its stages have microbatches of {', '.join(map(str, sorted(samples)))}"
             " samples: the trainer deals out microbatches of one size; plan again"
         )
-    return {"STAGE_DP_SIZES": "-".join(map(str, sizes))}
+    return {"STAGE_DP_SIZES": "-".join(str(len(stage["tensor"])) for stage in stages)}
 
 
-def _placement(content: Any, where: str) -> dict[str, str]:
-    words = []
-    rule = "a list of groups of equal nodes"
-    for index, one in enumerate(_filled(content, where, "placement", rule)):
-        name = f"placement[{index}]"
-        group = _object(one, where, name, _PLACE_KEYS)
-        nodes, processes = (
-            _fitting(group.get(key), _COUNT, where, f"{name}.{key}")
-            for key in ("nodes", "processes_per_node")
-        )
-        kind = group.get("type", "")
-        if not isinstance(kind, str) or (not kind and len(content) > 1):
-            raise _wrong(where, f"{name}.type", kind, "the name of a node type")
-        words.append((kind, nodes, processes))
-    if len(words) == 1 and not words[0][0]:
-        _, nodes, processes = words[0]
+def _placement(groups: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
+    if len(groups) == 1 and not groups[0].get("type"):
+        nodes, processes = groups[0]["nodes"], groups[0]["processes_per_node"]
         return {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
-    text = " ".join(f"{kind}:{nodes}x{processes}" for kind, nodes, processes in words)
-    return {"HOMOGENEOUS_CLUSTER": "false", "NODES": text}
-
-
-def _object(content: Any, where: str, name: str, keys: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(content, dict):
-        raise _wrong(where, name, content, "an object")
-    for key in content:
-        if key not in keys:
-            nearest = difflib.get_close_matches(key, keys, n=1)
-            hint = f"the nearest is {nearest[0]}" if nearest else f"keys are {', '.join(keys)}"
-            raise ConfigError(f"{where}: {name} has no key {key!r}: {hint}")
-    return content
-
-
-def _fitting(value: Any, rule: tuple[Callable[[Any], bool], str], where: str, name: str) -> Any:
-    if not rule[0](value):
-        raise _wrong(where, name, value, rule[1])
-    return value
-
-
-def _filled(value: Any, where: str, name: str, rule: str) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise _wrong(where, name, value, rule)
-    return value
-
-
-def _wrong(where: str, name: str, value: Any, rule: str) -> ConfigError:
-    return ConfigError(f"{where}: {name} is {value!r}: it must be {rule}; see docs/plan.md")
+    for index, one in enumerate(groups):
+        if not one.get("type"):
+            raise ConfigError(f"{where}: placement[{index}].type is missing: name its node type")
+    words = [f"{one['type']}:{one['nodes']}x{one['processes_per_node']}" for one in groups]
+    return {"HOMOGENEOUS_CLUSTER": "false", "NODES": " ".join(words)}
 
 
 PLAN_FLAG = "--plan"

@@ -127,16 +127,19 @@ def build_datasets(
         cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
         if data.variable_seq_lengths:
             cls = DocumentDataset
+        # megatron-core's, that nothing is cached: it is, but not by megatron-core.
+        logging.disable(logging.WARNING)
         try:
-            with _quiet_cache_warnings():
-                builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
-                train, valid, test = builder.build()
+            builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
+            train, valid, test = builder.build()
         except MemoryError:
             given = ", ".join(f"{n} {c}" for n, c in zip(_SPLIT_NAMES, counts, strict=True))
             raise DataError(
                 f"the order of so many samples ({given}) does not fit into memory; lower "
                 "--train-iters or --eval-iters, or raise --eval-interval"
             ) from None
+        finally:
+            logging.disable(logging.NOTSET)
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
         if here and dataset is not None and len(dataset) < count:
             raise DataError(
@@ -346,23 +349,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("ab") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
-
-
-@contextmanager
-def _quiet_cache_warnings() -> Iterator[None]:
-    """Drop megatron-core's warning that nothing is cached: it is, but not by megatron-core."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "path_to_cache is None" not in record.getMessage()
-
-    loggers = [
-        logging.getLogger(f"megatron.core.datasets.{name}")
-        for name in ("gpt_dataset", "blended_dataset")
-    ]
-    for logger in loggers:
-        logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(keep)

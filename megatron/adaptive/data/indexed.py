@@ -34,10 +34,9 @@ INDEX_CACHE = "index_cache"
 """Folder beside the data where shuffling indices go unless ``--data-cache-path`` names another."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_OLD_MAGIC = b"TNTIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _AGAIN = "make it again with tools/preprocess_data.py"
 
 _SCAN_WHOLE_BYTES = 256 << 20
@@ -140,33 +139,20 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
 
 
 def _hint_for_missing(prefix: str) -> str:
-    stem = prefix.removesuffix(".idx").removesuffix(".bin")
-    if stem != prefix and Path(f"{stem}.idx").is_file():
-        return f"give the path without suffix: {stem}"
-    nearby = [
-        str(path).removesuffix(".idx")
-        for folder, name in ((Path(prefix).parent, Path(prefix).name), (Path(prefix), ""))
-        for path in sorted(folder.glob(f"{glob.escape(name)}*.idx"))
-    ]
-    if prefix in nearby:
+    path = Path(prefix.removesuffix(".idx").removesuffix(".bin"))
+    found = sorted(path.parent.glob(f"{glob.escape(path.name)}*.idx")) or sorted(path.glob("*.idx"))
+    if Path(f"{prefix}.idx") in found:
         return f"it belongs to {prefix}.idx; copy it there, too, or {_AGAIN}"
-    if nearby:
-        return f"did you mean {nearby[0]}?"
-    return "make it with tools/preprocess_data.py, or correct --data-path"
+    if found:
+        return f"did you mean {str(found[0]).removesuffix('.idx')}?"
+    return f"{_AGAIN}, or correct --data-path"
 
 
 def _parse_header(path: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
-    if header.startswith(_OLD_MAGIC):
-        raise DataError(f"{path}: is of Megatron's old 'lazy' or 'cached' format; {_AGAIN}")
-    if header[: len(_MAGIC)] != _MAGIC[: len(header)] or not header:
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise DataError(
-            f"{path}: is no token index (starts with {header[:9]!r} instead of {_MAGIC!r}); "
-            f"{_AGAIN}"
-        )
-    if len(header) < _HEADER.size:
-        raise DataError(
-            f"{path}: is truncated ({len(header)} bytes, the header alone has {_HEADER.size}); "
-            f"{_AGAIN}"
+            f"{path}: is no token index (starts with {header[:9]!r} instead of {_MAGIC!r}, or ends "
+            f"within the header); {_AGAIN}"
         )
     _, version, code, sequences, marks = _HEADER.unpack(header)
     if version != _VERSION:
@@ -175,10 +161,8 @@ def _parse_header(path: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
             f"{_AGAIN}"
         )
     if code not in _DTYPES:
-        raise DataError(f"{path}: has dtype code {code}, known are 1 to 8; {_AGAIN}")
+        raise DataError(f"{path}: has dtype code {code}, known are those of integers; {_AGAIN}")
     dtype = np.dtype(_DTYPES[code])
-    if dtype.kind == "f":
-        raise DataError(f"{path}: holds {dtype.name} values, but tokens are integers; {_AGAIN}")
     return dtype, sequences, marks
 
 

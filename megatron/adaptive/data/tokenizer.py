@@ -31,13 +31,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.adaptive.config.data import TokenizerConfig
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import parse_json, read_bytes, read_text
 from megatron.adaptive.errors import ConfigError, DataError
 
 _common = os.path.commonprefix
 END_OF_DOCUMENT = "<|endoftext|>"
 TAUGHT_ROLE = "assistant"
-_MODEL = "--tokenizer-model"
+_MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17  # ids of all kinds, as in Megatron-LM
 _SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _PUNCTUATION = r"[^\s\p{L}\p{N}]"
@@ -161,8 +161,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     """
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
-        vocab_text = _read_text(Path(vocab_file), "--vocab-file")
-        merge_text = _read_text(Path(merge_file), "--merge-file")
+        vocab_text = read_text(Path(vocab_file), "check --vocab-file", DataError)
+        merge_text = read_text(Path(merge_file), "check --merge-file", DataError)
         vocab = _parse_vocab(vocab_text, vocab_file)
         merges = _parse_merges(merge_text, merge_file, vocab, vocab_file)
         digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
@@ -187,7 +187,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        text = _read_text(self._folder / "tokenizer.json", _MODEL)
+        text = read_text(self._folder / "tokenizer.json", _MODEL, DataError)
         try:
             encoder = FastTokenizer.from_str(text)
         except Exception as error:  # the library has no type of its own for it
@@ -253,7 +253,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     def _find_template(self) -> str | None:
         file = self._folder / "chat_template.jinja"
         if file.is_file():
-            return _read_text(file, _MODEL)
+            return read_text(file, _MODEL, DataError)
         found = self._json("tokenizer_config.json").get("chat_template")
         if isinstance(found, list):
             found = {one["name"]: one["template"] for one in found}.get("default")
@@ -279,7 +279,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             return {}
         try:
             # transformers writes 10^30 for a length without a limit.
-            found = parse_json(_read_text(path, _MODEL), strict=False)
+            found = parse_json(read_text(path, _MODEL, DataError), strict=False)
         except ValueError as error:
             raise DataError(f"{path}: is not JSON ({error})") from None
         return found if isinstance(found, dict) else {}
@@ -299,7 +299,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, file: str | Path, *, begins: bool = False) -> None:
         package = need_package("sentencepiece", "SentencePieceTokenizer", "hf")
-        content = _read_bytes(Path(file))
+        content = read_bytes(Path(file), _MODEL, DataError)
         try:
             self._model = package.SentencePieceProcessor(model_proto=content, add_bos=begins)
         except RuntimeError:
@@ -337,7 +337,7 @@ class TikTokenizer(Tokenizer):
 
     def __init__(self, file: str | Path, vocab_size: int, num_special: int, pattern: str) -> None:
         package = need_package("tiktoken", "TikTokenizer", "hf")
-        content = _read_bytes(Path(file))
+        content = read_bytes(Path(file), _MODEL, DataError)
         try:
             listed = parse_json(content)[: max(0, vocab_size - num_special)]
             tokens = [base64.b64decode(one["token_bytes"]) for one in listed]
@@ -483,25 +483,6 @@ def _compiled(template: str) -> Any:
     for mark, plain in (("generation", "if true"), ("endgeneration", "endif")):
         template = re.sub(rf"({{%[-+]?)\s*{mark}\b", rf"\1 {plain}", template)
     return environment.from_string(template)
-
-
-def _read_text(path: Path, flag: str) -> str:
-    try:
-        return _read_bytes(path, flag).decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); "
-            f"check what {flag} names"
-        ) from None
-
-
-def _read_bytes(path: Path, flag: str = _MODEL) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; {flag} must name an existing file") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check {flag}") from None
 
 
 def _parse_vocab(text: str, path: str | Path) -> dict[str, int]:

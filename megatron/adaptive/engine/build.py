@@ -23,7 +23,7 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
-from megatron.adaptive.engine.job import Job, from_first, gather
+from megatron.adaptive.engine.job import Job, from_first, gather, process_groups
 from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
@@ -46,11 +46,13 @@ class Wiring:
         executor: the engine.
         transport: its channels, ``None`` for a pipeline of one rank.
         agreement: its decision group's decisions.
+        groups: process groups that were made for it.
     """
 
     executor: Executor
     transport: Transport | None
     agreement: Agreement
+    groups: Sequence[Any]
 
     def close(self) -> None:
         """Close channels and decisions; all ranks of the pipeline must do so."""
@@ -99,7 +101,7 @@ def build_executor(
     """
     if pp_ranks is None:
         pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    rank = dist.get_rank()
+    rank, before = dist.get_rank(), process_groups()
     pp_rank = pp_ranks.index(rank)
 
     def describe(rank: int) -> str:
@@ -143,7 +145,8 @@ def build_executor(
     )
     if tracing is not None:
         tracing.watch(executor.snapshot)
-    return Wiring(executor=executor, transport=channels, agreement=agreement)
+    made = [group for group in process_groups() if group not in before]
+    return Wiring(executor=executor, transport=channels, agreement=agreement, groups=made)
 
 
 def gather_places() -> list[dict[str, Any]]:

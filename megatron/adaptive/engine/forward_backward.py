@@ -32,6 +32,9 @@ class ForwardBackward:
         stores: where the chunks' layers leave their weight gradients, for split backwards.
         span: traces a block as a span of a kind; called with ``reduce``, ``None`` where the caller
             traces that.
+
+    Attributes:
+        orders: as given.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class ForwardBackward:
         span: Callable[[str], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._executor = executor
-        self._orders = orders
+        self.orders = orders
         self._stores = stores
         self._span = span or (lambda kind: contextlib.nullcontext())
         self._meter = ActivationMeter()
@@ -90,7 +93,7 @@ class ForwardBackward:
                 "adjust_tensor_shapes_fn was given, but channels here carry each tensor's own "
                 "shape; leave it out"
             )
-        orders, placement, widths = self._orders, self._orders.placement, self._orders.widths
+        orders, placement, widths = self.orders, self.orders.placement, self.orders.widths
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         if not len(chunks) == len(iterators) == placement.num_chunks:
@@ -156,31 +159,21 @@ class ForwardBackward:
         Raises:
             ConfigError: it needs another placement, or stores that this object was not made with.
         """
-        placement = self._orders.placement
+        placement = self.orders.placement
         if candidate.placement != placement or (candidate.weight_pieces and not self._stores):
             raise ConfigError(
                 f"{candidate} cannot run on chunks that lie in a {placement.kind} with "
                 f"{'split' if self._stores else 'whole'} backwards; build the model for it"
             )
-        self._orders.use(candidate)
-
-    def renew(self, stores: Sequence[WeightGradientStore] | None) -> None:
-        """Go on with chunks whose layers have changed, under the same order of work.
-
-        Args:
-            stores: as at first, of the chunks as they are now.
-        """
-        self._stores = stores
-        self._meter = ActivationMeter()
-        self._measured_size = 0.0
+        self.orders.use(candidate)
 
     def candidate(self, num_microbatches: int) -> Candidate:
         """Returns what runs; see :meth:`Orders.candidate`."""
-        return self._orders.candidate(num_microbatches)
+        return self.orders.candidate(num_microbatches)
 
     def activation_bytes(self) -> tuple[int, ...]:
         """Bytes that a mean microbatch keeps in each chunk of this rank, 0 before the first."""
         return tuple(
             round(self._meter.bytes_of(chunk) * self._mean_size)
-            for chunk in range(self._orders.placement.num_chunks)
+            for chunk in range(self.orders.placement.num_chunks)
         )

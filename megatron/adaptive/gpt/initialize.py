@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,12 @@ class TrainingJob(Job):
     Attributes:
         config: the run's settings.
         stop_group: gloo group of all ranks for the agreement to stop, which is always under way.
+        mesh_groups: of megatron-core's parallel state.
     """
 
     config: TrainerConfig
     stop_group: dist.ProcessGroup
+    mesh_groups: list[Any] = field(default_factory=list)
 
     @property
     def is_writer(self) -> bool:
@@ -72,7 +75,9 @@ def start_job(
         timeout=timeout,
     )
     require_equal_settings(_shared_settings(config))
+    before = process_groups()
     set_up_mesh(config)
+    mesh_groups = [group for group in process_groups() if group not in before]
     seed_everything(config.run.seed)
     # megatron-core asks this machine about NaN handling; faults here are our own errors.
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
@@ -82,6 +87,7 @@ def start_job(
         accelerator=accelerator,
         control_group=dist.new_group(backend="gloo", timeout=timeout),
         stop_group=dist.new_group(backend="gloo", timeout=timeout),
+        mesh_groups=mesh_groups,
         places=gather_places(),
         timeout=timeout,
     )
@@ -126,13 +132,13 @@ def remake_mesh(job: TrainingJob) -> None:
     """Make megatron-core's process groups anew for the settings of ``job``, and seed as at a start.
 
     Collective over all ranks, between two steps; nothing may use the former groups any more. Only
-    the groups that belong to the job itself stay.
+    those of the mesh go.
     """
-    dist.barrier(group=job.control_group)
     parallel_state.destroy_model_parallel()
-    kept = (dist.group.WORLD, job.control_group, job.stop_group)
-    destroy_groups(group for group in process_groups() if group not in kept)
+    destroy_groups(job.mesh_groups)
+    before = process_groups()
     set_up_mesh(job.config)
+    job.mesh_groups[:] = [group for group in process_groups() if group not in before]
     seed_everything(job.config.run.seed)
 
 

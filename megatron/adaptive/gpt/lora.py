@@ -223,22 +223,13 @@ def freeze(model: Any, config: TrainerConfig) -> Any:
     model.requires_grad_(False)
     model.config.moe_router_bias_update_rate = 0.0
     for layer in model.decoder.layers:
-        freeze_layer(layer, config)
+        for name, marks in adapted_parts(config).items():
+            linear = layer.get_submodule(name)
+            linear.lora = Adapter(linear, name, marks, config, layer.layer_number)
+            linear.__class__ = _adapted(type(linear))  # type: ignore[arg-type]
     if config.recompute.recompute_granularity is not None and model.pre_process:
         # A layer that is computed again gives gradients only where its input wants one.
         model.embedding.register_forward_hook(
             lambda module, given, output: output.requires_grad_(torch.is_grad_enabled())
         )
     return model
-
-
-def freeze_layer(layer: Any, config: TrainerConfig) -> Any:
-    """Does the same to a transformer layer."""
-    if not config.lora.is_on:
-        return layer
-    layer.requires_grad_(False)
-    for name, marks in adapted_parts(config).items():
-        linear = layer.get_submodule(name)
-        linear.lora = Adapter(linear, name, marks, config, layer.layer_number)
-        linear.__class__ = _adapted(type(linear))  # type: ignore[arg-type]
-    return layer

@@ -40,7 +40,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
     TransformerBlockSubmodules,
@@ -71,7 +71,7 @@ from megatron.adaptive.gpt.local_layers import (
     completed,
     scale_output,
 )
-from megatron.adaptive.gpt.lora import freeze, freeze_layer
+from megatron.adaptive.gpt.lora import freeze
 from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     layout_of,
@@ -441,70 +441,6 @@ def wrap(
     if config.parallel.unequal_sizes is not None or config.balance != "off":
         sum_gradients(wrapped)
     return wrapped
-
-
-def build_layer(
-    config: TrainerConfig,
-    core: TransformerConfig,
-    accelerator: Accelerator,
-    block: Any,
-    index: int,
-) -> torch.nn.Module:
-    """Build one transformer layer of a chunk; what its matrices hold is left to chance.
-
-    Args:
-        config: the run's settings.
-        core: their translation, with the layout in which the layer lies in this chunk.
-        accelerator: where parameters live.
-        block: megatron-core's block of layers that it is for.
-        index: its place in the block.
-    """
-    kept = {name: getattr(core, name) for name in (*_DRAWING, *_OF_THE_RUN)}
-    vars(core).update(dict.fromkeys(_DRAWING, torch.nn.Identity()), **dict.fromkeys(_OF_THE_RUN))
-    before = get_transformer_layer_offset(core, block.vp_stage) + index
-    try:
-        layer: torch.nn.Module = build_module(
-            _layer_specs(config, core)[before],
-            config=core.get_config_for_layer(before + 1)
-            if isinstance(core, UnlikeLayersConfig)
-            else core,
-            layer_number=index + 1,
-            pg_collection=block.pg_collection,
-            vp_stage=block.vp_stage,
-        )
-    finally:
-        vars(core).update(kept)
-    return _ready(freeze_layer(layer, config), core, accelerator)
-
-
-def build_norm(core: TransformerConfig, accelerator: Accelerator, block: Any) -> torch.nn.Module:
-    """Builds the norm that follows the last layer of a model, for a block that had none."""
-    norm: torch.nn.Module = build_module(
-        block.submodules.layer_norm,
-        config=core,
-        hidden_size=core.hidden_size,
-        eps=core.layernorm_epsilon,
-    )
-    return _ready(norm, core, accelerator)
-
-
-def _ready(
-    part: torch.nn.Module, core: TransformerConfig, accelerator: Accelerator
-) -> torch.nn.Module:
-    """Gives a part of a model its precision and device."""
-    if core.fp16:
-        part = part.half()
-    elif core.bf16:
-        part = part.bfloat16()
-    return part.to(accelerator.device)
-
-
-_DRAWING = ("init_method", "output_layer_init_method")
-# Experts and layers of their own shape copy the configuration in depth, and with these the run.
-_OF_THE_RUN = (
-    *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
-    *("finalize_model_grads_func", "timers"),
-)
 
 
 def _build_chunk(

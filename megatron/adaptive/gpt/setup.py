@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -170,19 +170,45 @@ class Run:
     padded_vocab_size: int
 
 
-def build_run(job: TrainingJob) -> Run:
-    """Build model, optimizer, data, executor and trace. Collective over all ranks."""
+class KeptParts(NamedTuple):
+    """Holds parts of a run that the next one takes over under the same placement; see ``Run``."""
+
+    samples: Samples
+    padded_vocab_size: int
+    orders: Orders
+
+
+def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
+    """Build model, optimizer, data, executor and trace. Collective over all ranks.
+
+    Args:
+        job: this process within the job.
+        kept: what need not be built.
+    """
     config = job.config
     placement = placement_of(config)
-    tokenizer, rows = load_tokenizer(config)
+    if kept is None:
+        tokenizer, rows = load_tokenizer(config)
+        samples = _build_samples(job, placement, tokenizer)
+    else:
+        samples, rows, _ = kept
     core = transformer_config(config, job.accelerator)
     chunks = build_chunks(config, core, job.accelerator, placement, rows)
     optimizer = build_optimizer(config, chunks)
-    samples = _build_samples(job, placement, tokenizer)
     scheduler = build_scheduler(config, optimizer, samples.train_samples)
-    connect_chunks(config, core, chunks, optimizer)
-    tracing = open_run_trace(job, placement, rows)
-    measure_experts(job, tracing, chunks)
+    _connect_chunks(config, core, chunks, optimizer)
+    schedule = config.schedule
+    tracing = open_trace(
+        schedule.trace_dir,
+        job,
+        placement,
+        schedule=schedule.pipeline_schedule,
+        num_microbatches=config.num_microbatches,
+        layers=config.layers_per_stage,
+        work=stage_work(config, rows),
+    )
+    if schedule.trace_dir is not None or config.logging.draws_curves:
+        tracing.experts = measured_experts(chunks, job.accelerator)
     widths = widths_of(config)
     core.finalize_model_grads_func = tracing.around(
         "reduce", partial(finalize_gradients, widths=widths)
@@ -194,7 +220,7 @@ def build_run(job: TrainingJob) -> Run:
         tracing.watch(outside.snapshot)
         forward_backward = outside
     else:
-        orders = _orders(job, placement)
+        orders = _orders(job, placement) if kept is None else kept.orders
         replay = orders.replay
         wiring = build_executor(
             placement=placement,
@@ -346,7 +372,7 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
     )
 
 
-def connect_chunks(
+def _connect_chunks(
     config: TrainerConfig,
     core: TransformerConfig,
     chunks: Sequence[torch.nn.Module],
@@ -368,24 +394,3 @@ def connect_chunks(
     if parallel.overlap_param_gather and parallel.align_param_gather:
         gathers = [chunk.start_param_sync for chunk in chunks]
         core.param_sync_func = gathers[0] if single else gathers
-
-
-def measure_experts(job: TrainingJob, tracing: Tracing, chunks: list[torch.nn.Module]) -> None:
-    """Lets the trace measure the experts of these chunks, if someone looks at what they do."""
-    settings = job.config
-    if settings.schedule.trace_dir is not None or settings.logging.draws_curves:
-        tracing.experts = measured_experts(chunks, job.accelerator)
-
-
-def open_run_trace(job: TrainingJob, placement: Placement, padded_vocab_size: int) -> Tracing:
-    """Opens this rank's trace. Collective over all ranks."""
-    config = job.config
-    return open_trace(
-        config.schedule.trace_dir,
-        job,
-        placement,
-        schedule=config.schedule.pipeline_schedule,
-        num_microbatches=config.num_microbatches,
-        layers=config.layers_per_stage,
-        work=stage_work(config, padded_vocab_size),
-    )

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed, NodeType
 from megatron.adaptive.planner.cost import predict
@@ -138,52 +137,8 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
     )
 
 
-def stage_layers(model: Model, counted: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns which layers of the model each stage holds.
-
-    Layers that ``--num-layers`` does not count go with the next one that it counts; those behind
-    all others, such as the head, with the last stage.
-
-    Args:
-        model: its layers.
-        counted: of each stage, as ``--num-layers`` counts them.
-
-    Raises:
-        ConfigError: they are not as many as the model has.
-    """
-    if sum(counted) != model.num_counted:
-        raise ConfigError(
-            f"layers {format_partition(counted)} of the run are {sum(counted)}, model {model.name}"
-            f" has {model.num_counted}: give the model that was trained"
-        )
-    places: list[list[int]] = [[] for _ in counted]
-    left = list(counted)
-    stage = 0
-    waiting: list[int] = []
-    for index in range(model.num_layers):
-        if not model.layer(index).counted:
-            waiting.append(index)
-            continue
-        while not left[stage]:
-            stage += 1
-        # What comes before all counted layers lies on the first stage, even if that has none.
-        target = 0 if waiting and waiting[0] == 0 else stage
-        places[target] += waiting
-        waiting = []
-        places[stage].append(index)
-        left[stage] -= 1
-    places[-1] += waiting
-    return tuple(tuple(sorted(one)) for one in places)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """Seconds of one microbatch on one stage: forward, backward, weight gradient (NaN for none)."""
-
-    layers: tuple[int, ...]
-    seconds: tuple[float, float, float]
-
-
+_Stage = tuple[Sequence[int], tuple[float, float, float]]
+"""Layers of a stage, and seconds of one microbatch: forward, backward, weight gradient or NaN."""
 _Key = tuple[str, int, int]
 """GPU, tensor-parallel ranks, samples of a microbatch."""
 
@@ -207,10 +162,10 @@ class _Found:
     spread: list[float] = field(default_factory=list)
 
 
-def _held(model: Model, run: TracedRun, rank: int) -> tuple[tuple[int, ...], ...]:
+def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
     """Layers of each chunk of a rank."""
     header = run.trace.ranks[rank].header
-    stages = stage_layers(model, run.layers)
+    stages = model.stage_layers(run.layers)
     return tuple(stages[stage] for stage in stages_of_rank(header, header.pp_rank))
 
 
@@ -228,24 +183,22 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
             # A weight gradient that was cut takes all its pieces.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
             key = (run.hosts[host].gpu, run.tp, run.micro_batch)
-            stage = _Stage(
-                layers=layers, seconds=(float(whole[_F]), float(whole[_B]), float(whole[_W]))
-            )
-            rows.setdefault(key, []).append(stage)
+            seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
+            rows.setdefault(key, []).append((layers, seconds))
     return rows
 
 
 def _counts(model: Model, rows: Sequence[_Stage]) -> tuple[list[str], Any]:
     """Kinds of layers, and ``[rows, kinds]`` how many each row holds."""
-    kinds = sorted({model.layers[i] for row in rows for i in row.layers})
-    held = [[sum(model.layers[i] == kind for i in row.layers) for kind in kinds] for row in rows]
+    kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
+    held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
     return kinds, np.array(held, dtype=np.float64)
 
 
 def _layer_times(model: Model, rows: Sequence[_Stage]) -> dict[str, LayerTimes]:
     kinds, counts = _counts(model, rows)
     flops = np.array([model.kinds[kind].forward_flops for kind in kinds])
-    measured = np.array([row.seconds for row in rows])
+    measured = np.array([seconds for _, seconds in rows])
     split = ~np.isnan(measured[:, _W])
     forward = _solve(counts, measured[:, _F], flops)
     whole = _solve(counts, np.nansum(measured[:, _B:], axis=1), flops)

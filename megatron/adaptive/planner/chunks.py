@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,17 @@ from megatron.adaptive.planner.layers import in_flight
 from megatron.adaptive.planner.plan import Plan, PlanRow
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.shapes import ShapeChoice, StageClass, Tables
-from megatron.adaptive.planner.timing import Steps, compiled_steps, steps_of
+from megatron.adaptive.planner.timing import compiled_steps, steps_of
 from megatron.adaptive.schedule import registry
 
 ONE_CHUNK = ("1f1b", "zb-h1", "adaptive", "hinted", "gpipe", "bfc", "dfc")
 """Schedules that the trainer runs with one chunk for each rank."""
 
 
-@dataclass(frozen=True)
 class ChunkedPipeline:
     """A pipeline with several chunks for each rank, without its partition.
 
-    Attributes:
+    Args:
         classes: the classes of its shape.
         choice: what all stages share.
         tables: for the arrays.
@@ -42,12 +40,29 @@ class ChunkedPipeline:
         chunks: of each rank.
     """
 
-    classes: tuple[StageClass, ...]
-    choice: ShapeChoice
-    tables: Tables
-    ranks: tuple[int, ...]
-    schedule: str
-    chunks: int
+    def __init__(
+        self,
+        classes: tuple[StageClass, ...],
+        choice: ShapeChoice,
+        tables: Tables,
+        ranks: tuple[int, ...],
+        schedule: str,
+        chunks: int,
+    ) -> None:
+        order = self._order = (schedule, len(ranks), chunks, choice.microbatches)
+        self._ranks, self._chunks, self._microbatches = ranks, chunks, choice.microbatches
+        self._arrays = tables.arrays(classes, choice)
+        place = registry.placement_for(schedule, len(ranks), chunks)
+        # Of each stage: its pipeline rank, class and microbatches in flight.
+        self._rank_of = np.array([place.locate(stage)[0] for stage in range(place.num_stages)])
+        self._classes = np.array(ranks)[self._rank_of]
+        self._held = np.array(in_flight(*order))[self._rank_of]
+        # Number of the node, or of the group of nodes, of each pipeline rank.
+        blocks, left = list[int](), 0
+        for rank in ranks:
+            blocks.append(blocks[-1] if left else len(blocks))
+            left = (left or classes[rank].block) - 1
+        self._blocks = np.array(blocks)
 
     def best(self, most: int, hopeless_s: float) -> tuple[int, ...]:
         """Finds a partition: hands layers over between any two stages while it gets faster.
@@ -81,48 +96,13 @@ class ChunkedPipeline:
                     cuts, best, since = trial, value, 0
         return tuple(cuts.tolist()) if np.isfinite(best) else ()
 
-    @cached_property
-    def _steps(self) -> Steps:
-        return steps_of(self.schedule, len(self.ranks), self.chunks, self.choice.microbatches)
-
-    @cached_property
-    def _rank_of(self) -> Any:
-        """Pipeline rank of each stage."""
-        placement = registry.placement_for(self.schedule, len(self.ranks), self.chunks)
-        return np.array([placement.locate(stage)[0] for stage in range(placement.num_stages)])
-
-    @cached_property
-    def _arrays(self) -> dict[str, Any]:
-        return self.tables.arrays(self.classes, self.choice)
-
-    @cached_property
-    def _stage_classes(self) -> Any:
-        return np.array(self.ranks)[self._rank_of]
-
-    @cached_property
-    def _blocks(self) -> Any:
-        """Number of the node, or of the group of nodes, of each pipeline rank."""
-        blocks, left, number = [], 0, -1
-        for rank in self.ranks:
-            if not left:
-                number, left = number + 1, self.classes[rank].block
-            left -= 1
-            blocks.append(number)
-        return np.array(blocks)
-
-    @cached_property
-    def _held(self) -> Any:
-        """Microbatches in flight, ``[stages]``."""
-        order = (self.schedule, len(self.ranks), self.chunks, self.choice.microbatches)
-        return np.array(in_flight(*order))[self._rank_of]
-
     def _first_cuts(self) -> Any:
         """Returns the first layer of each stage, work by the ranks' speed, ``[stages + 1]``."""
         arrays, stages = self._arrays, len(self._rank_of)
         n = arrays["forward"].shape[1] - 1
         work = arrays["forward"][:, 0, :] + arrays["backward"][:, 0, :]
-        speed = 1 / np.maximum(work[list(self.ranks), n], 1e-30)
-        share = np.cumsum((speed / speed.sum() / self.chunks)[self._rank_of])
+        speed = 1 / np.maximum(work[list(self._ranks), n], 1e-30)
+        share = np.cumsum((speed / speed.sum() / self._chunks)[self._rank_of])
         done = work[0] / max(float(work[0, n]), 1e-30)
         cuts = np.concatenate([[0], np.searchsorted(done, share - 1e-9)]).astype(np.int64)
         cuts[-1] = n
@@ -133,13 +113,13 @@ class ChunkedPipeline:
 
     def _by_rank(self, values: Any) -> Any:
         """Adds up the chunks of each rank; ``values``: ``[tables, stages]``."""
-        return values @ (self._rank_of[:, None] == np.arange(len(self.ranks)))
+        return values @ (self._rank_of[:, None] == np.arange(len(self._ranks)))
 
     def _fits(self, cuts: Any) -> bool:
         """Returns whether every rank has the memory for its chunks."""
-        classes, low, high = self._stage_classes, cuts[:-1], cuts[1:]
+        classes, low, high = self._classes, cuts[:-1], cuts[1:]
         base, kept = (self._arrays[name].swapaxes(0, 1) for name in ("base", "kept"))
-        fixed = base[:, self.ranks, 0, 0]
+        fixed = base[:, self._ranks, 0, 0]
         own = base[:, classes, low, high] - fixed[:, self._rank_of]
         own += self._held * kept[:, classes, low, high]
         return bool((fixed + self._by_rank(own) <= 0).all())
@@ -148,8 +128,8 @@ class ChunkedPipeline:
         """Returns the seconds without the embedding's; infinite where memory is short."""
         if not self._fits(cuts):
             return np.inf
-        arrays, classes, low, high = self._arrays, self._stage_classes, cuts[:-1], cuts[1:]
-        stages, microbatches = len(classes), self.choice.microbatches
+        arrays, classes, low, high = self._arrays, self._classes, cuts[:-1], cuts[1:]
+        stages, microbatches = len(classes), self._microbatches
         messages = np.zeros((2, 2, stages))
         one, other = classes[:-1], classes[1:]
         block, sent = self._blocks[self._rank_of], np.diff(self._rank_of) != 0
@@ -160,12 +140,13 @@ class ChunkedPipeline:
         forward, backward, weight = (
             arrays[name][classes, low, high] for name in ("forward", "backward", "weight")
         )
-        durations = self._steps.table(np.stack([forward, backward - weight, weight]))
+        steps = steps_of(*self._order)
+        durations = steps.table(np.stack([forward, backward - weight, weight]))
         launch = np.zeros_like(durations)
         launch[:2] = arrays["launch"][:, classes, low, high]
-        end, busy = np.zeros((2, len(self.ranks)))
+        end, busy = np.zeros((2, len(self._ranks)))
         compiled_steps()(
-            self._steps.rows,
+            steps.rows,
             durations,
             launch,
             *messages,

@@ -2,7 +2,7 @@
 
 A cluster is nodes by type, how many of each, and the links between them. What a cluster file leaves
 out of a GPU comes from the shipped table of GPUs (``data/gpus.json``). The form of the file is
-``cluster`` in ``data/forms.yaml``; ``docs/planner.md`` describes it. :func:`describe_cluster` makes
+``cluster`` of ``config.forms``; ``docs/planner.md`` describes it. :func:`describe_cluster` makes
 such a file from what Slurm, ``nvidia-smi`` and ``doctor`` print.
 """
 
@@ -23,8 +23,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.forms import check_form, read_file
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.files import check_form, read_file
 
 MEMORY_MARGIN = 0.1
 """Share of each GPU's memory that plans leave alone: predicted peaks lie so far below measured ones
@@ -702,25 +702,22 @@ def _grouped(
         plain = {"link": _ASSUMED_LINK, **entry}
         hosts = plain.pop("hosts", [""])
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
+
+    def above(host: str, least: int) -> list[tuple[int, int]]:
+        """Returns the switches from a level on that hold a host, the highest first."""
+        numbered = enumerate(switches)
+        return sorted(
+            (-level, i) for i, (level, held) in numbered if level >= least and host in held
+        )
+
     found = []
     for at, (one, names) in enumerate(groups.values()):
         count, hosts = len(names), [host for host in names if host]
-        levels = sorted({level for level, _ in switches}, reverse=True)
-        # Numbers of the switches above each host, the highest first.
-        marks = {
-            host: tuple(
-                tuple(
-                    i for i, (deep, held) in enumerate(switches) if deep == level and host in held
-                )
-                for level in levels
-            )
-            for host in hosts
-        }
-        hosts = sorted(hosts, key=lambda host: marks[host])
+        hosts.sort(key=lambda host: above(host, 0))
         speed = one.get("network", _ASSUMED_NETWORK)
         islands = list(one.get("islands", ()))
-        for depth in range(len(levels), 0, -1):
-            sizes = set(Counter(marks[host][:depth] for host in hosts).values())
+        for least in sorted({level for level, _ in switches}):
+            sizes = set(Counter(tuple(above(host, least)) for host in hosts).values())
             if len(sizes) == 1 and 1 < (size := sizes.pop()) < count:
                 islands.append({"nodes": size, **speed})
         alike = [other["gpu"] for other, _ in groups.values()].count(one["gpu"]) > 1

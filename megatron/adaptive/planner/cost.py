@@ -41,7 +41,6 @@ from megatron.adaptive.planner.layers import (
     waiting,
 )
 from megatron.adaptive.planner.plan import (
-    Limit,
     Plan,
     Prediction,
     StageMemory,
@@ -85,9 +84,18 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     predicted = tuple(_stage(plan, stages, times, rank, reduce) for rank in range(plan.pp))
-    whole = seconds - beside - jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime)
-    parts = _parts(plan, stages, times, quiet, whole, last, tied, reduce, optimizer)
+    # By cause, on the rank that ends last; they add up to the step.
+    tp_s = float(stages.tp_s[list(stages.stages_of[last])].sum()) * plan.num_microbatches
+    parts = {
+        "compute": float(times.busy_s[last]) - tp_s,
+        "tp": tp_s,
+        "transfer": float(times.end_s[last] - quiet.end_s[last]),
+        "reduction": float(reduce[last]),
+        "embedding": tied,
+        "optimizer": float(optimizer[last]),
+    }
+    parts["bubble"] = seconds - beside - jitter - sum(parts.values())
     parts |= {name: part for name, part in (("jitter", jitter), ("beside", beside)) if part}
     return Prediction(
         seconds=seconds,
@@ -378,33 +386,6 @@ def _stage(
     )
 
 
-def _parts(
-    plan: Plan,
-    stages: StageSums,
-    times: ScheduleTimes,
-    quiet: ScheduleTimes,
-    seconds: float,
-    last: int,
-    tied: float,
-    reduce: Any,
-    optimizer: Any,
-) -> dict[str, float]:
-    """Returns the seconds by cause on the rank that ends last; they add up to the step."""
-    mine = list(stages.stages_of[last])
-    tp = float(stages.tp_s[mine].sum()) * plan.num_microbatches
-    busy = float(times.busy_s[last])
-    parts = {
-        "compute": busy - tp,
-        "tp": tp,
-        "transfer": float(times.end_s[last] - quiet.end_s[last]),
-        "reduction": float(reduce[last]),
-        "embedding": tied,
-        "optimizer": float(optimizer[last]),
-    }
-    parts["bubble"] = seconds - sum(parts.values())
-    return parts
-
-
 _NAMES = {
     "compute": "compute of stage {stage}",
     "tp": "communication between the tensor-, context- and expert-parallel ranks of stage {stage}",
@@ -418,23 +399,21 @@ _NAMES = {
 }
 
 
-def _binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> Limit:
+def _binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> str:
     """Names what holds a plan back: a stage that does not fit, else the largest part."""
     short = [i for i, stage in enumerate(stages) if stage.memory.missing_bytes]
     if short:
         stage = max(short, key=lambda i: stages[i].memory.missing_bytes)
         gone = stages[stage].memory
-        text = (
-            f"stage {stage} needs {gone.total_bytes / 1e9:.2f} GB of"
+        return (
+            f"memory: stage {stage} needs {gone.total_bytes / 1e9:.2f} GB of"
             f" {gone.limit_bytes / 1e9:.2f} GB per GPU: {gone.missing_bytes / 1e9:.2f} GB too many"
         )
-        return Limit(what="memory", stage=stage, text=text)
     name = max(parts, key=lambda key: parts[key])
     slowest = max(range(len(stages)), key=lambda i: stages[i].forward_s + stages[i].backward_s)
     whole = sum(parts.values())
     share = 100 * parts[name] / whole if whole else 0.0
-    text = f"{_NAMES[name].format(stage=slowest)}: {share:.0f}% of the step"
-    return Limit(what=name, stage=slowest, text=text)
+    return f"{name}: {_NAMES[name].format(stage=slowest)}: {share:.0f}% of the step"
 
 
 def as_run(plan: Plan) -> Plan:

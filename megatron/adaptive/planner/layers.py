@@ -104,12 +104,12 @@ def stage_memory(
     model: Model,
     *,
     parameters: Any,
-    kept_bytes: Any,
-    held: float,
-    workspace_bytes: Any,
-    dp: int,
-    distributed_optimizer: bool,
-    limit_bytes: float,
+    kept_bytes: Any = 0.0,
+    held: float = 0.0,
+    workspace_bytes: Any = 0.0,
+    dp: int = 1,
+    distributed_optimizer: bool = False,
+    limit_bytes: float = 0.0,
     runtime: Runtime = OURS,
     context_bytes: float | None = None,
     divided: Any = None,
@@ -217,109 +217,78 @@ def layer_table(
     exchange = exchange_of(inputs, node, others or (node,), tp, expert_ranks)
     ring = context_ring(inputs, node, others or (node,), tp, context_ranks)
     # Of a part of each sequence a rank computes as for a part of the samples.
-    samples = micro_batch / context_ranks
+    samples, is_estimated = micro_batch / context_ranks, False
     rows = {}
     for name in dict.fromkeys(inputs.model.layers):
         kind = inputs.model.kinds.get(f"{name}/{expert_ranks}", inputs.model.kinds[name])
-        exchange_s = 2 * exchange(kind.routed_bytes * samples / tp)
+        # Of experts that are not spread over ranks, all ranks have as much to do.
+        load = kind.forward_flops / (inputs.model.kinds[name].forward_flops or 1)
+        # Seconds that tokens are on their way to experts and back in a forward, and those in which
+        # each of the ranks that share a sequence sends its keys and values to the next.
+        once = 2 * exchange(kind.routed_bytes * samples / tp)
         part_s = ring(kind.context_bytes * samples / tp)
-        rows[name] = _kind_row(
-            kind,
-            inputs.model.kinds[name],
-            inputs,
-            node,
-            tp,
-            samples,
-            recompute,
-            sequence_parallel,
-            exchange_s,
-            part_s,
-            context_ranks,
+        times = inputs.profile.times(kind.name, node.gpu, tp, samples, load or 1.0)
+        if tp > 1 and not times.tp_included and kind.tp_bytes:
+            once += all_reduce_s(link_within(inputs, node, tp), kind.tp_bytes * samples, tp)
+        attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
+        fused = not kind.attention_bytes
+        # Fused attention sends a part while it attends to the one before; a backward sends twice as
+        # much and computes so. Others gather all parts first, and add up as many gradients.
+        turns = context_ranks - 1
+        passed = turns * (max(part_s - attention / context_ranks, 0.0) if fused else part_s)
+        passed_back = passed * (2 if fused else 1)
+        forward = times.forward_s + once + passed
+        backward = times.backward_input_s + once + passed_back
+        comm = 2 * once + passed + passed_back
+        if recompute == "full" and kind.counted:
+            backward += forward
+            comm += once + passed
+        elif recompute == "selective":
+            backward += attention + passed
+            comm += passed
+        shared = tp if sequence_parallel else 1
+        whole = times.kept_bytes
+        if whole is None or not inputs.model.has_experts:
+            # Models with experts were measured with sequence parallelism.
+            whole = kind.kept_bytes(tp) * samples if whole is None else whole
+            whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
+        # Parts that were gathered are kept as the scores are.
+        whole += 0.0 if fused else kind.context_bytes / tp * samples * turns
+        kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * samples
+        if recompute == "none" or not kind.counted:
+            kept = whole
+        # While a backward repeats a layer, all that the layer keeps is there, once.
+        working = kind.workspace_bytes / tp * samples + max(whole - kept, 0.0)
+        share = inputs.profile.allocator_share.get(node.gpu)
+        messages = 0 if share is None else _HOST_MESSAGES
+        # With sequence parallelism, sequences are gathered before every product.
+        whole_outputs = messages / shared + (shared > 1 and kind.forward_flops > 0)
+        output = kind.output_elements * inputs.model.precision.element_bytes * samples
+        working += whole_outputs * output
+        waiting = kind.weight_bytes / tp + kind.replicated_activation_bytes / shared
+        if share:
+            # Large blocks go back to the system once they are free; small ones lie between others.
+            block = kind.attention_bytes / tp * samples
+            large = block >= _HOST_BLOCK_BYTES
+            kept = whole if recompute == "selective" and not large else kept
+            kept += share * (kept - block * (large and recompute == "none"))
+            working *= 1.0 if large else 1 + share
+            working += min(working, _HOST_FREE_BYTES)
+        is_estimated |= times.source == "estimated"
+        rows[name] = (
+            forward,
+            backward,
+            times.backward_weight_s,
+            min(times.launch_s, times.forward_s, times.backward_input_s),
+            comm,
+            kind.held_parameters(tp),
+            kind.expert_parameters / tp,
+            max(kept, 0.0),
+            working,
+            waiting * samples if recompute == "full" and kind.counted else 0.0,
         )
-    table = np.array([rows[name][0] for name in inputs.model.layers], dtype=np.float64).T
-    return LayerTable(any(row[1] for row in rows.values()), *table)
-
-
-def _kind_row(
-    kind: LayerKind,
-    alone: LayerKind,
-    inputs: PlanInputs,
-    node: NodeType,
-    tp: int,
-    micro_batch: float,
-    recompute: str,
-    sequence_parallel: bool,
-    once: float,
-    part_s: float,
-    context_ranks: int,
-) -> tuple[tuple[float, ...], bool]:
-    """Returns a row of the table.
-
-    ``alone``: the kind where experts are not spread over ranks, of which all have as much to do;
-    ``once``: seconds that tokens are on their way to experts and back in a forward; ``part_s``:
-    those in which each of the ranks that share a sequence sends its keys and values to the next.
-    """
-    load = kind.forward_flops / (alone.forward_flops or 1)
-    times = inputs.profile.times(kind.name, node.gpu, tp, micro_batch, load or 1.0)
-    if tp > 1 and not times.tp_included and kind.tp_bytes:
-        once += all_reduce_s(link_within(inputs, node, tp), kind.tp_bytes * micro_batch, tp)
-    attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
-    fused = not kind.attention_bytes
-    # Fused attention sends a part while it attends to the one before; a backward sends twice as
-    # much and computes so. Others gather all parts first, and add up as many gradients.
-    turns = context_ranks - 1
-    passed = turns * (max(part_s - attention / context_ranks, 0.0) if fused else part_s)
-    passed_back = passed * (2 if fused else 1)
-    forward = times.forward_s + once + passed
-    backward = times.backward_input_s + once + passed_back
-    comm = 2 * once + passed + passed_back
-    if recompute == "full" and kind.counted:
-        backward += forward
-        comm += once + passed
-    elif recompute == "selective":
-        backward += attention + passed
-        comm += passed
-    shared = tp if sequence_parallel else 1
-    whole = times.kept_bytes
-    if whole is None or not inputs.model.has_experts:
-        # Models with experts were measured with sequence parallelism.
-        whole = kind.kept_bytes(tp) * micro_batch if whole is None else whole
-        whole -= kind.replicated_activation_bytes * micro_batch * (1 - 1 / shared)
-    # Parts that were gathered are kept as the scores are.
-    whole += 0.0 if fused else kind.context_bytes / tp * micro_batch * turns
-    kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * micro_batch
-    if recompute == "none" or not kind.counted:
-        kept = whole
-    # While a backward repeats a layer, all that the layer keeps is there, once.
-    working = kind.workspace_bytes / tp * micro_batch + max(whole - kept, 0.0)
-    share = inputs.profile.allocator_share.get(node.gpu)
-    messages = 0 if share is None else _HOST_MESSAGES
-    # With sequence parallelism, sequences are gathered before every product.
-    whole_outputs = messages / shared + (shared > 1 and kind.forward_flops > 0)
-    output = kind.output_elements * inputs.model.precision.element_bytes * micro_batch
-    working += whole_outputs * output
-    waiting = kind.weight_bytes / tp + kind.replicated_activation_bytes / shared
-    if share:
-        # Large blocks go back to the system once they are free; small ones lie between others.
-        block = kind.attention_bytes / tp * micro_batch
-        large = block >= _HOST_BLOCK_BYTES
-        kept = whole if recompute == "selective" and not large else kept
-        kept += share * (kept - block * (large and recompute == "none"))
-        working *= 1.0 if large else 1 + share
-        working += min(working, _HOST_FREE_BYTES)
-    row = (
-        forward,
-        backward,
-        times.backward_weight_s,
-        min(times.launch_s, times.forward_s, times.backward_input_s),
-        comm,
-        kind.held_parameters(tp),
-        kind.expert_parameters / tp,
-        max(kept, 0.0),
-        working,
-        waiting * micro_batch if recompute == "full" and kind.counted else 0.0,
-    )
-    return row, times.source == "estimated"
+    table = np.array([rows[name] for name in inputs.model.layers], dtype=np.float64).T
+    return LayerTable(is_estimated, *table)
 
 
 def optimizer_s(

@@ -18,9 +18,10 @@ do then has ``imbalance`` times the average.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 from megatron.adaptive.errors import ConfigError
 
@@ -253,6 +254,29 @@ class Model:
     def layer(self, index: int) -> LayerKind:
         """Returns the kind of the layer at that place."""
         return self.kinds[self.layers[index]]
+
+    def stage_layers(self, counted: Sequence[int]) -> tuple[range, ...]:
+        """Returns which layers each stage holds.
+
+        Layers that ``--num-layers`` does not count go with the next one that it counts; those
+        behind all others, such as the head, with the last stage, those before all with the first.
+
+        Args:
+            counted: layers of each stage, as ``--num-layers`` counts them.
+
+        Raises:
+            ConfigError: they are not as many as the model has.
+        """
+        if sum(counted) != self.num_counted:
+            raise ConfigError(
+                f"layers {'-'.join(map(str, counted))} are {sum(counted)}, model {self.name} has"
+                f" {self.num_counted}: make them equal"
+            )
+        places = [i for i in range(self.num_layers) if self.layer(i).counted]
+        # Each stage ends behind the last layer that it counts; without any it is empty, but for
+        # the first, which has what comes before all of them.
+        ends = [places[done - 1] + 1 if done else places[0] for done in accumulate(counted[:-1])]
+        return tuple(map(range, (0, *ends), (*ends, self.num_layers)))
 
     def counted(self, partition: tuple[int, ...]) -> tuple[int, ...]:
         """Counts a partition of all layers as a plan file and ``--num-layers`` do.

@@ -2,7 +2,7 @@
 
 GPT and Llama presets are those of ``config.model``, which the trainer takes as well. BERT and T5
 are known here alone: they can be planned, for Megatron-LM's own scripts. The form of a model file
-is ``model`` in ``data/forms.yaml``; ``docs/planner.md`` describes it.
+is ``model`` of ``config.forms``; ``docs/planner.md`` describes it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron.adaptive.config.adapters import adapted_parts
 from megatron.adaptive.config.arguments import only_groups, parse
 from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.environment import Installed
+from megatron.adaptive.config.forms import check_form, read_file
 from megatron.adaptive.config.hugging_face import config_arguments, is_config
 from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import LoraConfig, PrecisionConfig
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.files import check_form, read_file
 from megatron.adaptive.planner.model import (
     LayerKind,
     Model,

@@ -195,21 +195,6 @@ class StagePrediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
-    """Largest limit of a plan.
-
-    Attributes:
-        what: ``memory``, ``compute``, ``transfer``, ``reduction``, ``bubble`` and the like.
-        stage: pipeline rank, or -1 for none in particular.
-        text: one sentence for people.
-    """
-
-    what: str
-    stage: int
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Predicted time, memory and price of a plan.
 
@@ -222,7 +207,7 @@ class Prediction:
         tokens_per_s: of the whole job.
         price_per_hour: of the nodes that are paid.
         estimated: whether a number of the profile was estimated, not measured.
-        binding: what holds it back most.
+        binding: what holds it back most, in words.
     """
 
     seconds: float
@@ -231,7 +216,7 @@ class Prediction:
     tokens_per_s: float
     price_per_hour: float
     estimated: bool = False
-    binding: Limit | None = None
+    binding: str = ""
 
     @property
     def fits(self) -> bool:
@@ -692,9 +677,7 @@ def explain(row: PlanRow, inputs: PlanInputs) -> str:
         lines.append(f"  {name:11} {seconds_text(seconds):>9}  {share:6.1%}  {bar}".rstrip())
     lines.append("")
     lines.append(_stage_table(plan, seen, inputs))
-    if seen.binding is not None:
-        lines += ["", f"held back by {seen.binding.what}: {seen.binding.text}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"held back by {seen.binding}"])
 
 
 def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:

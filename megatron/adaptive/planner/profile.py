@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, known_gpu
 from megatron.adaptive.planner.model import Model
 
 Source = Literal["measured", "estimated"]
@@ -87,8 +87,8 @@ class Profile:
         context_bytes: memory of a process before it holds tensors, by GPU; else the runtime's.
         allocator_share: what an allocator keeps beyond the tensors that it holds at a time, as a
             share of activations and workspace, by GPU; on the host's memory alone.
-        estimator: makes durations that were not measured, from kind, GPU, tensor-parallel ranks
-            and microbatch size; None where missing ones are errors.
+        estimator: makes durations that were not measured, of GPUs in the table, from kind, GPU,
+            tensor-parallel ranks and microbatch size; None where missing ones are errors.
     """
 
     layers: Mapping[Key, LayerTimes] = field(default_factory=dict)
@@ -149,7 +149,8 @@ class Profile:
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
         """Returns whether ``times`` has an answer."""
-        return self.estimator is not None or self._nearest(kind, gpu, tp) is not None
+        is_estimated = self.estimator is not None and known_gpu(gpu) is not None
+        return is_estimated or self._nearest(kind, gpu, tp) is not None
 
     def _nearest(self, kind: str, gpu: str, tp: int) -> str | None:
         """Returns a kind, or what was measured instead: its experts on other numbers of ranks."""

@@ -1,6 +1,6 @@
 """Reads, merges and writes profile files, and makes them of measurements per cut point.
 
-The form is ``profile`` in ``data/forms.yaml``; ``docs/planner.md`` describes it. Who trains a model
+The form is ``profile`` of ``config.forms``; ``docs/planner.md`` describes it. Who trains a model
 of his own through a pipeline knows where it can be cut, and can time the pieces between two cut
 points. Such measurements come as CSV with a header, or as a JSON list of objects with the same
 keys, a row for each piece, GPU and microbatch size::
@@ -25,10 +25,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.forms import check_form, read_file
 from megatron.adaptive.config.outside import read_json, read_text
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import LinkSpeed, known_gpu
-from megatron.adaptive.planner.files import check_form, read_file
 from megatron.adaptive.planner.model import Model, Precision
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
@@ -44,18 +44,11 @@ def load(path: Path) -> dict[str, Any]:
     """Reads and checks a profile file.
 
     Raises:
-        ConfigError: it cannot be read, has another format, or breaks a rule.
+        ConfigError: it cannot be read or breaks a rule.
     """
-    content = read_file(path, "profile")
-    if isinstance(content, dict) and content.get("format") != FORMAT:
-        given = content.get("format", "none")
-        raise ConfigError(
-            f"{path}: its format is {given}, this version reads {FORMAT}: measure the profile"
-            " again with python -m megatron.adaptive profile"
-        )
+    content: dict[str, Any] = read_file(path, "profile")
     check_form(content, "profile", str(path))
-    checked: dict[str, Any] = content
-    return checked
+    return content
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:
@@ -219,8 +212,8 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
         launch_s=_by_gpu(content.get("launch_s", {})),
         step_s=_by_gpu(content.get("step_s", {})),
         action_sigma=content.get("action_sigma", 0.0),
-        context_bytes=_of_nodes(content, "context_bytes"),
-        allocator_share=_of_nodes(content, "allocator_share"),
+        context_bytes=of_nodes(content, "context_bytes"),
+        allocator_share=of_nodes(content, "allocator_share"),
     )
 
 
@@ -249,12 +242,8 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
     return replace(links[0][1], by_pairs=tuple(links[1:]))
 
 
-def measured_memory(content: Mapping[str, Any]) -> dict[str, float]:
-    """Returns bytes of each GPU by its name, as the nodes of a profile showed them."""
-    return _of_nodes(content, "memory_bytes")
-
-
-def _of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
+def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
+    """Returns what the nodes of a profile showed, such as ``memory_bytes``, by name of the GPU."""
     return {
         _gpu(one["gpu"]): float(one[fact])
         for one in content.get("nodes", {}).values()
@@ -394,7 +383,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
             f"{of}, which has no layers of kind {missing[0]!r} as {model.name} does: {advice}"
         )
     arguments = measured.get("arguments", ())
-    if arguments and model.arguments:
+    if arguments:
         other = arguments_model(arguments, measured["name"], model.precision.name)
         for name in dict.fromkeys(model.layers):
             kind = model.kinds[name]
@@ -410,16 +399,6 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
             raise ConfigError(
                 f"{where} was measured in {precision}, {model.name} is planned in"
                 f" {model.precision.name}: give --precision {precision}, or {advice}"
-            )
-    for row in content["layers"]:
-        kind_name, counted = row["kind"], row.get("parameters")
-        if counted is None or kind_name not in {"transformer", "encoder"} & set(model.kinds):
-            continue
-        held = model.kinds[kind_name].held_parameters(row["tp"])
-        if not math.isclose(held, counted, rel_tol=_SAME):
-            raise ConfigError(
-                f"{of}, whose {kind_name} layer holds {counted:.4g} parameters with tp"
-                f" {row['tp']}; that of {model.name} holds {held:.4g}: {advice}"
             )
 
 

@@ -7,11 +7,11 @@ GPU.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 SCHEDULES = ("1f1b", "zb-h1", "adaptive", "interleaved", "zb-v", "v-half")
 """Orders that are weighed where none are given."""
 
-_SIZES = (1, 2, 4, 8, 16, 32)
 _COLOUR = "#1f77b4"
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule"}
 _SPEED, _PRICE = "tokens per second", "price of a million tokens"
@@ -63,13 +62,11 @@ class Request:
         global_batch: samples of a step.
         objective: what is minimised, and the limits.
         options: what may be chosen; its ``partition`` counts layers as ``--partition`` does.
-        schedules: orders to choose from.
     """
 
     global_batch: int
     objective: Objective = field(default_factory=Objective)
     options: SearchOptions = field(default_factory=SearchOptions)
-    schedules: tuple[str, ...] = SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +105,7 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
         part_of_table = known_gpu(node.gpu)
         if node.gpu not in optimizer and part_of_table is not None:
             optimizer[node.gpu] = estimate_optimizer_s(model, part_of_table)
-    estimator = make_estimator(model)
-    if all(known_gpu(node.gpu) is not None for node in cluster.types):
-        return replace(given, optimizer_s_per_parameter=optimizer, estimator=estimator)
-    # Of a part that only the profile knows nothing can be estimated; of the others some sizes are.
-    layers = dict(given.layers)
-    for node in cluster.types:
-        if node.gpu in measured:
-            continue
-        for tp in (tp for tp in range(1, node.gpus + 1) if model.max_tp % tp == 0):
-            for size, kind in itertools.product(_SIZES, model.kinds):
-                layers[kind, node.gpu, tp, size] = estimator(kind, node.gpu, tp, size)
-    return replace(given, optimizer_s_per_parameter=optimizer, layers=layers)
+    return replace(given, optimizer_s_per_parameter=optimizer, estimator=make_estimator(model))
 
 
 def propose(inputs: PlanInputs, request: Request) -> Proposal:
@@ -136,10 +122,11 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
     searcher, goal = _searcher(inputs, request), request.objective
     result = searcher.search(goal)
     if not result.found:
-        free = replace(request, schedules=("1f1b",))
-        if "1f1b" not in request.schedules and _searcher(inputs, free).search(goal).found:
+        asked = request.options.schedules
+        free = replace(request, options=replace(request.options, schedules=("1f1b",)))
+        if "1f1b" not in asked and _searcher(inputs, free).search(goal).found:
             raise ConfigError(
-                f"--schedules {','.join(request.schedules)}: no plan that fits can be run so, with"
+                f"--schedules {','.join(asked)}: no plan that fits can be run so, with"
                 " these numbers of stages, layers and microbatches; add 1f1b"
             )
         if goal == Objective(least=goal.least) or not searcher.search(Objective()).found:
@@ -209,15 +196,13 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
         choices += [(name, str(one), (one,)) for one in (less, 2 * value) if one]
     choices += [("recompute", one, (one,)) for one in RECOMPUTE if one != plan.recompute]
     if plan.pp > 1:
-        choices += [("schedules", one, (one,)) for one in request.schedules if one != plan.schedule]
+        others = [one for one in whole.schedules if one != plan.schedule]
+        choices += [("schedules", one, (one,)) for one in others]
     roomy = replace(inputs, cluster=inputs.cluster.with_memory(more_bytes=_NO_LIMIT))
     lines = []
     for name, word, value in choices:
-        changed = replace(request, options=replace(whole, **{name: value}))
-        if name == "schedules":
-            changed = replace(request, options=whole, schedules=value)
-        else:
-            changed = replace(changed, schedules=(plan.schedule, "1f1b"))
+        choice = {"schedules": (plan.schedule, "1f1b"), name: value}
+        changed = replace(request, options=replace(whole, **choice))
         words = f"  {_WORDS.get(name, name)} {word}:"
         try:
             found = _searcher(inputs, changed).search().found
@@ -249,46 +234,24 @@ def _rows(found: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
 
 def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
     """Returns what searches for plans of a request, once that is checked."""
-    options = request.options
-    options = replace(
-        options,
-        partition=_whole_partition(options.partition, inputs.model),
-        schedules=request.schedules,
-    )
+    partition = _whole_partition(request.options.partition, inputs.model)
+    options = replace(request.options, partition=partition)
     _check_request(request, options, inputs)
     return Searcher(inputs, global_batch=request.global_batch, options=options)
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Turns layers as ``--partition`` counts them into all layers of each stage.
-
-    Layers that are not counted go with the stage before them, those at the start with the first.
-
-    Args:
-        partition: counted layers of each stage; empty stays empty.
-        model: whose layers they are.
-    """
+    """Turns layers as ``--partition`` counts them into all layers of each stage."""
     if not partition:
         return ()
-    total = sum(partition)
-    if total != model.num_counted:
+    try:
+        whole = tuple(map(len, model.stage_layers(partition)))
+    except ConfigError as error:
+        raise ConfigError(f"--partition: {error}") from error
+    if 0 in whole:
         raise ConfigError(
-            f"--partition {format_partition(partition)} holds {total} layers, {model.name} has"
-            f" {model.num_counted}: make them equal"
-        )
-    # Where the counted layers are, and the end; each stage ends before the first one of the next.
-    counted = [index for index in range(model.num_layers) if model.layer(index).counted]
-    ends, done = [], 0
-    for count in partition[:-1]:
-        done += count
-        # With no layer of its own, the first stage has what comes before the first layer.
-        ends.append(counted[done - 1] + 1 if done else counted[0])
-    bounds = [0, *ends, model.num_layers]
-    whole = tuple(end - begin for begin, end in itertools.pairwise(bounds))
-    if min(whole) < 1:
-        raise ConfigError(
-            f"--partition {format_partition(partition)}: stage {whole.index(min(whole))} holds no"
-            " layer: give each one"
+            f"--partition {format_partition(partition)}: stage {whole.index(0)} holds no layer:"
+            " give each one"
         )
     return whole
 
@@ -539,16 +502,18 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
     if least > cluster.num_gpus:
-        words = [
-            f"--{name} {_words(values)}"
-            for name, values in (("tp", options.tp), ("dp", options.dp), ("pp", options.pp))
-            if values
-        ]
+        flags = _flags({"tp": options.tp, "dp": options.dp, "pp": options.pp})
         raise ConfigError(
-            f"{' and '.join(words)} need {least} GPUs, the cluster has {cluster.num_gpus}: they"
+            f"{flags} need {least} GPUs, the cluster has {cluster.num_gpus}: they"
             " contradict each other; lower one"
         )
-    _check_batch(request.global_batch, options)
+    units = [dp * size for dp in options.dp or (1,) for size in options.micro_batch or (1,)]
+    if all(request.global_batch % unit for unit in units):
+        flags = _flags({"dp": options.dp, "micro-batch-sizes": options.micro_batch})
+        raise ConfigError(
+            f"--global-batch-size {request.global_batch}: {flags} does not divide it; change one"
+            " of them"
+        )
     spreads = options.expert_ranks
     if spreads and not set(spreads) & set(model.expert_ranks):
         has = f"has none that they divide by: give of {_words(model.expert_ranks)}"
@@ -576,21 +541,8 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
             )
 
 
-def _check_batch(global_batch: int, options: SearchOptions) -> None:
-    for name, values in (("dp", options.dp), ("micro-batch-sizes", options.micro_batch)):
-        if values and all(global_batch % value for value in values):
-            raise ConfigError(
-                f"--global-batch-size {global_batch}: no --{name} of {_words(values)} divides it;"
-                " change one of them"
-            )
-    if options.dp and options.micro_batch:
-        units = [dp * size for dp in options.dp for size in options.micro_batch]
-        if all(global_batch % unit for unit in units):
-            raise ConfigError(
-                f"--global-batch-size {global_batch}: --dp {_words(options.dp)} and"
-                f" --micro-batch-sizes {_words(options.micro_batch)} together do not divide it;"
-                " change one of them"
-            )
+def _flags(given: Mapping[str, tuple[int, ...]]) -> str:
+    return " and ".join(f"--{name} {_words(values)}" for name, values in given.items() if values)
 
 
 def _words(values: Sequence[int]) -> str:
@@ -600,6 +552,11 @@ def _words(values: Sequence[int]) -> str:
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _CLOSE = 1e-3
+_LIMITS = {
+    "most_seconds_per_step": "--time-limit",
+    "most_price_per_hour": "--max-price",
+    "most_price_per_step": "--budget",
+}
 _NO_LIMIT = 1e15
 _MORE = 16
 """Plans that are looked for besides, where the trainer refuses some."""
@@ -709,59 +666,35 @@ def _remedies(
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
     """Names the limits that no plan keeps, where plans without limits exist."""
-    limits = {
-        "most_seconds_per_step": ("--time-limit", "a step takes at least {seconds}"),
-        "most_price_per_hour": ("--max-price", "nodes cost at least {price:g} per hour"),
-        "most_price_per_step": ("--budget", "a step costs at least {cost:.4g}"),
-    }
-    given = [name for name in limits if getattr(objective, name) < math.inf]
-    for name in given:
-        if not searcher.search(Objective(**{name: getattr(objective, name)})).found:
-            flag, words = limits[name]
-            return f"{flag} cannot be kept: {words.format(**_extremes(searcher, name))}; raise it"
-    for index, one in enumerate(given):
-        for other in given[index + 1 :]:
-            pair = {one: getattr(objective, one), other: getattr(objective, other)}
-            if not searcher.search(Objective(**pair)).found:
-                return (
-                    f"{limits[one][0]} and {limits[other][0]} contradict each other:"
-                    f" {_within(searcher, one, objective)};"
-                    f" {_within(searcher, other, objective)}; raise one of them"
-                )
-    names = ", ".join(limits[name][0] for name in given)
-    return f"{names} cannot be kept together, though any two can: raise one of them"
-
-
-def _within(searcher: Searcher, name: str, objective: Objective) -> str:
-    """Returns what the best plan takes that keeps one limit alone."""
-    least = "cost" if name == "most_seconds_per_step" else "time"
-    found = searcher.search(
-        Objective(**{name: getattr(objective, name)}, least=least)  # type: ignore[arg-type]
-    ).found[0]
-    if name == "most_seconds_per_step":
-        return (
-            f"in that time the cheapest costs {found.price_per_hour:g} per hour,"
-            f" {found.price_per_hour * found.seconds / 3600:.4g} for a step"
+    limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
+    given = {name: limit for name, limit in limits.items() if limit < math.inf}
+    for names in (*combinations(given, 1), *combinations(given, 2)):
+        if searcher.search(Objective(**{name: given[name] for name in names})).found:
+            continue
+        flags = " and ".join(_LIMITS[name] for name in names)
+        least = ", and ".join(
+            _least(searcher, name, {one: given[one] for one in names if one != name})
+            for name in names
         )
-    return f"for that price the fastest takes {seconds_text(found.seconds)} for a step"
+        if len(names) == 1:
+            return f"{flags} cannot be kept: {least}; raise it"
+        return f"{flags} contradict each other: where the other is kept, {least}; raise one of them"
+    flags = ", ".join(_LIMITS[name] for name in given)
+    return f"{flags} cannot be kept together, though any two can: raise one of them"
 
 
-def _extremes(searcher: Searcher, name: str) -> dict[str, object]:
-    fastest = searcher.search(Objective()).found[0]
-    found: dict[str, object] = {"seconds": seconds_text(fastest.seconds)}
-    if name == "most_price_per_hour":
-        found["price"] = _least_price(searcher, fastest.price_per_hour)
+def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
+    """Returns the least that plans within other limits take of what one limits."""
     if name == "most_price_per_step":
-        cheapest = searcher.search(Objective(least="cost")).found[0]
-        found["cost"] = cheapest.price_per_hour * cheapest.seconds / 3600
-    return found
-
-
-def _least_price(searcher: Searcher, most: float) -> float:
-    """Returns the least price for an hour at which a plan exists, by halving."""
-    low, high = 0.0, most
+        cheapest = searcher.search(replace(Objective(**others), least="cost")).found[0]
+        return f"a step costs at least {cheapest.value:.4g}"
+    fastest = searcher.search(Objective(**others)).found[0]
+    if name == "most_seconds_per_step":
+        return f"a step takes at least {seconds_text(fastest.seconds)}"
+    low = 0.0
+    high = most = fastest.price_per_hour
     while high - low > _CLOSE * most:
         middle = (low + high) / 2
-        found = searcher.search(Objective(most_price_per_hour=middle)).found
+        found = searcher.search(Objective(**{**others, name: middle})).found
         low, high = (low, found[0].price_per_hour) if found else (middle, high)
-    return high
+    return f"nodes cost at least {high:g} per hour"

@@ -1,28 +1,26 @@
 """Finds layers per stage for ranks whose speed was measured while they train.
 
 Layers and stages keep their order and stages their ranks, so a partition is a number of layers for
-each stage. The quickest pace, that of the slowest rank, is found exactly where layers are alike::
+each stage. The quickest pace, that of the slowest rank, is found by halving::
 
     rank takes beside + layers x its layer     8  8  8  8  on ranks 1, 1.5, 1, 1: 12
     at pace T it holds (T - beside) / layer    9  6  9  8                          9
 
-Where they are of several kinds, stages are filled in order as far as a pace allows, which is exact
-too for one stage per rank. The stages of a rank share its time evenly, and then layers are moved
-one by one while that makes the slowest rank quicker.
+Stages are filled in order as far as a pace and memory allow, the stages of a rank sharing its time
+evenly. That is exact where layers are alike, and for one stage per rank. Then layers are moved one
+by one while that makes the slowest rank quicker.
 
 What a step takes also depends on the order of work, so the partitions near it are simulated under
 the job's own schedule. Of those that are as quick as the quickest, the one for which fewest layers
 change their rank is taken.
 
-Source: the minimal bottleneck of a chain of equal tasks on ranks of given speed; here by bisection
-over the paces that can occur, as in Iqbal 1991, "Approximate algorithms for partitioning and
-assignment problems".
+Source: the minimal bottleneck of a chain of tasks on ranks of given speed, by bisection over the
+pace as in Iqbal 1991, "Approximate algorithms for partitioning and assignment problems".
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -77,10 +75,14 @@ class Loads:
     @property
     def slowness(self) -> tuple[float, ...]:
         """Time of all layers on each rank, over that on the middle one of them."""
-        (counts,) = self._counts((sum(self.partition),))
-        layers = [_dot(counts, map(sum, each)) for each in self.layer_s]
+        layers = self.whole()
         middle = sorted(layers)[(len(layers) - 1) // 2]
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
+
+    def whole(self) -> list[float]:
+        """Returns the seconds that all layers would take on each rank."""
+        (counts,) = self._counts((sum(self.partition),))
+        return [_dot(counts, map(sum, each)) for each in self.layer_s]
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
         """Returns the seconds of each stage under a partition."""
@@ -193,35 +195,6 @@ class Decision:
     stay: Candidate | None = None
     move: Candidate | None = None
     partition: Partition | None = None
-
-
-def quickest_pace(loads: Loads) -> float:
-    """Returns the least seconds in which the slowest rank can do a microbatch, exactly.
-
-    Returns:
-        The pace for layers that are alike; infinite where memory does not hold all of them.
-    """
-    layers, beside = sum(loads.partition), loads.beside()
-    each = [max(sum(times), _LEAST_S) for (times,) in loads.layer_s]
-    pairs = list(zip(beside, each, strict=True))
-    paces = sorted({own + count * one for own, one in pairs for count in range(layers + 1)})
-    least = max(beside)
-    paces = paces[bisect_left(paces, least * (1 - _LEAST_S)) :]
-
-    def enough(pace: float) -> bool:
-        return sum(_room(loads, pace)) >= layers
-
-    at = bisect_left(paces, True, key=enough)
-    return paces[at] if at < len(paces) else math.inf
-
-
-def _room(loads: Loads, pace: float) -> list[int]:
-    """Returns the layers that each rank can do at a pace."""
-    total, found = sum(loads.partition), []
-    for own, (times,), most in zip(loads.beside(), loads.layer_s, loads.most_layers, strict=True):
-        count = math.floor((pace - own) / max(sum(times), _LEAST_S) + _ROUNDING)
-        found.append(int(max(0, min(count, most, total))))
-    return found
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
@@ -382,10 +355,18 @@ def choose_together(
 
 def balanced(loads: Loads) -> Partition:
     """Returns a partition under which the slowest rank is about as quick as it can be."""
-    if len(loads.layer_s[0]) > 1:
-        return _balanced_unlike(loads)
-    pace = quickest_pace(loads)
-    return loads.partition if pace == math.inf else _balanced(loads, pace)
+    every = loads.beside(), loads.whole()
+    slowest, quickest = max(map(sum, zip(*every, strict=True))), max(loads.beside())
+    filled = loads.partition
+    for _ in range(_HALVINGS):
+        pace = (slowest + quickest) / 2
+        found = _filled(loads, pace)
+        if found is None:
+            quickest = pace
+        else:
+            filled, slowest = found, pace
+    ends = [one for one in (_descended(loads, loads.partition), filled) if loads.fits(one)]
+    return min(ends, key=lambda partition: max(loads.paces(partition)), default=loads.partition)
 
 
 def _quickest(
@@ -415,50 +396,9 @@ def _quickest(
     return choice, tried[choice]
 
 
-def _balanced(loads: Loads, pace: float) -> Partition:
-    """Returns a partition of that pace; surplus layers go where fewest layers travel."""
-    layers = list(loads.partition)
-    room = [
-        most - held for most, held in zip(_room(loads, pace), loads.layers_of(layers), strict=True)
-    ]
-    spare = 0
-    for rank, left in enumerate(room):
-        for _ in range(-left):
-            fullest = max(loads.stages_of(rank), key=lambda stage: layers[stage])
-            layers[fullest] -= 1
-            spare += 1
-    stages = range(loads.placement.num_stages)
-    for _ in range(spare):
-
-        def cost(stage: int) -> tuple[float, int]:
-            after = [*layers[:stage], layers[stage] + 1, *layers[stage + 1 :]]
-            return max(loads.paces(after)), layers[stage]
-
-        open_to = [stage for stage in stages if room[loads.placement.locate(stage)[0]] > 0]
-        best = min(open_to, key=cost)
-        layers[best] += 1
-        room[loads.placement.locate(best)[0]] -= 1
-    return tuple(layers)
-
-
-def _balanced_unlike(loads: Loads) -> Partition:
-    """Returns the quickest partition that is found for layers of several kinds."""
-    slowest, quickest = max(loads.paces(loads.partition)), max(loads.beside())
-    filled = loads.partition
-    for _ in range(_HALVINGS):
-        pace = (slowest + quickest) / 2
-        found = _filled(loads, pace)
-        if found is None:
-            quickest = pace
-        else:
-            filled, slowest = found, pace
-    ends = [_descended(loads, start) for start in (loads.partition, filled)]
-    return min(ends, key=lambda partition: max(loads.paces(partition)))
-
-
 def _filled(loads: Loads, pace: float) -> Partition | None:
     """Fills stages in order as far as a pace and memory allow, ``None`` if layers are left."""
-    placement, kinds = loads.placement, loads.kinds
+    placement, kinds = loads.placement, loads.kinds or (0,) * sum(loads.partition)
     seconds = [pace - beside for beside in loads.beside()]
     space = [min(most, _UNLIMITED) for most in loads.most_layers]
     open_stages = [placement.num_chunks] * placement.num_ranks
@@ -484,15 +424,18 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
     pace, better = max(loads.paces(partition)), True
     while better:
         better = False
-        for near in _neighbours(loads, partition):
+        for near in _neighbours(loads, partition, pace):
             if (found := max(loads.paces(near))) < pace * (1 - _ROUNDING):
                 partition, pace, better = near, found, True
                 break
     return partition
 
 
-def _neighbours(loads: Loads, partition: Partition) -> Iterator[Partition]:
-    """Yields partitions with one layer moved, slowest giver and quickest taker first."""
+def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
+    """Yields partitions with one layer moved, slowest giver and quickest taker first.
+
+    ``least``: pace of the givers, for nothing gets quicker where others give.
+    """
     paces = loads.paces(partition)
 
     def pace(stage: int) -> float:
@@ -501,7 +444,7 @@ def _neighbours(loads: Loads, partition: Partition) -> Iterator[Partition]:
     stages = range(loads.placement.num_stages)
     for giver in sorted(stages, key=pace, reverse=True):
         for taker in sorted(stages, key=pace):
-            if giver == taker or not partition[giver]:
+            if giver == taker or not partition[giver] or pace(giver) < least:
                 continue
             layers = list(partition)
             layers[giver] -= 1

@@ -218,8 +218,6 @@ class _Shape:
                 kept_bytes=range_sums(table.kept_bytes),
                 held=self._held[rank],
                 workspace_bytes=range_largest(table.workspace_bytes),
-                dp=1,
-                distributed_optimizer=False,
                 limit_bytes=node.memory_bytes,
                 runtime=_RUNTIME,
             )
@@ -330,17 +328,13 @@ def _nothing_divides(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int]
 ) -> str:
     world = running.cluster.num_gpus
-    given = []
-    if pipeline_sizes:
-        given.append(f"pipeline_size {', '.join(map(str, pipeline_sizes))}")
-    if micro_batches:
-        given.append(f"micro_batch_size {', '.join(map(str, micro_batches))}")
-    with_what = f" with {' and '.join(given)}" if given else ""
+    sizes, samples = (", ".join(map(str, one)) or "any" for one in (pipeline_sizes, micro_batches))
     return (
-        f"a batch of {running.batch} samples on {_counted(world, 'process', 'es')}{with_what}, "
-        f"schedule {running.schedule} and {running.model.num_layers} segments: no pipeline size "
-        "divides the processes, leaves each replica whole microbatches and each stage a segment; "
-        f"give a batch_size that is a multiple of {world}, or mark more cut points"
+        f"a batch of {running.batch} samples on {_counted(world, 'process', 'es')}, pipeline_size "
+        f"{sizes}, micro_batch_size {samples}, schedule {running.schedule} and "
+        f"{running.model.num_layers} segments: no pipeline size divides the processes, leaves each "
+        "replica whole microbatches and each stage a segment; give a batch_size that is a multiple "
+        f"of {world}, or mark more cut points"
     )
 
 

@@ -183,16 +183,14 @@ class SearchResult:
 
     Attributes:
         found: the best plans, best first; empty where nothing fits.
-        bound: no plan of the search space has a value below it.
-        whole: whether the search space had every mixture and order of nodes; where not, the bound
-            holds only for those that it had.
+        bound: no plan of the search space has a value below it; of very many mixtures of nodes
+            and their orders that holds for those that were looked at.
         timed: pipelines timed exactly.
         configurations: shapes, lengths of pipelines and sets of nodes for which a bound was made.
     """
 
     found: tuple[Found, ...]
     bound: float
-    whole: bool
     timed: int
     configurations: int
 
@@ -329,7 +327,6 @@ class Searcher:
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
-        self._whole = True
         self._until = math.inf
         self.timed = 0
         self.configurations = 0
@@ -367,7 +364,6 @@ class Searcher:
         return SearchResult(
             found=found,
             bound=bound,
-            whole=self._whole,
             timed=self.timed,
             configurations=self.configurations,
         )
@@ -436,10 +432,7 @@ class Searcher:
         """Yields classes whose stages may meet in one pipeline, microbatches, context ranks."""
         waves: dict[int, list[StageClass]] = {}
         for tp, dp, micro_batch, shared in self._widths():
-            classes, whole = stage_classes(
-                self.cluster, tp=tp, dp=dp * shared, micro_batch=micro_batch
-            )
-            self._whole &= whole
+            classes = stage_classes(self.cluster, tp=tp, dp=dp * shared, micro_batch=micro_batch)
             if self.options.unequal and shared == 1:
                 waves.setdefault(dp * micro_batch, []).extend(classes)
             elif classes:
@@ -600,7 +593,6 @@ class Searcher:
         if max(shape.bound_s, shape.least_s) >= best.most_seconds(self._least_price):
             return []
         bounded = self._bounded(shape, best, self.options.most_levels)
-        self._whole &= bounded.levels.whole
         shape.partial = not bounded.levels.whole
         shape.least_s = min((goal[1] for goal in bounded.goals), default=math.inf)
         missed = []
@@ -725,10 +717,10 @@ class Searcher:
                 known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf
                 if even_s >= min(least_s, known_s):
                     continue
-                made = ChunkedPipeline(
-                    shape.classes, shape.choice, self._tables, numbers, order, chunks
-                )
                 try:
+                    made = ChunkedPipeline(
+                        shape.classes, shape.choice, self._tables, numbers, order, chunks
+                    )
                     cuts = made.best(_HAND_OVERS, _NO_HOPE * least_s)
                 except ScheduleError:
                     continue  # not with so few microbatches

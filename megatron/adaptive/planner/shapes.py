@@ -72,39 +72,30 @@ class StageClass:
 
 def stage_classes(
     cluster: Cluster, *, tp: int, dp: int, micro_batch: int
-) -> tuple[tuple[StageClass, ...], bool]:
-    """Returns all classes of one width.
+) -> tuple[StageClass, ...]:
+    """Returns the classes of one width; of very many mixtures those of few types.
 
     Nodes are used whole: a stage takes an equal part of one node, or several nodes.
-
-    Returns:
-        The classes, and whether these are all: of very many mixtures only those of one or two types
-        are kept.
     """
     counts = [group.count for group in cluster.groups]
     gpus = [group.type.gpus for group in cluster.groups]
     usable = [group.type.gpus % tp == 0 for group in cluster.groups]
     size = tp * dp
     limits = [count if fits else 0 for count, fits in zip(counts, usable, strict=True)]
-    found, mixed, whole = list[StageClass](), list[StageClass](), True
+    found, mixed = list[StageClass](), list[StageClass]()
     for index, each in enumerate(gpus):
         alone = tuple(max(size // each, 1) * (i == index) for i in range(len(gpus)))
         if usable[index] and each % size == 0:
             found.append(StageClass(alone, tp, dp, micro_batch, each // size))
         elif size % each == 0 and size // each <= limits[index]:
             mixed.append(StageClass(alone, tp, dp, micro_batch, 1))
-    for nodes in _mixtures(size, gpus, limits):
-        if sum(map(bool, nodes)) < 2:
-            continue
-        if len(mixed) >= 4 * _MOST_MIXED:
-            whole = False
-            break
+    several = (nodes for nodes in _mixtures(size, gpus, limits) if sum(map(bool, nodes)) > 1)
+    for nodes in itertools.islice(several, max(4 * _MOST_MIXED - len(mixed), 0)):
         mixed.append(StageClass(nodes, tp, dp, micro_batch, 1))
     if len(mixed) > _MOST_MIXED:
-        whole = False
         mixed.sort(key=lambda one: sum(count > 0 for count in one.nodes))
         mixed = mixed[:_MOST_MIXED]
-    return (*found, *mixed), whole
+    return (*found, *mixed)
 
 
 def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
@@ -422,12 +413,8 @@ class Tables:
         held = stage_memory(
             self.model,
             parameters=parameters,
-            kept_bytes=0.0,
-            held=0.0,
-            workspace_bytes=0.0,
             dp=one.dp,
             distributed_optimizer=choice.distributed_optimizer,
-            limit_bytes=0.0,
             context_bytes=0.0,
             divided=divided,
         )
@@ -534,8 +521,6 @@ class Tables:
         need = stage_memory(
             self.model,
             parameters=parameters,
-            kept_bytes=0.0,
-            held=0.0,
             workspace_bytes=range_largest(table.workspace_bytes),
             dp=one.dp,
             distributed_optimizer=choice.distributed_optimizer,

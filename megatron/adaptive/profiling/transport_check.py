@@ -10,7 +10,6 @@ steps whatever fails. On each pair and transport::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
 from megatron.adaptive.engine.job import Job, gather, meet, no_rendezvous
 from megatron.adaptive.errors import SetupError, TransportError
+from megatron.adaptive.planner.cluster import LinkSpeed
 from megatron.adaptive.profiling.links import NO_STEP, measure_link, process_groups, receive
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Endpoint, Label, Transport
@@ -35,19 +35,6 @@ _LEAST_ROUNDS = 3  # a slow network shall not take much longer than asked for
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
 _PATTERN = 251  # prime, so that a payload that is shifted by a slot is not the same
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChannelSpeed:
-    """Holds the speed of a channel, as its leader measured it.
-
-    Attributes:
-        latency_s: half of a round trip of 1 KiB, the median.
-        bytes_per_s: of 4 MiB messages that follow each other.
-    """
-
-    latency_s: float
-    bytes_per_s: float
 
 
 class TransportCheck:
@@ -119,8 +106,12 @@ class TransportCheck:
         """Returns why a transport cannot connect a pair, ``None`` where it can."""
         return why_not(kind, self._ends[pair[0]], self._ends[pair[1]])
 
-    def run(self, pair: tuple[int, int], kind: str, seconds: float) -> ChannelSpeed:
+    def run(self, pair: tuple[int, int], kind: str, seconds: float) -> LinkSpeed:
         """Connects a pair and tries it out. Collective over all ranks, also those of no part in it.
+
+        Returns:
+            Half of a round trip of 1 KiB, and bytes per second of 4 MiB messages that follow each
+            other, as the leader measured them.
 
         Raises:
             TransportError: it did not work; on all ranks alike.
@@ -146,12 +137,12 @@ class TransportCheck:
         errors = [one["error"] for one in gathered if "error" in one]
         if errors:
             raise TransportError(errors[0])
-        return ChannelSpeed(**gathered[pair[0]])
+        return LinkSpeed(**gathered[pair[0]])
 
     def _measure(
         self, transport: Transport, peer: int, leads: bool, seconds: float
     ) -> dict[str, Any]:
-        """Returns what goes into a :class:`ChannelSpeed`."""
+        """Returns what goes into a :class:`LinkSpeed`."""
         device = self._job.accelerator.device
         check_contents(transport, peer, device)
         small, large = (

@@ -4,7 +4,7 @@ Steps 2 to 4 are measured (the first one warms up); before step 5 all ranks swit
 data-parallel replicas to the same choice. Losses and gradients do not depend on the order of work,
 so that the switch is not seen in them. With two chunks per rank the choice may lie in another
 placement, and where layers can move have other layers per stage: then the loop moves them first
-(``move_layers.py``).
+(``move_stages.py``).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.errors import TransportError
 
-MAIN = "main weight"
+_MAIN = "main weight"
 _LAYERS = "decoder.layers."
 _NORM = "decoder.final_layernorm."
 _TAG = 71
@@ -62,14 +62,12 @@ class Table:
         replica: its position among data- and context-parallel ranks.
         had: shares that it held, by parameter.
         wants: shares that it shall hold, by parameter.
-        parts: names and element types of an optimizer's state.
         steps: updates that the optimizer has done.
     """
 
     replica: int
     had: Mapping[str, tuple[int, int]]
     wants: Mapping[str, tuple[int, int]]
-    parts: Mapping[str, torch.dtype]
     steps: float
 
 
@@ -109,7 +107,7 @@ def shares_of(
         found[name] = share = Share(weight)
         if not isinstance(weight, torch.nn.Parameter):
             continue  # a buffer, such as a router's bias
-        leaf = leaf_of(optimizer, weight)
+        leaf = optimizer.chained_optimizers[_is_spread(weight)]
         share.held, share.start, share.end = _held(leaf, weight)
         if share.held is None:
             continue
@@ -118,13 +116,8 @@ def shares_of(
             if part != "step" and isinstance(tensor, torch.Tensor):
                 share.state[part] = tensor.detach().view(-1)
         if _storage(share.held) != _storage(weight):
-            share.state[MAIN] = share.held.detach().view(-1)
+            share.state[_MAIN] = share.held.detach().view(-1)
     return found
-
-
-def leaf_of(optimizer: Any, weight: torch.Tensor) -> Any:
-    """Returns the one of megatron-core's chained optimizers that updates a parameter."""
-    return optimizer.chained_optimizers[_is_spread(weight)]
 
 
 def _is_spread(weight: torch.Tensor) -> bool:
@@ -252,7 +245,7 @@ def exchange(
     rank: int,
     old: Mapping[str, Share],
     new: Mapping[str, Share],
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
 ) -> None:
     """Sends and receives the state of every passage; sources and targets call it.
 
@@ -261,10 +254,9 @@ def exchange(
     Args:
         ways: what :func:`passages` returned.
         rank: this global rank.
-        old: what it had.
+        old: what it had, in the host's memory.
         new: what it shall have, with room for it.
-        group: gloo group for messages of the host; ``None`` to send from device to device over the
-            job's own group.
+        group: gloo group of all ranks.
 
     Raises:
         TransportError: a message did not come or go within the group's time limit.
@@ -281,17 +273,20 @@ def exchange(
             incoming[way.source] += _parts(new, way)
     # A message is the bytes of its tensors, one after the other.
     sizes = {peer: [one.nbytes for one in tensors] for peer, tensors in incoming.items()}
-    place = "cpu" if group is not None else None
-    arrived = {
-        peer: torch.empty(sum(sizes[peer]), dtype=torch.uint8, device=place or tensors[0].device)
-        for peer, tensors in incoming.items()
-    }
+    arrived = {peer: torch.empty(sum(each), dtype=torch.uint8) for peer, each in sizes.items()}
     leaving = {
-        peer: torch.cat([one.view(torch.uint8).to(device=place) for one in tensors])
+        peer: torch.cat([one.view(torch.uint8) for one in tensors])
         for peer, tensors in outgoing.items()
     }
+    operations = [
+        dist.P2POp(call, part, peer, group, _TAG)
+        for call, messages in ((dist.irecv, arrived), (dist.isend, leaving))
+        for peer in sorted(messages)
+        for part in messages[peer].split(_MESSAGE_BYTES)
+    ]
     try:
-        _pass(arrived, leaving, group)
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
     except RuntimeError as error:
         peers = ", ".join(map(str, sorted({*arrived, *leaving})))
         reason = str(error).splitlines()[0]
@@ -311,20 +306,3 @@ def _parts(shares: Mapping[str, Share], way: Passage) -> list[torch.Tensor]:
         return [share.weight.detach().view(-1)]
     low, high = way.start - share.start, way.end - share.start
     return [share.state[part][low:high] for part in sorted(share.state)]
-
-
-def _pass(
-    arrived: Mapping[int, torch.Tensor],
-    leaving: Mapping[int, torch.Tensor],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Receives into ``arrived`` and sends ``leaving``, both by peer."""
-    operations = [
-        dist.P2POp(call, part, peer, group, _TAG)
-        for call, messages in ((dist.irecv, arrived), (dist.isend, leaving))
-        for peer in sorted(messages)
-        for part in messages[peer].split(_MESSAGE_BYTES)
-    ]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    for work in works:
-        work.wait()

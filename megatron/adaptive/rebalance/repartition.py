@@ -40,7 +40,7 @@ from megatron.adaptive.planner.repartition import (
 from megatron.adaptive.profiling.memory import KEPT_FREE
 from megatron.adaptive.profiling.pipeline import LayerShare, Sample
 from megatron.adaptive.rebalance.auto import held_bytes, memory_of
-from megatron.adaptive.rebalance.move_layers import with_schedule
+from megatron.adaptive.rebalance.move_stages import with_schedule
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
@@ -155,18 +155,18 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Measures a run that was built anew or cut anew from here on."""
-        self._run = run
-        if self._share is not None:
-            self._share.close()
+        """Measures a run that was built anew from here on."""
+        self._run, self._partition = run, run.job.config.layers_per_stage
         self._layer_bytes = _layer_bytes(run)
         self._share = _layer_share(run, self._layer_bytes)
         self._forget()
 
     def close(self) -> None:
-        """Measures no more."""
+        """Measures no more, and drops the run, until another one is adopted."""
         assert self._share is not None
         self._share.close()
+        self._share = None
+        del self._run
 
     def gather_loads(self, num_microbatches: int) -> list[Loads]:
         """Returns the loads in the steps since the last look, and in both halves. Collective."""
@@ -203,7 +203,7 @@ class Repartitioner:
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
         """Reports a move and goes on after it."""
-        before = format_partition(self._run.job.config.layers_per_stage)
+        before = format_partition(self._partition)
         self._message(
             f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; a step of "
             f"{move.before_s * 1e3:.4g} ms shall take {move.gain:.1%} less; {move.layers} layer"

@@ -137,8 +137,6 @@ def evaluate(
     num_microbatches: int,
     profile: StageProfile,
     seeds: Sequence[int],
-    *,
-    compiled: bool = True,
 ) -> CandidateOutcome:
     """Simulate a candidate once per seed.
 
@@ -150,7 +148,6 @@ def evaluate(
         num_microbatches: microbatches per step.
         profile: measured times; its number of stages is a multiple of the candidate's.
         seeds: one draw each; without any spread in the profile one suffices.
-        compiled: see ``simulate``.
 
     Raises:
         ScheduleError: the candidate cannot run on this pipeline.
@@ -193,7 +190,7 @@ def evaluate(
                 cap=candidate.cap,
                 weight_pieces=candidate.weight_pieces,
                 beside=workload.cuts > 0,
-                compiled=compiled,
+                compiled=True,
             )
         )
     return CandidateOutcome(

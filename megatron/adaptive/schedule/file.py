@@ -30,20 +30,19 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.config.forms import check_form
+from megatron.adaptive.config.outside import read_json, read_text
+from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.schedule import Order, Schedule
 from megatron.adaptive.schedule.validate import validate
 
 VERSION = 1
-_REQUIRED = ("version", "ranks", "chunks", "microbatches", "orders")
-_OPTIONAL = ("name", "placement")
 _PLACEMENTS: tuple[PlacementKind, ...] = ("loop", "v")
 
 _MOST_UNLISTED = 10_000
@@ -65,18 +64,21 @@ def load(path: Path) -> Schedule:
             schedule is not valid (one line, then a picture of the place).
     """
     path = Path(path)
-    reader = {".json": _from_json, ".csv": _from_csv}.get(path.suffix.lower())
-    if reader is None:
-        raise ScheduleError(f"schedule file {path}: its name must end in .json or .csv")
+    where, form = f"schedule file {path}", path.suffix.lower()
+    if form not in (".json", ".csv"):
+        raise ScheduleError(f"{where}: its name must end in .json or .csv")
+    hint = "name a schedule file"
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"schedule file {path} cannot be read: {error}") from error
-    try:
-        schedule = reader(text, path.stem)
+        if form == ".json":
+            content = check_form(read_json(path, hint), "schedule", where)
+            schedule = _from_json(content, path.stem)
+        else:
+            schedule = _from_csv(read_text(path, hint), path.stem)
         validate(schedule)
+    except ConfigError as error:
+        raise ScheduleError(str(error)) from error
     except ScheduleError as error:
-        raise ScheduleError(f"schedule file {path}: {error}") from error
+        raise ScheduleError(f"{where}: {error}") from error
     return schedule
 
 
@@ -107,58 +109,19 @@ def save(schedule: Schedule, path: Path) -> None:
         raise ScheduleError(f"schedule file {path} cannot be written: {error}") from error
 
 
-def _from_json(text: str, name: str) -> Schedule:
-    try:
-        content = parse_json(text, once=True)
-    except ValueError as error:
-        raise ScheduleError(f"it is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ScheduleError("it must hold one object, {...}")
-    _check_keys(content)
-    placement = Placement(
-        num_ranks=_count(content, "ranks"),
-        num_chunks=_count(content, "chunks"),
-        kind=content.get("placement", "loop"),
-    )
-    name = content.get("name", name)
-    orders = content["orders"]
-    if not isinstance(name, str):
-        raise ScheduleError(f"name is {name!r}: it must be a text")
-    if not isinstance(orders, list) or not all(isinstance(order, str) for order in orders):
-        raise ScheduleError("orders must be a list with one text per rank, such as 'F0-0 B0-0'")
+def _from_json(content: Mapping[str, Any], name: str) -> Schedule:
     schedule = Schedule(
-        name=name,
-        placement=placement,
-        num_microbatches=_count(content, "microbatches"),
-        orders=tuple(_parse_order(order, rank) for rank, order in enumerate(orders)),
+        name=content.get("name", name),
+        placement=Placement(
+            num_ranks=content["ranks"],
+            num_chunks=content["chunks"],
+            kind=content.get("placement", "loop"),
+        ),
+        num_microbatches=content["microbatches"],
+        orders=tuple(_parse_order(order, rank) for rank, order in enumerate(content["orders"])),
     )
     _check_size(schedule)
     return schedule
-
-
-def _check_keys(content: dict[str, Any]) -> None:
-    version = content.get("version", VERSION)
-    if version != VERSION or isinstance(version, bool):
-        raise ScheduleError(
-            f"version {version!r} of the format: this program reads version {VERSION}"
-        )
-    missing = [key for key in _REQUIRED if key not in content]
-    if missing:
-        raise ScheduleError(
-            f"{', '.join(missing)} missing: add {'it' if len(missing) == 1 else 'them'}"
-        )
-    for key in content:
-        if key not in _REQUIRED and key not in _OPTIONAL:
-            raise ScheduleError(
-                f"unknown entry {key!r}: it may have {', '.join((*_REQUIRED, *_OPTIONAL))}"
-            )
-
-
-def _count(content: dict[str, Any], key: str) -> int:
-    value = content[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ScheduleError(f"{key} is {value!r}: it must be a whole number of at least 1")
-    return value
 
 
 def _check_size(schedule: Schedule) -> None:

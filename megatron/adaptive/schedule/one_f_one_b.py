@@ -195,15 +195,6 @@ def _stages_after(placement: Placement) -> range:
     return range(placement.num_ranks - 1, -1, -1)
 
 
-def combined(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns the orders of combined 1F1B: interleaved, its steady phase in pairs.
-
-    Raises:
-        ScheduleError: ``num_microbatches`` does not suit ``interleaved``.
-    """
-    return interleaved(placement, num_microbatches, pairs=True)
-
-
 def _in_turn(
     forwards: Sequence[Action],
     backwards: Sequence[Action],

@@ -10,7 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rules
@@ -19,7 +19,6 @@ from megatron.adaptive.schedule.dualpipe_v import dualpipe_v
 from megatron.adaptive.schedule.gpipe import forward_only, gpipe, varuna
 from megatron.adaptive.schedule.memory import chunk_shares, with_rounding
 from megatron.adaptive.schedule.one_f_one_b import (
-    combined,
     interleaved,
     interleaved_zb,
     one_f_one_b,
@@ -74,7 +73,9 @@ _SEVERAL = "interleaved or adaptive for several"
 _STATIC: dict[str, _Static] = {
     "1f1b": _Static(one_f_one_b, most_chunks=1, instead=_SEVERAL),
     "breadth-first": _Static(gpipe, least_chunks=2, instead="gpipe for others"),
-    "combined-1f1b": _Static(combined, least_chunks=2, instead="1f1b for one chunk"),
+    "combined-1f1b": _Static(
+        partial(interleaved, pairs=True), least_chunks=2, instead="1f1b for one chunk"
+    ),
     "dualpipe-v": _Static(dualpipe_v, "v", 2, 2, splits_backward=True),
     "forward-only": _Static(forward_only),
     "gpipe": _Static(gpipe),

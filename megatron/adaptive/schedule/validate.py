@@ -6,7 +6,6 @@ with the cell in brackets.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -37,7 +36,6 @@ def validate(schedule: Schedule) -> None:
             f"schedule {schedule.name} has orders for {len(schedule.orders)} ranks:"
             f" its placement has {placement.num_ranks}, list one order per rank"
         )
-    _check_pieces(schedule)
     for rank in range(placement.num_ranks):
         _check_order(schedule, rank)
     _check_flow(schedule)
@@ -87,31 +85,6 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
         num_microbatches=schedule.num_microbatches,
         forward_only=schedule.forward_only,
         weight_pieces=schedule.weight_pieces,
-    )
-
-
-def _check_pieces(schedule: Schedule) -> None:
-    """Check that all weight gradients are cut into the same number of pieces."""
-    last: dict[tuple[int, int, int], tuple[int, int]] = {}
-    for rank, order in enumerate(schedule.orders):
-        for position, action in enumerate(order):
-            if action.kind is ActionKind.W:
-                cell = rank, action.chunk, action.microbatch
-                last[cell] = max(last.get(cell, (-1, 0)), (action.piece, position))
-    counts = Counter(piece for piece, _ in last.values())
-    if len(counts) < 2:
-        return
-    # What most have is what was meant.
-    usual = counts.most_common(1)[0][0]
-    (rank, chunk, microbatch), (piece, position) = next(
-        (cell, found) for cell, found in last.items() if found[0] != usual
-    )
-    _fail(
-        schedule,
-        rank,
-        position,
-        f"the pieces of W{chunk}-{microbatch} end with {piece}, most others of this schedule with"
-        f" {usual}: cut every weight gradient into the same number of pieces",
     )
 
 

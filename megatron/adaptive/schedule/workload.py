@@ -19,16 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.forms import check_form
 from megatron.adaptive.config.outside import read_json
-from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.placement import Placement
 
 PS_PER_S = 10**12
 _LONGEST_S = 10**5
-_VERSION = 1
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
-_NUMBERS = ("latency_s", "occupancy_s", "action_sigma", "microbatch_sigma", "latency_sigma")
-_NAMES = ("version", *_LISTS, *_NUMBERS, "exchanges", "links")
+_SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ class Jitter:
     latency_sigma: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("action_sigma", "microbatch_sigma", "latency_sigma"):
+        for name in _SIGMAS:
             _check_number(name, getattr(self, name))
 
 
@@ -318,13 +317,11 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
             )
 
 
-def _check_number(what: str, value: Any) -> float:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (known and math.isfinite(value) and 0 <= value <= _LONGEST_S):
+def _check_number(what: str, value: float) -> None:
+    if not (math.isfinite(value) and 0 <= value <= _LONGEST_S):
         raise ScheduleError(
             f"{what} is {value}: it must be a finite number, not negative and at most {_LONGEST_S}"
         )
-    return float(value)
 
 
 def load_profile(path: Path, *, num_stages: int) -> StageProfile:
@@ -337,55 +334,30 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
     Raises:
         ScheduleError: the file cannot be read, or a value is missing, unknown or not a time.
     """
-    data = read_json(path, "name a profile, see docs/schedules.md", ScheduleError)
     try:
-        return _parse(data, num_stages)
-    except ScheduleError as error:
-        raise ScheduleError(f"profile {path}: {error}") from error
-
-
-def _parse(data: Any, num_stages: int) -> StageProfile:
-    version = data.get("version") if isinstance(data, dict) else None
-    if version != _VERSION:
-        raise ScheduleError(f"it has version {version}: this program reads version {_VERSION}")
-    unknown = sorted(set(data) - set(_NAMES))
-    if unknown:
-        raise ScheduleError(f"it has {unknown[0]!r}: known are {', '.join(_NAMES)}")
-    lists = {name: _numbers(data, name, num_stages) for name in _LISTS}
-    numbers = {name: _check_number(name, data.get(name, 0.0)) for name in _NUMBERS}
-    delays = {name: numbers.pop(name) for name in ("latency_s", "occupancy_s")}
+        data = read_json(path, "name a profile, see docs/schedules.md")
+        check_form(data, "times", str(path))
+    except ConfigError as error:
+        raise ScheduleError(f"profile {error}") from error
+    lists = {name: tuple(map(float, data.get(name, ()))) for name in _LISTS}
     factors = lists.pop("rank_factors")
-    links = {}
-    entries = data.get("links", [])
-    for at, entry in enumerate(entries if isinstance(entries, list) else [None]):
-        ends = {"from", "to"}
-        if not isinstance(entry, dict) or not ends <= set(entry) <= {*delays, *ends}:
+    for name, values in lists.items():
+        if name in data and len(values) != num_stages:
             raise ScheduleError(
-                f"it has links[{at}] = {entry}: it must have from and to (ranks) and latency_s,"
-                " occupancy_s or both"
+                f"profile {path}: {name} has {len(values)} values: it needs {num_stages}, one per"
+                " stage in pipeline order"
             )
-        one = {name: entry.get(name, usual) for name, usual in delays.items()}
-        links[int(entry["from"]), int(entry["to"])] = Link(**one)
+    delays = {name: float(data.get(name, 0.0)) for name in ("latency_s", "occupancy_s")}
+    links = {}
+    for one in data.get("links", ()):
+        its = {name: float(one.get(name, usual)) for name, usual in delays.items()}
+        links[one["from"], one["to"]] = Link(**its)
     return StageProfile(
-        times=StageTimes(
-            **lists, exchanges=int(_check_number("exchanges", data.get("exchanges", 0)))
-        ),
+        times=StageTimes(**lists, exchanges=data.get("exchanges", 0)),
         link=Link(**delays),
         links=links,
         rank_factors=factors or None,
-        microbatch_factors=(),
-        **numbers,
+        action_sigma=float(data.get("action_sigma", 0.0)),
+        microbatch_sigma=float(data.get("microbatch_sigma", 0.0)),
+        latency_sigma=float(data.get("latency_sigma", 0.0)),
     )
-
-
-def _numbers(data: dict[str, Any], name: str, num_stages: int) -> tuple[float, ...]:
-    values = data.get(name)
-    if values is None and name not in ("forward_s", "backward_s"):
-        return ()
-    values = values if isinstance(values, list) else []
-    if not values or (name != "rank_factors" and len(values) != num_stages):
-        raise ScheduleError(
-            f"it has {len(values)} values of {name}: it needs a list of {num_stages}, one"
-            " per stage in pipeline order"
-        )
-    return tuple(_check_number(f"{name}[{at}]", value) for at, value in enumerate(values))

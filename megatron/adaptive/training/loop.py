@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from megatron.adaptive.gpt.step import Step, gather_parameters, params_norm
 from megatron.adaptive.planner.repartition import Decision
 from megatron.adaptive.rebalance.auto import TunedPipeline, Tuner
 from megatron.adaptive.rebalance.dealing import ReplicaDealing
-from megatron.adaptive.rebalance.move_layers import move_layers, move_stages
+from megatron.adaptive.rebalance.move_stages import move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
 from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.training.logging import IterationReport, TrainedStep, TrainingLog
@@ -225,7 +225,7 @@ class TrainingRun:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Goes on with a run that was built or cut anew."""
+        """Goes on with a run that was built."""
         self.run = run
         self.config = run.job.config
         self.checkpoints = Checkpoints(run, self._local)
@@ -344,57 +344,44 @@ class Rebalancing(RunHook):
         due, self._due = self._due, None
         if due is None:
             return
-        begin_s = time.perf_counter()
-        self._live.checkpoints.saver.finish()
-        what = "layers" if isinstance(due, Move) else "the stages"
-        self._live.report_position(f"the move of {what} after iteration {iteration}")
-        if isinstance(due, Move):
-            seconds = self._cut_anew(due.partition, begin_s)
-            assert self._repartitioner is not None
-            self._repartitioner.moved(due, self._live.run, seconds)
-        else:
-            self._move_stages(due, begin_s)
-
-    def _cut_anew(self, partition: Sequence[int], begin_s: float) -> float:
-        """Moves layers and returns the seconds since ``begin_s``."""
-        live = self._live
-        live.snapshots.close()
-        del live.snapshots
-        live.adopt(move_layers(live.run, partition))
-        if live.config.schedule.trace_dir is not None:
-            self._go_on_in_new_files()
+        live, begin_s = self._live, time.perf_counter()
+        live.checkpoints.saver.finish()
+        live.report_position(f"the move of layers after iteration {iteration}")
+        order = due.move if isinstance(due, Decision) else None
+        kind = live.run.placement.kind if order is None else order.placement.kind
+        try:
+            moved = move_stages([live.run], self._release, kind=kind, partition=due.partition)
+        except DeviceMemoryError as error:
+            if not hasattr(live, "run"):
+                raise
+            self._stay(due, error)
+            return
+        live.adopt(moved)
+        live.connect(moved)
+        self._go_on_in_new_files()
         seconds = time.perf_counter() - begin_s
-        self._log.report(repartitioned=live.progress.iteration, seconds=seconds)
-        return seconds
+        self._log.report(repartitioned=iteration, seconds=seconds)
+        if order is not None:
+            _engine_of(moved).use(order)
+            if self._repartitioner is not None:
+                self._repartitioner.adopt(moved)
+            cut = "" if due.partition is None else f" of {format_partition(due.partition)} layers"
+            self._log.message(f"  the stages{cut} now lie in a {kind}: moved in {seconds:.2f} s")
+        elif isinstance(due, Move):
+            assert self._repartitioner is not None
+            self._repartitioner.moved(due, moved, seconds)
 
-    def _move_stages(self, decision: Decision, begin_s: float) -> None:
-        """Goes on with other stages, or stays where memory does not suffice."""
-        live, move, partition = self._live, decision.move, decision.partition
-        assert move is not None
-        kind = move.placement.kind
-        if kind == live.run.placement.kind:
-            assert partition is not None
-            self._cut_anew(partition, begin_s)
-        else:
-            try:
-                moved = move_stages([live.run], kind, live.release, partition)
-            except DeviceMemoryError as error:
-                if not hasattr(live, "run"):
-                    raise
-                if decision.stay is not None:
-                    _engine_of(live.run).use(decision.stay)
-                self._log.message(f"  the stages stay as they are, without {move}: {error}")
-                return
-            live.adopt(moved)
-            live.connect(live.run)
-            self._go_on_in_new_files()
-        _engine_of(live.run).use(move)
+    def _release(self) -> None:
         if self._repartitioner is not None:
-            self._repartitioner.adopt(live.run)
-        cut = "" if partition is None else f" of {format_partition(partition)} layers"
-        self._log.message(
-            f"  the stages{cut} now lie in a {kind}: moved in {time.perf_counter() - begin_s:.2f} s"
-        )
+            self._repartitioner.close()
+        self._live.release()
+
+    def _stay(self, due: Decision | Move, error: DeviceMemoryError) -> None:
+        """Goes on with the stages as they are, as memory does not suffice for others."""
+        what = due.move if isinstance(due, Decision) else format_partition(due.partition)
+        self._log.message(f"  the stages stay as they are, without {what}: {error}")
+        if isinstance(due, Decision) and due.stay is not None:
+            _engine_of(self._live.run).use(due.stay)
 
     def _go_on_in_new_files(self) -> None:
         """Lets the loader report to the new trace, and the new writer write the log."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging as python_logging
 import os
 import re
@@ -111,6 +112,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer, TrainingRun, make_profiler
 
+    gc.freeze()  # what was imported stays: else each collection would look through all of it
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:

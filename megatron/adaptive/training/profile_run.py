@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +36,7 @@ from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.core import CoreConfig  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
 from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
+from megatron.adaptive.data.tokenizer import padded_vocab_size  # noqa: E402
 from megatron.adaptive.engine.deferred_layers import attach_stores  # noqa: E402
 from megatron.adaptive.engine.job import no_rendezvous  # noqa: E402
 from megatron.adaptive.engine.stages import (  # noqa: E402
@@ -308,12 +308,14 @@ def _measure_stage(
         optimizer: whether to measure a step of the optimizer too, as ``optimizer_s``.
     """
     placement = Placement(num_ranks=STAGES, num_chunks=1)
-    groups = default_process_groups()
-    multiple = (
-        config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    )
+    groups, meter = default_process_groups(), ActivationMeter()
+    split, count = config.splits_backward, WARM_UP + repeats
     assert config.data.vocab_size is not None
-    rows = -(-config.data.vocab_size // multiple) * multiple
+    divisor, tp = (
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
+    rows = padded_vocab_size(config.data.vocab_size, divisor, tp)
     parallel_state.set_pipeline_model_parallel_rank(stage)
     parallel_state.set_pipeline_model_parallel_world_size(STAGES)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -322,76 +324,59 @@ def _measure_stage(
     parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = place
     try:
         core = transformer_config(config, accelerator)
-        chunks = build_chunks(config, core, accelerator, placement, rows)
-        sample = _run(config, core, accelerator, placement, stage, chunks, groups, repeats)
+        chunks: list[Any] = build_chunks(config, core, accelerator, placement, rows)
+        dropout = DropoutKeys(
+            config.run.seed,
+            enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
+        )
+        dropout.attach(chunks)
+        batches = [_batch(config)] * count if stage in (0, STAGES - 1) else None
+        for chunk in chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        stages = MegatronStages(
+            forward_step_func=GptForward(accelerator, dropout),
+            data_iterators=[ChunkFeed(batches, count=count, step=1)],
+            chunks=chunks,
+            placement=placement,
+            pp_rank=stage,
+            num_microbatches=count,
+            groups=groups,
+            meter=meter,
+            forward_only=False,
+            collect_non_loss_data=False,
+            first_val_step=None,
+            split=split,
+            stores=attach_stores(chunks) if split else None,
+        )
+        shape, dtype = payload_shape(config), core.pipeline_dtype
+
+        def message() -> torch.Tensor:
+            return torch.randn(shape, dtype=dtype, device=accelerator.device)
+
+        lanes, _ = time_microbatches(
+            stages,
+            received=lambda: message() if stage else None,
+            gradient=lambda: message() if stage < STAGES - 1 else None,
+            device=accelerator.device,
+            repeats=repeats,
+            split=split,
+        )
     finally:
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline
         parallel_state.set_pipeline_model_parallel_rank(None)
         parallel_state.set_pipeline_model_parallel_world_size(None)
+    sample = {name: statistics.median(lane) for name, lane in zip(_FIGURES, lanes, strict=False)}
+    sample |= {"kept_bytes": float(meter.bytes_of(0)), "sigma": spread(lanes)}
     sample["parameters"] = float(sum(one.numel() for one in chunks[0].parameters()))
     if optimizer:
         step = build_optimizer(config, chunks).step
         sample["optimizer_s"] = time_call(step, accelerator.device, repeats)
-    del chunks
+    del chunks, stages
     gc.collect()
     if accelerator.is_cuda:
         torch.cuda.empty_cache()
     return sample
-
-
-def _run(
-    config: TrainerConfig,
-    core: Any,
-    accelerator: Accelerator,
-    placement: Placement,
-    stage: int,
-    chunks: Sequence[Any],
-    groups: Any,
-    repeats: int,
-) -> Figures:
-    count = WARM_UP + repeats
-    dropout = DropoutKeys(
-        config.run.seed,
-        enabled=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
-    )
-    dropout.attach(chunks)
-    needs_data = stage in (0, STAGES - 1)
-    batches = [_batch(config)] * count if needs_data else None
-    meter = ActivationMeter()
-    split = config.splits_backward
-    for chunk in chunks:
-        chunk.train()
-        chunk.zero_grad_buffer()
-    stages = MegatronStages(
-        forward_step_func=GptForward(accelerator, dropout),
-        data_iterators=[ChunkFeed(batches, count=count, step=1)],
-        chunks=chunks,
-        placement=placement,
-        pp_rank=stage,
-        num_microbatches=count,
-        groups=groups,
-        meter=meter,
-        forward_only=False,
-        collect_non_loss_data=False,
-        first_val_step=None,
-        split=split,
-        stores=attach_stores(chunks) if split else None,
-    )
-    shape, dtype = payload_shape(config), core.pipeline_dtype
-
-    def message() -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device=accelerator.device)
-
-    lanes, _ = time_microbatches(
-        stages,
-        received=lambda: message() if stage else None,
-        gradient=lambda: message() if stage < STAGES - 1 else None,
-        device=accelerator.device,
-        repeats=repeats,
-        split=split,
-    )
-    medians = {name: statistics.median(lane) for name, lane in zip(_FIGURES, lanes, strict=False)}
-    return {**medians, "kept_bytes": float(meter.bytes_of(0)), "sigma": spread(lanes)}
 
 
 def _batch(config: TrainerConfig) -> dict[str, torch.Tensor]:

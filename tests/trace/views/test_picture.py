@@ -92,8 +92,7 @@ def test_missing_ranks_and_zero_length_steps_are_drawn(
 def simulated(*names: str) -> list[tuple[str, SimResult]]:
     profile = StageProfile(times=StageTimes.equal(4, forward_s=0.1, backward_s=0.1, weight_s=0.1))
     return [
-        (name, evaluate(make_candidate(name, 2, 2, 4), 4, profile, [0], compiled=False).example)
-        for name in names
+        (name, evaluate(make_candidate(name, 2, 2, 4), 4, profile, [0]).example) for name in names
     ]
 
 

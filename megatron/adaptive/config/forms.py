@@ -1,13 +1,13 @@
-"""Reads the planner's input files: YAML, TOML or JSON, by the ending of the name.
+"""Reads files that people write, YAML, TOML or JSON by the ending of the name, and checks them.
 
 A key given twice is an error in all three forms. Quantities carry their unit in the text
 (``40 GB``, ``25 Gbit/s``, ``5 us``): bits and bytes differ by a factor of 8 that no number shows.
 
-Files are checked by the forms in ``data/forms.yaml``, which use a part of JSON Schema (2020-12):
-``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties``, ``items``,
-``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``,
-``pattern`` and ``oneOf`` over the keys of an object. An error names the rule that is broken in one
-line, with the nearest key where one is misspelt.
+What a file holds is checked by the forms in ``data/forms.yaml``, which use a part of JSON Schema
+(2020-12): ``type``, ``enum``, ``const``, ``properties``, ``required``, ``additionalProperties``,
+``items``, ``prefixItems``, ``minItems``, ``maxItems``, ``minimum``, ``maximum``,
+``exclusiveMinimum``, ``pattern`` and ``oneOf`` over the keys of an object. An error names the rule
+that is broken in one line, with the nearest key where one is misspelt.
 """
 
 from __future__ import annotations
@@ -146,12 +146,13 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 
 FORMS = ("cluster", "model", "profile")
+"""Forms of the planner's input files."""
 
 
 @functools.cache
 def forms() -> Mapping[str, Any]:
-    """Returns the JSON schemas of input files, by :data:`FORMS`."""
-    file = resources.files("megatron.adaptive.planner") / "data" / "forms.yaml"
+    """Returns the JSON schemas of files by name."""
+    file = resources.files("megatron.adaptive.config") / "data" / "forms.yaml"
     found: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return found
 
@@ -161,7 +162,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
 
     Args:
         value: plain lists, dicts, texts and numbers.
-        name: one of :data:`FORMS`.
+        name: of the form.
         where: the file, for the message.
 
     Returns:
@@ -216,7 +217,7 @@ def _check_list(value: list[Any], schema: Mapping[str, Any], where: str, path: s
     if not least <= len(value) <= most:
         count = "at least one entry" if most > least else f"{least} entries"
         raise ConfigError(f"{where}: {path} has {len(value)} entries: give {count}")
-    schemas = schema.get("prefixItems") or [schema["items"]] * len(value)
+    schemas = schema.get("prefixItems") or [schema.get("items", {})] * len(value)
     return [
         _check(one, schemas[index], where, f"{path}[{index}]") for index, one in enumerate(value)
     ]
@@ -225,7 +226,7 @@ def _check_list(value: list[Any], schema: Mapping[str, Any], where: str, path: s
 def _check_object(
     value: dict[str, Any], schema: Mapping[str, Any], where: str, path: str
 ) -> dict[str, Any]:
-    known, others = schema.get("properties", {}), schema["additionalProperties"]
+    known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
     prefix = f"{path}." if path else ""
     found = {}
     for key, one in value.items():

@@ -18,7 +18,7 @@ from megatron.adaptive.errors import DeviceMemoryError  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
 from megatron.adaptive.gpt.setup import build_run  # noqa: E402
 from megatron.adaptive.gpt.step import Step  # noqa: E402
-from megatron.adaptive.rebalance import move_layers  # noqa: E402
+from megatron.adaptive.rebalance import move_stages  # noqa: E402
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
@@ -30,10 +30,10 @@ FLAGS = (
 def test_without_room_in_the_host_the_run_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse(FLAGS.split(), world_size=1)
     run = build_run(start_job(config, Environment(), accelerator.detect(0, backend="gloo")))
-    monkeypatch.setattr(move_layers, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(move_stages, "available_host_bytes", lambda: 1000)
     try:
         with pytest.raises(DeviceMemoryError, match="rank 0 would wait .* no room for them"):
-            move_layers.move_stages([run], "loop", lambda: pytest.fail("released"))
+            move_stages.move_stages([run], lambda: pytest.fail("released"), kind="loop")
     finally:
         end_job()
 
@@ -48,7 +48,7 @@ def test_a_model_with_experts_that_was_taken_down_is_freed(dispatcher: str) -> N
         batch = {"tokens": tokens, "labels": tokens, "position_ids": tokens}
         Step(run).train([batch | {"loss_mask": torch.ones(1, 8)}], 1, 1)
         model = weakref.ref(run.chunks[0].module)
-        move_layers.take_down(run)
+        move_stages.take_down(run)
         del run
         gc.collect()
         assert model() is None
