@@ -18,7 +18,7 @@ import pytest
 from tests.cluster.jobs import JobFolder
 from tests.trace.views.test_page import Page
 
-from ..multiprocess.launch import wait_until
+from ..multiprocess.launch import forkserver, wait_until
 from . import slurm_lab
 from .slurm_lab import Kind, Lab
 
@@ -67,7 +67,7 @@ def lab() -> Iterator[Lab]:
     with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
         os.chmod(folder, 0o755)
         place = Path(folder, "lab")
-        with Lab(place, kinds, accounting=True, settings=SETTINGS, forks=True) as cluster:
+        with Lab(place, kinds, accounting=True, settings=SETTINGS) as cluster:
             yield cluster
 
 
@@ -90,7 +90,7 @@ def conf(tmp_path: Path) -> Path:
 
 def adaptive(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a subcommand on the login host."""
-    variables = (f"{name}={value}" for name, value in lab.forking.items())
+    variables = (f"{name}={value}" for name, value in forkserver().nodes()[1].items())
     return lab.run(["env", *variables, sys.executable, "-m", "megatron.adaptive", *words])
 
 
@@ -236,7 +236,9 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
 
 def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
     """Submit an example as its head says, wait for its end, and return all that it wrote."""
-    variables = [f"{name}={value}" for name, value in {**EXAMPLE, **lab.forking}.items()]
+    variables = [
+        f"{name}={value}" for name, value in {**EXAMPLE, **forkserver().nodes()[1]}.items()
+    ]
     script = str(ROOT / "examples" / "slurm" / f"{example}.sbatch")
     place = [f"LOG_DIR={folder / 'my logs'}"]
     place += [option for option in options if not option.startswith("--")]
@@ -355,7 +357,7 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
     outputs.mkdir()
     variables = {
         **EXAMPLE,
-        **lab.forking,
+        **forkserver().nodes()[1],
         "CHECKPOINT_DIR": saved,
         "SLOTS": 1,
         "TRAIN_ITERS": 100_000,

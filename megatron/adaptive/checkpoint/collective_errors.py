@@ -79,9 +79,9 @@ class RankGroup:
         """Run ``action`` on rank 0 and raise its failure on all ranks."""
         self.together(lambda: action() if self.rank == 0 else None)
 
-    def on_first(self, action: Callable[[], _Result], *, name_rank: bool = True) -> _Result:
+    def on_first(self, action: Callable[[], _Result]) -> _Result:
         """Run ``action`` on rank 0 and return its result, or raise its failure, on all ranks."""
-        result = self.together(lambda: action() if self.rank == 0 else None, name_ranks=name_rank)
+        result = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         return from_first(result, self.group)  # type: ignore[return-value]
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:

@@ -188,7 +188,7 @@ class LocalDisk:
             latest: called on rank 0; the newest step in shared storage, 0 where there is none,
                 ``None`` where the run is not to go on from there.
         """
-        newest = self._control.on_first(latest, name_rank=False)
+        newest = self._control.on_first(latest)
         if newest is None:
             return
         held = self._control.gather(self._held(newest))
@@ -430,7 +430,7 @@ def hold(
                 raise CheckpointError(f"cannot write {where}. {remedy}") from error
             return lease.number
 
-        number = ranks.on_first(claim, name_rank=False)
+        number = ranks.on_first(claim)
         if not number:
             return
         if not ranks.is_first:

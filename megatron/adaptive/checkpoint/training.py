@@ -208,13 +208,13 @@ class Checkpoints:
         """
         steps: list[int] = []
         if self._settings.load is not None:
-            steps = self._all.on_first(self._steps, name_rank=False)
+            steps = self._all.on_first(self._steps)
         lora, folder = self._config.lora, self._settings.load_hf
         if folder is not None and (lora.is_on or not steps):
             path = Path(folder)
             self._all.together(lambda: load_weights(self._chunks, path, self._config))
             self._optimizer.reload_model_params()
-        self._all.on_first(self._carry_description, name_rank=False)
+        self._all.on_first(self._carry_description)
         if not steps and lora.load_lora is not None:
             self._load_adapters(lora.load_lora)
         return load_first_whole(steps, self._load, self._all) if steps else None
@@ -238,7 +238,7 @@ class Checkpoints:
 
     def _load(self, iteration: int) -> Progress:
         """Load one checkpoint."""
-        path, manifest = self._all.on_first(lambda: self._find(iteration), name_rank=False)
+        path, manifest = self._all.on_first(lambda: self._find(iteration))
         self._standing = None
         about = path, iteration, manifest.save_id, manifest.files, manifest.blocks
         with self.saver.reading(*about) as reader:

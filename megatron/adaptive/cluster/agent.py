@@ -49,7 +49,7 @@ class Agent:
         secret: of the job.
         work: what ranks of this node run.
         slots: processes of this node, ``None`` for one on each GPU.
-        keeper: of copies of the state, ``None`` for one that ends with the agent.
+        keeper: of copies of the state, ``None`` for one that ends with the process.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class Agent:
         self._secret = secret
         self._work = work
         self._slots = slots
-        self._owns_keeper = keeper is None
         self._keeper = keeper or SnapshotKeeper(_towards(address))
         self.status: int | None = None  # of its order to end, where it gave one
         self.why = ""  # the manager let it go, where it said so
@@ -101,12 +100,6 @@ class Agent:
         Raises:
             SetupError: the manager cannot be reached or refuses.
         """
-        with contextlib.ExitStack() as stack:
-            if self._owns_keeper:
-                stack.callback(self._keeper.close)
-            await self._run()
-
-    async def _run(self) -> None:
         self._link = link = await self._join()
         forkserver = await self._start_forkserver()
         loop = asyncio.get_running_loop()

@@ -192,6 +192,7 @@ class Executor:
         self._step = -1
         self._is_running = False
         self._decides = True
+        self._asks_late = True
         self._placement = placement
         self._state: RankState | None = None
         self._policy: Policy | None = None
@@ -288,6 +289,7 @@ class Executor:
         self._log = StepLog(policy, self._num_chunks) if is_traced else None
         is_static = isinstance(policy, Follow)
         self._agreement.begin(self._step, is_static=is_static)
+        self._asks_late = state.beside or not is_static
         self._decides = self._agreement.decides
         early, self._early = self._early, []
         for item in early:
@@ -321,8 +323,7 @@ class Executor:
     def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
         """Starts the next action; ``None`` where there is none, or one under way goes on."""
         launched = self._launched
-        waits = state.beside or not isinstance(policy, Follow)
-        if waits and not may_pass and len(launched) > _LAUNCH_AHEAD:
+        if self._asks_late and not may_pass and len(launched) > _LAUNCH_AHEAD:
             self._clock.wait(launched[-1 - _LAUNCH_AHEAD].end)  # the device catches up
         self._drain(state)
         action = self._next_action(policy, state, may_pass=may_pass)

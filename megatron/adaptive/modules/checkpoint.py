@@ -179,7 +179,7 @@ class Checkpointer:
 
         if step is not None:
             return load(step)
-        steps = self._ranks.on_first(lambda: [*folders.candidates()], name_rank=False)
+        steps = self._ranks.on_first(lambda: [*folders.candidates()])
         return load_first_whole(steps, load, self._ranks) if steps else load(None)
 
     def _load(
@@ -193,7 +193,7 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Read the checkpoint of a step; returns its manifest."""
         ranks = self._ranks
-        path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust), name_rank=False)
+        path, manifest = ranks.on_first(lambda: folders.open(step, trust=trust))
         ranks.together(lambda: require_seen(path, self._mesh))
         save_id, files = str(manifest.get("save_id", "")), manifest["files"]
         has_optimizer = optimizer and manifest["optimizer"] is not None

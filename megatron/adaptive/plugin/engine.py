@@ -64,6 +64,10 @@ class Engine:
         left_open: it was closed after a failed step: threads still wait for messages.
     """
 
+    # From the first step on.
+    _job: Job
+    _orders: Orders
+
     def __init__(
         self, settings: Settings, placed: Placed, own: Callable[..., Any] | None = None
     ) -> None:
@@ -74,12 +78,9 @@ class Engine:
         self._chunks: list[torch.nn.Module] = []
         self._forward_backward: ForwardBackward | OutsideTrace | None = None
         self._group: dist.ProcessGroup | None = None
-        self._placement: Placement | None = None
         self._payload: tuple[int, ...] | None = None
         self._splits = False
         self._wiring: Wiring | None = None
-        self._orders: Orders | None = None
-        self._job: Job | None = None
         self._dropout: DropoutKeys | None = None
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
@@ -197,8 +198,8 @@ class Engine:
             num_ranks=group.size(), num_chunks=len(self._chunks), kind=self._settings.kind
         )
         payload = _payload_shape(config, given, len(self._chunks))
-        if self._job is None:
-            self._group, self._placement, self._payload = group, placement, payload
+        if self._group is None:
+            self._group, self._payload = group, payload
             self._job = Job(
                 environment=environment_of_rank(),
                 accelerator=self._accelerator,
@@ -212,9 +213,16 @@ class Engine:
                 self._trace = self._open_trace(self._settings.trace_dir, given)
             if self._own is None:
                 self._build(config, given["num_microbatches"])
-            self._guard = self._watch_for_hangs()
+            settings = self._settings
+            self._guard = HangGuard(
+                self._job,
+                after_s=settings.hang_after_s,
+                on_hang=settings.on_hang,
+                page_folder=settings.trace_dir,
+            )
+            self._guard.snapshot = self._evidence
             atexit.register(self._close_at_exit)
-        elif group is not self._group or placement != self._placement:
+        elif group is not self._group or placement != self._orders.placement:
             raise ConfigError(
                 f"the pipeline of {placement.num_ranks} ranks with {placement.num_chunks} chunks "
                 "each is not the one of the first step, which the engine is connected for: call "
@@ -229,7 +237,6 @@ class Engine:
             self._trace.tracing.watch(self._forward_backward.snapshot)
         elif self._forward_backward is None:
             assert self._wiring is not None
-            assert self._orders is not None
             self._forward_backward = ForwardBackward(
                 executor=self._wiring.executor,
                 orders=self._orders,
@@ -237,19 +244,7 @@ class Engine:
                 span=None if self._trace is None else self._trace.tracing.span,
             )
             self._dropout = self._make_keys(config)
-            self._tuner = self._make_tuner(config, given)
-
-    def _watch_for_hangs(self) -> HangGuard:
-        job, settings = self._job, self._settings
-        assert job is not None
-        guard = HangGuard(
-            job,
-            after_s=settings.hang_after_s,
-            on_hang=settings.on_hang,
-            page_folder=settings.trace_dir,
-        )
-        guard.snapshot = self._evidence
-        return guard
+            self._tuner = self._make_tuner(config)
 
     def _evidence(self) -> dict[str, Any]:
         """Returns what this rank does; called from the thread of the hang guard."""
@@ -261,10 +256,7 @@ class Engine:
         return {"doing": "", **known, "iteration": self._iteration, "in_step": self._runs}
 
     def _open_trace(self, folder: str, given: Mapping[str, Any]) -> StepTrace:
-        job, placement, orders = self._job, self._placement, self._orders
-        assert job is not None
-        assert placement is not None
-        assert orders is not None
+        job, orders, placement = self._job, self._orders, self._orders.placement
         sizes = stage_sizes(job, placement, orders.pp_rank, self._chunks, given["seq_length"])
         tracing = open_trace(
             folder,
@@ -309,12 +301,11 @@ class Engine:
 
         return forward_step
 
-    def _make_tuner(self, config: Any, given: Mapping[str, Any]) -> Tuner | None:
+    def _make_tuner(self, config: Any) -> Tuner | None:
         """Returns what chooses for ``auto``, as long as it has not chosen. Collective."""
         orders, settings = self._orders, self._settings
-        if orders is None or orders.schedule != "auto":
+        if orders.schedule != "auto":
             return None
-        assert self._job is not None
         assert self._wiring is not None
         assert isinstance(self._forward_backward, ForwardBackward)
         return Tuner(
@@ -367,13 +358,10 @@ class Engine:
 
     def _build(self, config: Any, num_microbatches: int) -> None:
         """Connect this rank with the others; collective over all ranks of the job."""
-        assert self._placement is not None
-        assert self._job is not None
-        assert self._orders is not None
-        dtype = config.pipeline_dtype
+        dtype, placement = config.pipeline_dtype, self._orders.placement
         former = self._wiring
         self._wiring = build_executor(
-            placement=self._placement,
+            placement=placement,
             accelerator=self._accelerator,
             places=self._job.places,
             payload_shape=self._payload,
@@ -393,9 +381,9 @@ class Engine:
             former.close()  # by now all ranks are here, with nothing under way
             return
         self._say(
-            f"schedule {self._settings.schedule} on {self._placement.num_ranks} pipeline ranks "
-            f"with {self._placement.num_chunks} model chunk{'s' * (len(self._chunks) > 1)} each"
-            f"{' in a V' * (self._placement.kind == 'v')}"
+            f"schedule {self._settings.schedule} on {placement.num_ranks} pipeline ranks "
+            f"with {placement.num_chunks} model chunk{'s' * (len(self._chunks) > 1)} each"
+            f"{' in a V' * (placement.kind == 'v')}"
         )
 
     @property

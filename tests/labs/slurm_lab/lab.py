@@ -11,7 +11,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ import psutil
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "mungekey", "ip", "nsenter", "unshare")
 ACCOUNTING = ("slurmdbd", "mariadbd")
 _HERE = Path(__file__).parent
-_ROOT = _HERE.parents[2]
-_FORKS = _ROOT / "tests/multiprocess/forked_nodes"
 _UP_S = 90.0
 _DEVICE_LOCAL_USE = 240
 _PR_SET_PDEATHSIG = 1
@@ -108,8 +105,6 @@ class Lab:
         kinds: the nodes, ``n1`` being the first.
         accounting: whether ``sacct`` answers.
         settings: further lines of ``slurm.conf``.
-        forks: whether ranks of jobs that have :attr:`forking` are forked from one process on each
-            node, which has imported what they need.
     """
 
     def __init__(
@@ -119,7 +114,6 @@ class Lab:
         *,
         accounting: bool = False,
         settings: Sequence[str] = (),
-        forks: bool = False,
     ) -> None:
         if reason := why_not(accounting=accounting):
             raise LabError(reason)
@@ -130,7 +124,6 @@ class Lab:
         ]
         self._accounting = accounting
         self._settings = settings
-        self._forks = forks
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
         self._booted_s: dict[str, int] = {}
         self._logs: list[IO[bytes]] = []
@@ -156,14 +149,6 @@ class Lab:
         """Environment of programs of the lab."""
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
-
-    @property
-    def forking(self) -> dict[str, str]:
-        """Environment of jobs whose ranks are forked."""
-        return {"PYTHONPATH": f"{_ROOT}:{_FORKS}", "TESTS_NODE_FORKSERVERS": self._forks_of("%h")}
-
-    def _forks_of(self, name: str) -> str:
-        return str(self.folder / f"forks-{name}")
 
     def run(
         self, command: Sequence[str], *, on: str = "ctl", timeout_s: float = 60.0
@@ -210,15 +195,8 @@ class Lab:
         number = int(name[1:])
         self._booted_s[name] = int(time.time())  # Slurm tells whole seconds
         inside = [*_NAMESPACES, "bash", str(_HERE / "node.sh"), str(self.folder), name]
-        command = [
-            *self.enter("ctl", str(self.folder)),
-            "unshare",
-            *inside,
-            f"10.66.0.{10 + number}",
-        ]
-        if self._forks:
-            program = [sys.executable, str(_FORKS / "sitecustomize.py"), self._forks_of(name)]
-            command += ["env", f"PYTHONPATH={_ROOT}", "OMP_NUM_THREADS=1", *program, "--new"]
+        address = f"10.66.0.{10 + number}"
+        command = [*self.enter("ctl", str(self.folder)), "unshare", *inside, address]
         self._start(name, command)
         init = str(self._init(name))
         # The old end goes with its node's namespace, which takes the kernel a moment.
@@ -256,10 +234,13 @@ class Lab:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Return the processes of a node besides its first and Slurm's own."""
-        found = []
-        for process in psutil.Process(self._init(name)).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if process.name() not in ("slurmd", "sleep", "slurmstepd", "forkserver"):
+        init, found = self._init(name), []
+        space = os.readlink(f"/proc/{init}/ns/pid")
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                is_here = os.readlink(f"/proc/{process.pid}/ns/pid") == space
+                is_slurm = process.name() in ("slurmd", "sleep", "slurmstepd")
+                if is_here and not is_slurm and process.pid != init:
                     found.append(process)
         return found
 

@@ -1,9 +1,7 @@
 #!/bin/bash
-# First process of a node: waits for its cable, then slurmd. Gets the lab's folder, name and address,
-# and maybe a program to run beside it.
+# First process of a node: waits for its cable, then slurmd. Gets the lab's folder, name and address.
 set -euo pipefail
 lab=$1 name=$2 address=$3
-shift 3
 export SLURM_CONF=$lab/slurm.conf PATH=$PATH:/usr/sbin:/sbin
 hostname "$name"
 mount -t tmpfs -o mode=1777 none /dev/shm
@@ -15,7 +13,6 @@ ip address add "$address/24" dev eth0
 ip link set lo up
 ip link set eth0 up
 slurmd -N "$name"
-if (($#)); then "$@" & fi
 while :; do
   sleep 3600 &
   wait $! || :

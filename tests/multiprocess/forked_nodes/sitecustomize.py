@@ -6,9 +6,8 @@ be such a process hands its files to a server of the tests, which forks it, pass
 ends as the forked one does. If it is killed, so is the forked one; without a server it stays what
 it is.
 
-Usage: ``sitecustomize.py SOCKET`` serves, in a process forked by ``launch.Forkserver``; with
-``--new`` in one that imports first, as on the nodes of the Slurm lab. In the variable of a job that
-names the socket, ``%h`` stands for the host.
+Usage: ``sitecustomize.py SOCKET`` serves, in a process forked by ``launch.Forkserver``, also those
+on nodes with namespaces of their own.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def ask(files: list[int], words: list[str]) -> None:
     """
     with socket.socket(socket.AF_UNIX) as link:
         try:
-            link.connect(os.environ[SOCKET].replace("%h", socket.gethostname()))
+            link.connect(os.environ[SOCKET])
         except OSError:
             return
         limits = {n: resource.getrlimit(n) for n in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)}
@@ -78,12 +77,11 @@ def is_launcher(words: list[str]) -> bool:
     return by_name or words[:2] in LAUNCHERS or words[:3] in LAUNCHERS
 
 
-def serve(path: str, *, is_new: bool) -> None:
+def serve(path: str) -> None:
     """Forks a process for each that asks, until this one is killed.
 
     Args:
         path: of the socket where it is asked.
-        is_new: it has imported nothing yet.
     """
     forked: dict[Any, tuple[int, socket.socket]] = {}  # by its descriptor, and by its link
     with contextlib.suppress(FileNotFoundError):
@@ -91,8 +89,6 @@ def serve(path: str, *, is_new: bool) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
-        if is_new:
-            _import()
         while True:
             for one in select.select([listener, *forked], [], [])[0]:
                 if one is listener:
@@ -114,14 +110,6 @@ def serve(path: str, *, is_new: bool) -> None:
                         for member in [pid] if numbers else _family(pid):
                             with contextlib.suppress(ProcessLookupError):
                                 os.kill(member, number)
-
-
-def _import() -> None:
-    """Imports what ranks need."""
-    from tests.labs.one_import import import_all
-
-    _name("forkserver")
-    import_all()
 
 
 def _received(link: socket.socket) -> bytes:
@@ -228,11 +216,12 @@ def _name(name: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], is_new="--new" in sys.argv)
+    serve(sys.argv[1])
 elif SOCKET in os.environ:
     if sys.orig_argv[1:3] == ["-m", MODULE]:
         ask([int(sys.orig_argv[3]), 1, 2], [])
     elif "LOCAL_RANK" in os.environ and is_trainer(sys.orig_argv[2:]):
         ask([0, 1, 2], sys.orig_argv[2:])
-    elif is_launcher(sys.orig_argv[1:]):
+    elif is_launcher(sys.orig_argv[1:]) and "SLURM_JOB_ID" not in os.environ:
+        # Slurm signals what its step has started: ranks of a launcher that is forked would miss it.
         ask([0, 1, 2], sys.orig_argv[1:])
