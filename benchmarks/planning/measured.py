@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import yaml
@@ -75,9 +76,9 @@ def rows(data: Path) -> list[Row]:
 
 def _set(found: Comparison) -> Iterator[Row]:
     name = f"{found.name}, {len(found.timed)} runs"
-    yield Row(what=f"{name}: median error of the time", value=found.median_error, goal=0.10)
-    yield Row(what=f"{name}: mean error", value=found.mean_error)
-    yield Row(what=f"{name}: worst error", value=found.worst_error)
+    yield Row(what=f"{name}: median error of the time", value=median(found.errors), goal=0.10)
+    yield Row(what=f"{name}: mean error", value=fmean(found.errors))
+    yield Row(what=f"{name}: worst error", value=max(found.errors))
     yield Row(what=f"{name}: rank correlation", value=found.correlation, goal=0.9, least=True)
     yield Row(what=f"{name}: predicted place of the fastest", value=found.place_of_best, goal=3)
     yield Row(what=f"{name}: regret of the predicted fastest", value=found.regret, goal=0.03)

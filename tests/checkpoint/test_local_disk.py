@@ -45,7 +45,7 @@ def test_every_file_is_copied_once_by_one_that_has_it() -> None:
 
 
 def test_there_must_be_somewhere_to_copy_to(make: Make) -> None:
-    with pytest.raises(ConfigError, match="--save-local x is where .* add --save DIR on storage"):
+    with pytest.raises(ConfigError, match="--save-local x needs --save: .* all nodes share"):
         make(save_local="x")
 
 

@@ -49,7 +49,7 @@ def test_megatron_lms_flags_make_megatron_lms_files(
     )
     assert status == 0
     info = check_indexed(tmp_path / "out_text_document")
-    assert (info.num_documents, info.num_tokens) == (50, 150)
+    assert (info.num_sequences, info.num_tokens) == (50, 150)
     captured = capsys.readouterr()
     assert "50 documents, 150 tokens" in captured.out
     assert f"--data-path {tmp_path / 'out_text_document'}" in captured.out
@@ -114,7 +114,7 @@ def test_the_tool_runs_from_any_folder_with_workers_and_a_progress_bar(
     output, _ = program.communicate(timeout=60)
     assert program.returncode == 0
     assert "50 documents, 100 tokens" in output
-    assert check_indexed(tmp_path / "out_text_document").num_documents == 50
+    assert check_indexed(tmp_path / "out_text_document").num_sequences == 50
     assert b"tokenizing" in shown
     assert b"50 documents" in shown
 

@@ -56,7 +56,7 @@ def test_documents_come_back_from_megatron_core(
     assert [ids[-1] for ids in written] == [tokenizer.eod] * 3
     assert summary.num_tokens == sum(map(len, written))
     assert seen[-1] == (3, source.stat().st_size)
-    assert check_indexed(summary.prefixes[0]).num_documents == 3
+    assert check_indexed(summary.prefixes[0]).num_sequences == 3
 
 
 def test_each_key_has_its_own_files(

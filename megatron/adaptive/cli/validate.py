@@ -13,7 +13,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from megatron.adaptive.cli.common import show
@@ -77,8 +77,8 @@ def _table(one: Comparison) -> list[str]:
     memory = f"{max(abs(error) for error in errors):.1%} of {len(errors)}" if errors else "-"
     return [
         f"{'set':{len(one.name)}}  runs  median    mean   worst  ranks  best at  regret  memory",
-        f"{one.name}  {len(one.timed):4}  {one.median_error:6.1%}  {one.mean_error:6.1%}"
-        f"  {one.worst_error:6.1%}  {one.correlation:5.3f}  {one.place_of_best:7}"
+        f"{one.name}  {len(one.timed):4}  {median(one.errors):6.1%}  {fmean(one.errors):6.1%}"
+        f"  {max(one.errors):6.1%}  {one.correlation:5.3f}  {one.place_of_best:7}"
         f"  {one.regret:6.1%}  {memory}",
         "",
         "median, mean, worst: error of the predicted time; ranks: correlation of predicted and",
@@ -107,9 +107,9 @@ def _as_json(one: Comparison) -> dict[str, Any]:
     return {
         "set": one.name,
         "runs": len(one.timed),
-        "median_error": one.median_error,
-        "mean_error": one.mean_error,
-        "worst_error": one.worst_error,
+        "median_error": median(one.errors),
+        "mean_error": fmean(one.errors),
+        "worst_error": max(one.errors),
         "rank_correlation": one.correlation,
         "place_of_best": one.place_of_best,
         "regret": one.regret,

@@ -51,14 +51,12 @@ class IndexedInfo:
         prefix: path of both files without suffix.
         dtype: numpy type of a token in the ``.bin`` file.
         num_sequences: sequences; megatron-core splits a corpus by these.
-        num_documents: documents.
         num_tokens: tokens in all.
     """
 
     prefix: str
     dtype: np.dtype[Any]
     num_sequences: int
-    num_documents: int
     num_tokens: int
 
 
@@ -98,7 +96,6 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         prefix=prefix,
         dtype=dtype,
         num_sequences=sequences,
-        num_documents=marks - 1,
         num_tokens=num_tokens,
     )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -386,20 +386,10 @@ class Comparison:
         """Runs whose time counts."""
         return tuple(row for row in self.rows if row.measured.seconds is not None)
 
-    @property
-    def median_error(self) -> float:
-        """Median error of the times, without sign."""
-        return median(abs(row.time_error or 0.0) for row in self.timed)
-
-    @property
-    def mean_error(self) -> float:
-        """Mean error of the times, without sign."""
-        return fmean(abs(row.time_error or 0.0) for row in self.timed)
-
-    @property
-    def worst_error(self) -> float:
-        """Largest error of the times, without sign."""
-        return max(abs(row.time_error or 0.0) for row in self.timed)
+    @cached_property
+    def errors(self) -> tuple[float, ...]:
+        """Errors of the times, without sign."""
+        return tuple(abs(row.time_error or 0.0) for row in self.timed)
 
     @property
     def correlation(self) -> float:
