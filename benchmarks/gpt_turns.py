@@ -271,11 +271,7 @@ class WatchedRank(_Rank):
         run = self._run
         if is_watched:
             self._guard = HangGuard(
-                self._job.places,
-                self._job.rank,
-                after_s=None,
-                on_hang="report",
-                page_folder=self._folder,
+                self._job, after_s=None, on_hang="report", page_folder=self._folder
             )
             own = run.wiring.executor.evidence
             self._guard.snapshot = lambda: {**run.tracing.now(), **own()}
