@@ -110,7 +110,7 @@ submit {{f}}/conf.sh --dry-run --set TENSOR_MP_SIZE=3 => WORLD_SIZE
 submit {{f}}/loop.sh --dry-run => read_variables
 {_TRAINER} --lr nan => --lr
 {_TRAINER} --micro-batch-size 99999999999999999999999 => --micro-batch-size
-{_TRAINER} --model-chunks 1000000 => chunks 1000000
+{_TRAINER} --model-chunks 1000000 => --num-virtual-stages-per-pipeline-rank 1000000
 {_TRAINER} --num-layers 9000000000000000000 => error:
 {_TRAINER} --pipeline-model-parallel-size 1000000000 => error:
 {_TRAINER} --schedule bogus => --schedule

@@ -31,6 +31,7 @@ def test_without_room_in_the_host_the_run_stays_as_it_is(monkeypatch: pytest.Mon
     config = parse(FLAGS.split(), world_size=1)
     run = build_run(start_job(config, Environment(), accelerator.detect(0, backend="gloo")))
     monkeypatch.setattr(move_stages, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(move_stages, "free_memory_bytes", lambda device, ranks: 1000)
     try:
         with pytest.raises(DeviceMemoryError, match="rank 0 would wait .* no room for them"):
             move_stages.move_stages([run], lambda: pytest.fail("released"), kind="loop")

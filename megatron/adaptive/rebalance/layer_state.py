@@ -254,7 +254,7 @@ def exchange(
     Args:
         ways: what :func:`passages` returned.
         rank: this global rank.
-        old: what it had, in the host's memory.
+        old: what it had.
         new: what it shall have, with room for it.
         group: gloo group of all ranks.
 
@@ -275,7 +275,7 @@ def exchange(
     sizes = {peer: [one.nbytes for one in tensors] for peer, tensors in incoming.items()}
     arrived = {peer: torch.empty(sum(each), dtype=torch.uint8) for peer, each in sizes.items()}
     leaving = {
-        peer: torch.cat([one.view(torch.uint8) for one in tensors])
+        peer: torch.cat([one.view(torch.uint8) for one in tensors]).cpu()
         for peer, tensors in outgoing.items()
     }
     operations = [

@@ -3,11 +3,12 @@
 Everything is built anew in the same processes, and weights and optimizer state go from memory to
 memory; counters, logs and the data loader are the training loop's::
 
-    state to the host's memory ──> release, take down ──> build anew, state to its new ranks
-                                   channels, traces       model, optimizer, channels
+    state is set aside ──> release, take down ──> build anew, state to its new ranks
+                           channels, traces       model, optimizer, channels
 
-Between ranks travels only what another rank shall have. Under the same placement process groups,
-data and the order of work stay.
+State waits on the device where that has room for it twice, else in the host's memory. Between
+ranks travels only what another rank shall have. Under the same placement process groups, data and
+the order of work stay.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron.adaptive.errors import DeviceMemoryError
 from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
 from megatron.adaptive.gpt.setup import KeptParts, Run, build_run
 from megatron.adaptive.gpt.step import gather_parameters
-from megatron.adaptive.profiling.memory import available_host_bytes
+from megatron.adaptive.profiling.memory import available_host_bytes, free_memory_bytes
 from megatron.adaptive.rebalance.layer_state import (
     Share,
     Table,
@@ -69,7 +70,7 @@ def move_stages(
         The run that takes its place. A trace goes on in new files.
 
     Raises:
-        DeviceMemoryError: the state has no room in the host's memory, and nothing has changed.
+        DeviceMemoryError: the state has no room to wait, and nothing has changed.
         TransportError: after ``release``, state did not arrive and is lost.
     """
     state = _set_aside(box[0])
@@ -128,7 +129,7 @@ class _State:
     """Holds the state of a rank's stages while model and optimizer are replaced.
 
     Attributes:
-        shares: parameters and this rank's shares of their state, by name; in the host's memory.
+        shares: parameters and this rank's shares of their state, by name.
         steps: updates that the optimizer has done.
         groups: settings of its groups of parameters, by chained optimizer.
         scalers: their loss scales, ``None`` where they have none.
@@ -141,7 +142,7 @@ class _State:
 
 
 def _set_aside(run: Run) -> _State:
-    """Copies the state of a rank into the host's memory, so that its device is free for others."""
+    """Keeps the state of a rank: on its device, or in the host's memory where that is too full."""
     job, leaves = run.job, run.optimizer.chained_optimizers
     gather_parameters(run)
     job.accelerator.synchronize()
@@ -153,17 +154,21 @@ def _set_aside(run: Run) -> _State:
         for share in shares.values()
         for tensor in (share.weight, *share.state.values())
     )
-    room = available_host_bytes() // job.environment.local_world_size
-    short = [rank for rank, has in enumerate(job.gather(needed <= room)) if not has]
+    ranks_here = job.environment.local_world_size
+    # What comes in its place may be half as large again.
+    stays = 3 * needed // 2 <= free_memory_bytes(job.accelerator, ranks_here)
+    fits = stays or needed <= available_host_bytes() // ranks_here
+    short = [rank for rank, has in enumerate(job.gather(fits)) if not has]
     if short:
         raise DeviceMemoryError(
             f"weights and optimizer state of rank {short[0]} would wait in the host's memory, "
             "which has no room for them: start with --pipeline-placement and --partition instead"
         )
+    place = job.accelerator.device if stays else torch.device("cpu")
     for share in shares.values():
-        share.weight = share.weight.detach().to("cpu", copy=True)
+        share.weight = share.weight.detach().to(place)
         share.held = None
-        share.state = {part: one.to("cpu", copy=True) for part, one in share.state.items()}
+        share.state = {part: one.to(place) for part, one in share.state.items()}
     return _State(
         shares=shares,
         steps=steps_of(run.optimizer),
