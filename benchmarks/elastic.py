@@ -35,7 +35,7 @@ from benchmarks.elasticity.pieces import pieces  # noqa: E402
 from benchmarks.elasticity.repartition import repartition  # noqa: E402
 from benchmarks.elasticity.soak import soaked  # noqa: E402
 from benchmarks.ranks import train  # noqa: E402
-from benchmarks.report import Result, Row, finish, measured, parser_of, run  # noqa: E402
+from benchmarks.report import Result, Row, measure, measured, parser_of  # noqa: E402
 from tests.cluster.jobs import FLAGS, ElasticJob  # noqa: E402
 
 PARTS = ("morphs", "start", "checkpoint", "copies", "repartition", "pieces", "soak")
@@ -51,8 +51,7 @@ EVENTS, QUICK_EVENTS = 100, 4
 
 def main() -> int:
     """Measure as the command line says; returns the exit status."""
-    parser = parser_of(__doc__, (), "two morphs, fewer steps and events")
-    parser.add_argument("--part", action="append", choices=PARTS, help="all by default")
+    parser = parser_of(__doc__, PARTS, "two morphs, fewer steps and events")
     parser.add_argument("--events", type=int, help=f"of the soak ({EVENTS}; quick {QUICK_EVENTS})")
     parser.add_argument("--seed", type=int, default=1, help="of its events (1)")
     parser.add_argument("--minutes", type=float, help="after which no event comes (55; quick 1.5)")
@@ -70,12 +69,15 @@ def main() -> int:
             "pieces": lambda: pieces(folder, quick=quick),
             "soak": lambda: soak(folder if options.keep is None else options.keep, options),
         }
-        total = run({part: parts[part] for part in PARTS if part in (options.part or PARTS)})
+        return measure(parts, options, compare)
+
+
+def compare(total: Result) -> None:
+    """Adds a morph by a start, where both were measured."""
     if {"morph_s", "start_s"} <= set(total.facts):
         ratio = total.facts["morph_s"] / total.facts["start_s"]
         total.rows.append(Row(what="a morph by a start", value=ratio, goal=GOAL_RATIO))
         print(total.rows[-1].line)
-    return finish(total, options.json)
 
 
 def morphs(folder: Path, *, quick: bool) -> Result:

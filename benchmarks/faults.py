@@ -25,7 +25,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.elasticity.soak import end_in_order, soaked  # noqa: E402
-from benchmarks.report import Result, Row, describe_machine, finish, one_line, parser_of, run, write  # noqa: E402
+from benchmarks.report import Result, Row, measure, one_line, parser_of  # noqa: E402
 from benchmarks.trust import (  # noqa: E402
     checksums,
     commands,
@@ -57,7 +57,6 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     quick, seed = options.quick, options.seed
     signal.signal(signal.SIGTERM, end_in_order)
-    machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         base = Path(name) if options.keep is None else options.keep
 
@@ -89,12 +88,7 @@ def main(words: list[str] | None = None) -> int:
                 folder("hangs"), hanging, quiet_min, seed, options.beside
             ),
         }
-        more = {"machine": machine, "seed": seed}
-        total = run(
-            {part: parts[part] for part in PARTS if part in options.part},
-            lambda total: write(total, options.json, **more),  # kept where a later one never ends
-        )
-    return finish(total, options.json, **more)
+        return measure(parts, options, seed=seed)
 
 
 def look_for_secrets(seed: int) -> Result:

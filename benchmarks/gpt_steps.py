@@ -11,9 +11,10 @@ Run by itself, this file is one rank.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -316,12 +317,17 @@ def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
             for result in results.values()
             for difference in result["differences"].values()
         ]
-        # Not-a-number is no difference that is allowed, and max passes it by.
-        worst = max(values, key=lambda value: (value != value, value))
         note = "; ".join(text for text in wrong if f"the {what} of" in text)
-        text = f"small GPT: largest relative difference of the {what} on equal weights"
-        rows.append(Row(what=text, value=worst, goal=most, note=note))
+        rows.append(difference_row("small GPT", what, values, most, note))
     return rows
+
+
+def difference_row(where: str, what: str, values: Iterable[float], most: float, note: str) -> Row:
+    """Returns the row of the largest of relative differences."""
+    # Not-a-number is no difference that is allowed, and max passes it by.
+    worst = max(values, key=lambda value: (math.isnan(value), value))
+    text = f"{where}: largest relative difference of the {what} on equal weights"
+    return Row(what=text, value=worst, goal=most, note=note)
 
 
 def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:

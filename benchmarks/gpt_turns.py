@@ -30,13 +30,12 @@ from typing import Any
 import psutil
 
 from benchmarks import ranks
-from benchmarks.ranks import GPT, MICROBATCHES, GptRank, rank_main
+from benchmarks.ranks import GPT, GptRank, rank_main
 from benchmarks.report import ratios
 
 RANKS = {"traced": 4, "saving": 2, "copying": 2, "watched": 2}
 WINDOW = 10
 _LIMIT_S = 1200.0
-_WARMUPS = 4
 _SECRET = "of the benchmark"
 
 
@@ -79,9 +78,12 @@ class _Rank(GptRank):
         super().__init__([*GPT, *size, *more])
 
     def timed(
-        self, work: Callable[[], object], processor_s: Callable[[], float] = time.process_time
+        self,
+        work: Callable[[], object],
+        processor_s: Callable[[], float] = time.process_time,
+        steps: int = WINDOW,
     ) -> tuple[float, float]:
-        """Returns seconds of some work of all ranks, and processor seconds of this one."""
+        """Returns seconds of each of some steps of all ranks, and processor seconds of this one."""
         import torch.distributed as dist
 
         group = self._job.control_group
@@ -90,18 +92,7 @@ class _Rank(GptRank):
         work()
         processor = processor_s() - processor
         dist.barrier(group=group)
-        return time.perf_counter() - start, processor
-
-    def progress(self, iteration: int) -> Any:
-        """Returns a checkpoint's entry for a run that has done ``iteration`` steps."""
-        from megatron.adaptive.checkpoint.training import Progress
-
-        return Progress(
-            iteration=iteration,
-            consumed_train_samples=iteration * MICROBATCHES,
-            consumed_valid_samples=0,
-            skipped_iterations=0,
-        )
+        return (time.perf_counter() - start) / steps, processor / steps
 
 
 class TracedRank(_Rank):
@@ -116,9 +107,10 @@ class TracedRank(_Rank):
         self._traces = folder
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        for number in range(_WARMUPS):
-            self._train(number % 2 == 0)
-        return self.turns(rounds, lambda kind: self.timed(lambda: self._train(kind)), "traced")
+        self._train(False)
+        return self.turns(
+            rounds, lambda kind: self.timed(lambda: self._train(kind), steps=1), "traced"
+        )
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
         from megatron.adaptive.trace.read import read_run
@@ -157,15 +149,11 @@ class SavingRank(_Rank):
         self._waited_s: list[float] = []
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        for is_saving in (False, True):
-            self._window(is_saving)
-        self._waited_s.clear()
-        return {**self.turns(rounds, self._window, "saving"), "waited_s": self._waited_s}
+        return {**self.turns(rounds, self._window, "saving"), "waited_s": self._waited_s[1:]}
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        latest = max(self._folder.glob("iter_*"))
-        size = sum(file.stat().st_size for file in latest.iterdir())
-        return {"size_bytes": size, "step_s": statistics.median(result["plain_s"])}
+        step_s = statistics.median(result["plain_s"])
+        return {"size_bytes": self.size_bytes(self._folder), "step_s": step_s}
 
     def _window(self, is_saving: bool) -> tuple[float, float]:
         """Ten steps; returns seconds for each, on the clock and of this rank's processor."""
@@ -182,8 +170,7 @@ class SavingRank(_Rank):
                 self.train()
             self._checkpoints.saver.finish()
 
-        seconds, processor = self.timed(work)
-        return seconds / WINDOW, processor / WINDOW
+        return self.timed(work)
 
 
 class CopyingRank(_Rank):
@@ -225,8 +212,6 @@ class CopyingRank(_Rank):
         print(text, file=sys.stderr)
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        for is_copying in (False, True):
-            self._window(is_copying, each=True)
         return {
             name: self.turns(
                 rounds, lambda kind, each=each: self._window(kind, each=each), "copying"
@@ -255,10 +240,10 @@ class CopyingRank(_Rank):
                 if is_copying and (each or number == WINDOW - 1):
                     copies.settle(self._iteration)
 
-        seconds, processor = self.timed(work, self._processor_s)
+        taken = self.timed(work, self._processor_s)
         if self.notice.startswith("off"):
             raise RuntimeError(f"copies of the state are {self.notice}")
-        return seconds / WINDOW, processor / WINDOW
+        return taken
 
     def _processor_s(self) -> float:
         self._keeper.send(None)
@@ -274,8 +259,6 @@ class WatchedRank(_Rank):
         self._guard: Any = None
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        for is_watched in (False, True):
-            self._window(is_watched)
         return self.turns(rounds, self._window, "watched")
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -288,11 +271,7 @@ class WatchedRank(_Rank):
         run = self._run
         if is_watched:
             self._guard = HangGuard(
-                self._job.places,
-                self._job.rank,
-                after_s=None,
-                on_hang="report",
-                page_folder=self._folder,
+                self._job, after_s=None, on_hang="report", page_folder=self._folder
             )
             own = run.wiring.executor.evidence
             self._guard.snapshot = lambda: {**run.tracing.now(), **own()}
@@ -304,11 +283,11 @@ class WatchedRank(_Rank):
                 self.train()
                 run.tracing.end_iteration()
 
-        seconds, processor = self.timed(work, self._processor_s)
+        taken = self.timed(work, self._processor_s)
         if is_watched:
             self._guard.close()
             self._guard = None
-        return seconds / WINDOW, processor / WINDOW
+        return taken
 
     def _processor_s(self) -> float:
         watch = None if self._guard is None else self._guard._process

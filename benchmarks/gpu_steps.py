@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -27,9 +27,9 @@ if str(Path(__file__).resolve().parents[1]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import ranks
-from benchmarks.gpt_steps import TWO_CHUNKS, Function, Job, Rank
+from benchmarks.gpt_steps import TWO_CHUNKS, Function, Job, Rank, difference_row
 from benchmarks.ranks import rank_main
-from benchmarks.report import ROOT, Row, measured, missing
+from benchmarks.report import Row, measured, missing
 
 SHAPE = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
@@ -183,15 +183,15 @@ def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str
 def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
     """Turns what :meth:`GpuRank.measure` returned into rows; without goals for a small model."""
     rows = []
-    rounds: dict[str, list[float]] = found["times"]
+    rounds: dict[str, list[float | None]] = found["times"]
     for name, times in rounds.items():
         note = ""
         for link in list(found["links"].get(name, {}).values())[:1]:
             note = link.get("gpu_path", link["kind"])
             if link.get("gpu_reason"):
                 note += f": {link['gpu_reason']}"
-        row = measured(f"{part}: step, {name}", [1e3 * one for one in _taken(times)], unit="ms")
-        rows.append(Row(**{**vars(row), "note": note}))
+        taken_ms = [1e3 * one for one in times if one is not None]
+        rows.append(measured(f"{part}: step, {name}", taken_ms, unit="ms", note=note))
     for name, times in rounds.items():
         if name == "megatron" or "megatron" not in rounds:
             continue
@@ -201,10 +201,8 @@ def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> lis
         rows.append(measured(f"{part}: step, {name} over megatron-core", quotients, goal=goal))
     for what, limit in LIMITS.items():
         values = {name: difference[what] for name, difference in found["differences"].items()}
-        # Not-a-number is no difference that is allowed, and max passes it by.
-        worst = max(values, key=lambda name: (values[name] != values[name], values[name]))
-        text = f"{part}: largest relative difference of the {what} on equal weights"
-        rows.append(Row(what=text, value=values[worst], goal=limit, note=worst))
+        note = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
+        rows.append(difference_row(part, what, values.values(), limit, note))
     for name, places in found["synchronizations"].items():
         what = f"{part}: synchronizations in forwards and backwards, {name}"
         if places is None:
@@ -214,10 +212,6 @@ def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> lis
             goal = None if name.endswith("gloo") else 0
             rows.append(Row(what=what, value=len(places), goal=goal, note=" ".join(places)))
     return rows
-
-
-def _taken(times: list[float | None]) -> list[float]:
-    return [one for one in times if one is not None]
 
 
 def memory(folder: Path, *, tiny: bool) -> tuple[list[Row], dict[str, Any]]:
@@ -255,7 +249,7 @@ def _planned(stages: int, gpu: str, *, tiny: bool) -> list[float]:
         f"format: 1\nnodes:\n- {{type: node, gpu: {gpu}, count: 1, gpus_per_node: {stages},"
         " link: {bandwidth: 100 GB/s, latency: 10 us}}\n"
     )
-    words = [sys.executable, "-m", "megatron.adaptive", "plan", "--model", shape, "--json"]
+    words = ["plan", "--model", shape, "--json"]
     words += f"--global-batch-size {batch} --micro-batch-sizes {size} --tp 1 --dp 1".split()
     words += f"--pp {stages} --schedules 1f1b --recompute none --precision bf16".split()
     words += "--distributed-optimizer off --attention unfused --partition".split()
@@ -264,12 +258,8 @@ def _planned(stages: int, gpu: str, *, tiny: bool) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cluster.yaml")
         path.write_text(cluster, encoding="utf-8")
-        done = subprocess.run(
-            [*words, "--cluster", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-    if done.returncode:
-        raise RuntimeError(f"plan ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-    planned: list[float] = json.loads(done.stdout)[0]["prediction"]["memory_bytes"]
+        found = ranks.run_module("megatron.adaptive", *words, "--cluster", path, limit_s=60)
+    planned: list[float] = found[0]["prediction"]["memory_bytes"]
     return planned
 
 

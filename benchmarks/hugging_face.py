@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.ranks import run_ranks  # noqa: E402
+from benchmarks.ranks import GptRank, run_ranks  # noqa: E402
 
 _BLOCK = 1 << 23
 # A command in a process of its own, which then says the time it took and its peak of memory.
@@ -117,25 +117,15 @@ def load_as_rank(model: Path, output: Path) -> None:
     accelerator.install()
 
     from megatron.adaptive.checkpoint.training import Checkpoints
-    from megatron.adaptive.config.arguments import parse
-    from megatron.adaptive.config.environment import Environment
-    from megatron.adaptive.gpt.initialize import end_job, start_job
-    from megatron.adaptive.gpt.setup import build_run
 
-    environment = Environment.read()
-    words = [*_RUN.split(), "--load-hf", str(model)]
-    config = parse(words, world_size=environment.world_size)
-    job = start_job(config, environment, accelerator.detect(environment.local_rank))
-    run = build_run(job)
-    weights = [one for chunk in run.chunks for one in chunk.parameters()]
+    rank = GptRank([*_RUN.split(), "--load-hf", str(model)])
+    weights = [one for chunk in rank._run.chunks for one in chunk.parameters()]
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _memory("VmRSS")
-    Checkpoints(run).load()
+    Checkpoints(rank._run).load()
     found = sum(one.numel() * one.element_size() for one in weights), _memory("VmHWM") - before
-    (output / f"rank{environment.rank}.json").write_text(json.dumps(found))
-    if run.wiring is not None:
-        run.wiring.close()
-    end_job()
+    (output / f"rank{rank._job.rank}.json").write_text(json.dumps(found))
+    rank.close()
 
 
 def _memory(name: str) -> int:
@@ -162,43 +152,26 @@ def _copy(files: Sequence[Path], target: Path) -> float:
 def _make_up(folder: Path, gigabytes: float) -> int:
     """Writes a Llama of about this size; returns its bytes."""
     import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from megatron.adaptive.checkpoint.safetensors import write_folder
 
     hidden, inner, rows = 2048, 5632, 32000
     layer = 2 * (2 * hidden * hidden + 2 * 256 * hidden + 3 * hidden * inner)
-    layers = max(2, 2 * round((gigabytes * 1e9 - 4 * rows * hidden) / layer / 2))
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "vocab_size": rows,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "dtype": "bfloat16",
-        "tie_word_embeddings": False,
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (rows, hidden)}
-    for number in range(layers):
-        for name, shape in (
-            ("self_attn.q_proj", (hidden, hidden)),
-            ("self_attn.k_proj", (256, hidden)),
-            ("self_attn.v_proj", (256, hidden)),
-            ("self_attn.o_proj", (hidden, hidden)),
-            ("mlp.gate_proj", (inner, hidden)),
-            ("mlp.up_proj", (inner, hidden)),
-            ("mlp.down_proj", (hidden, inner)),
-            ("input_layernorm", (hidden,)),
-            ("post_attention_layernorm", (hidden,)),
-        ):
-            shapes[f"model.layers.{number}.{name}.weight"] = shape
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (rows, hidden)}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=max(2, 2 * round((gigabytes * 1e9 - 4 * rows * hidden) / layer / 2)),
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=rows,
+        rms_norm_eps=1e-5,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    config.save_pretrained(folder)
     write_folder(
         folder,
         {name: (torch.bfloat16, shape) for name, shape in shapes.items()},

@@ -24,27 +24,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import (  # noqa: E402
-    Result,
-    Row,
-    describe_machine,
-    finish,
-    measured,
-    missing,
-    parser_of,
-    run,
-)
+from benchmarks.ranks import run_module  # noqa: E402
+from benchmarks.report import Result, Row, measure, measured, missing, parser_of  # noqa: E402
 from megatron.adaptive.cli.submit import batch_script, settings_text  # noqa: E402
 from megatron.adaptive.cluster.conf import LaunchConf, load_conf  # noqa: E402
 from megatron.adaptive.cluster.node import trainer_flags  # noqa: E402
 from tests.labs import slurm_lab  # noqa: E402
 from tests.labs.slurm_lab import Kind, Lab  # noqa: E402
+from tests.multiprocess.launch import kill_tree  # noqa: E402
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
@@ -67,10 +58,6 @@ export OMP_NUM_THREADS=1
 ITERATION = re.compile(r"^ \[[\d :-]{19}\] iteration ", re.MULTILINE)
 
 
-class LateError(Exception):
-    """Something did not come."""
-
-
 @contextlib.contextmanager
 def started_lab() -> Iterator[Lab]:
     """A Slurm of two nodes, and a third for what comes after a crash."""
@@ -85,7 +72,7 @@ def until(what: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> fl
     begin_s = time.perf_counter()
     while not what():
         if time.perf_counter() - begin_s > limit_s:
-            raise LateError(f"no {name} within {limit_s:g} s")
+            raise TimeoutError(f"no {name} within {limit_s:g} s")
         time.sleep(0.05)
     return time.perf_counter() - begin_s
 
@@ -116,11 +103,11 @@ def first_iteration(lab: Lab, job: int, logs: Path) -> None:
     """Wait for the first iteration of a job.
 
     Raises:
-        LateError: it did not come; what Slurm and the job said goes to stderr.
+        TimeoutError: it did not come; what Slurm and the job said goes to stderr.
     """
     try:
         until(lambda: has_iterated(logs), "iteration")
-    except LateError:
+    except TimeoutError:
         said = [lab.output("squeue", "-o", "%i %T %r %N"), lab.output("sinfo", "-N")]
         for path in sorted(logs.glob("*.???")):
             said += [f"--- {path.name}", path.read_text(errors="replace")[-3000:]]
@@ -171,12 +158,7 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
         return time.perf_counter() - begin_s
     finally:
         for one in started:
-            with contextlib.suppress(psutil.Error):
-                for process in psutil.Process(one.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.Error):
-                        process.kill()
-            one.kill()
-            one.wait()
+            kill_tree(one)
 
 
 def of_start(options: argparse.Namespace) -> Result:
@@ -264,7 +246,7 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
 
     try:
         until(lambda: not left(), "end of its processes", LEFT_S)
-    except LateError:
+    except TimeoutError:
         return named_s, ended_s, left()
     until(
         lambda: len(lab.output("sinfo", "-hN", "-p", "all", "-t", "idle").split("\n")) > 2, "node"
@@ -276,21 +258,14 @@ def of_status(options: argparse.Namespace) -> Result:
     """Part ``status``: made-up logs, half of each file as long as a run leaves it."""
     with tempfile.TemporaryDirectory() as folder:
         nbytes = write_logs(Path(folder, "pods-1"), int(options.gigabytes * 1e9))
-        words = [sys.executable, "-m", "megatron.adaptive", "status", "pods-1", "--json"]
+        words = ["status", "pods-1", "--json", "--log-dir", folder]
         took = []
         for _ in range(5):
             begin_s = time.perf_counter()
-            done = subprocess.run(
-                [*words, "--log-dir", folder],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            told = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
             took.append(time.perf_counter() - begin_s)
-            told = json.loads(done.stdout)
             if len(told["nodes"]) != NODES or told["iteration"] != 20_000:
-                raise LateError(f"the monitor did not see all: {done.stdout[:300]}")
+                raise TimeoutError(f"the monitor did not see all: {str(told)[:300]}")
     note = f"{NODES} nodes, {nbytes / 1e9:.2f} GB"
     rows = [measured("status: time of an answer", took, unit="s", goal=2, note=note)]
     return Result(rows=rows, facts={"status": {"seconds": took, "bytes": nbytes}})
@@ -357,18 +332,13 @@ def result_of(part: str, options: argparse.Namespace) -> Result:
     reason = slurm_lab.why_not(accounting=True) if part in OF_LAB else None
     if reason is not None:
         return Result(rows=[missing(part, reason)])
-    try:
-        return PARTS[part](options)
-    except LateError as error:
-        return Result(rows=[Row(what=part, value=None, goal=0, note=str(error))])
+    return PARTS[part](options)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; returns 1 where a goal is missed."""
     options = parse(arguments)
-    known = describe_machine()
-    total = run({part: partial(result_of, part, options) for part in options.part})
-    return finish(total, options.json, **known)
+    return measure({part: partial(result_of, part, options) for part in PARTS}, options)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ import argparse
 import math
 import sys
 import tempfile
-import traceback
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.planning import fasop, large, measured, memory, own_runs  # noqa: E402
 from benchmarks.planning.small import better, brute_force, random_problem, solve  # noqa: E402
-from benchmarks.report import Result, Row, finish, one_line, parser_of, run  # noqa: E402
+from benchmarks.report import Result, Row, measure, parser_of  # noqa: E402
 
 PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own", "experts")
 
@@ -66,35 +65,9 @@ def own(options: argparse.Namespace, *, experts: bool) -> Result:
         return own_runs.measure(place, options.quick, again=again, experts=experts)
 
 
-def measure(part: str, options: argparse.Namespace) -> Result:
-    """Returns the rows of one of ``PARTS``; none for published sets that are missing."""
-    try:
-        if part in ("own", "experts"):
-            return own(options, experts=part == "experts")
-        if part == "memory":
-            return memory.measure(options.quick)
-        if part == "literature":
-            return Result(rows=measured.literature_rows())
-        if part in ("large", "small"):
-            rows = {"large": large.rows, "small": small_rows}[part](options.quick)
-        elif options.data is None:
-            rows = []
-        elif part == "measured":
-            rows = measured.rows(options.data)
-        else:
-            folder = options.data / "fasop"
-            rows = fasop.rows(folder) if folder.is_dir() else []
-    except Exception as error:
-        # Such as runs that others on the machine disturbed: the other parts still count.
-        traceback.print_exc()
-        text = one_line(f"{type(error).__name__}: {error}")
-        rows = [Row(what=f"part {part} failed", value=None, goal=0, note=text)]
-    return Result(rows=rows)
-
-
-def validate(folder: Path) -> Result:
-    """Returns the rows of the data sets in a folder."""
-    return Result(rows=measured.rows(folder))
+def published(folder: Path | None, read: Callable[[Path], list[Row]]) -> Result:
+    """Returns the rows of the data sets in a folder, none where they are missing."""
+    return Result(rows=read(folder) if folder is not None and folder.is_dir() else [])
 
 
 def main() -> int:
@@ -108,12 +81,24 @@ def main() -> int:
     where.add_argument("--keep", type=Path, metavar="DIR", help="keep the traces of own runs here")
     where.add_argument("--kept", type=Path, metavar="DIR", help="predict runs kept there anew")
     options = parser.parse_args()
+    data, quick = options.data, options.quick
+    parts: dict[str, Callable[[], Result]] = {
+        "fasop": lambda: published(data and data / "fasop", fasop.rows),
+        "measured": lambda: published(data, measured.rows),
+        "literature": lambda: Result(rows=measured.literature_rows()),
+        "large": lambda: Result(rows=large.rows(quick)),
+        "small": lambda: Result(rows=small_rows(quick)),
+        "memory": lambda: memory.measure(quick),
+        "own": lambda: own(options, experts=False),
+        "experts": lambda: own(options, experts=True),
+    }
     if options.validate:
-        parts = {str(folder): partial(validate, folder) for folder in options.validate}
-        return finish(run(parts), options.json)
-    return finish(
-        run({part: partial(measure, part, options) for part in options.part}), options.json
-    )
+        options.part = None
+        parts = {
+            str(folder): lambda folder=folder: Result(rows=measured.rows(folder))  # type: ignore[misc]
+            for folder in options.validate
+        }
+    return measure(parts, options)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def train(
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
 
-def run_module(module: str, *words: object, limit_s: float) -> Any:
-    """Runs a module as a program; returns the JSON that it prints.
+def run_module(module: str, *words: object, limit_s: float, **variables: str) -> Any:
+    """Runs a module as a program, with further environment; returns the JSON that it prints.
 
     Raises:
         RuntimeError: it failed, or the time limit passed.
@@ -84,7 +85,12 @@ def run_module(module: str, *words: object, limit_s: float) -> Any:
     command = [sys.executable, "-m", module, *map(str, words)]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=limit_s
+            command,
+            cwd=ROOT,
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{module} took more than {limit_s:g} s") from None
@@ -222,6 +228,12 @@ class GptRank:
         self._microbatches = config.num_microbatches
         self._iteration = 0
 
+    @staticmethod
+    def size_bytes(checkpoints: Path) -> int:
+        """Returns the size of the newest checkpoint in a folder."""
+        latest = max(checkpoints.glob("iter_*"))
+        return sum(file.stat().st_size for file in latest.iterdir())
+
     @property
     def is_first(self) -> bool:
         """Whether this rank reports."""
@@ -252,6 +264,30 @@ class GptRank:
         """Read a step's microbatches; ``None`` on a rank that needs none."""
         return None if self._loader is None else self._loader.step(self._microbatches)
 
+    def progress(self, iteration: int) -> Any:
+        """Returns a checkpoint's entry for a run that has done ``iteration`` steps."""
+        from megatron.adaptive.checkpoint.training import Progress
+
+        return Progress(
+            iteration=iteration,
+            consumed_train_samples=iteration * self._microbatches,
+            consumed_valid_samples=0,
+            skipped_iterations=0,
+        )
+
+    def load(self, iteration: int, **checkpoint: str) -> Any:
+        """Loads a checkpoint; returns its progress.
+
+        Args:
+            iteration: of it.
+            checkpoint: further settings of checkpoints in the place of the run's own.
+        """
+        from megatron.adaptive.checkpoint.training import Checkpoints
+
+        config = self._job.config
+        given = replace(config.checkpoint, ckpt_step=iteration, **checkpoint)
+        return Checkpoints(self._run, config=replace(config, checkpoint=given)).load()
+
     def train(self, before_update: Callable[[], None] = lambda: None) -> None:
         """Take a step.
 
@@ -263,7 +299,7 @@ class GptRank:
     def turns(
         self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
     ) -> dict[str, Any]:
-        """Take turns with and without something.
+        """Take turns with and without something, after one of each that does not count.
 
         Args:
             rounds: of two turns of each kind.
@@ -278,6 +314,8 @@ class GptRank:
         import torch
         import torch.distributed as dist
 
+        for kind in (False, True):
+            turn(kind)
         taken = torch.zeros(rounds, 2, 2, dtype=torch.float64)
         for number in range(rounds):
             for kind in _ORDERS[number % 2]:

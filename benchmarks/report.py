@@ -139,7 +139,9 @@ def parser_of(
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, help="also write everything measured here")
     if parts:
-        parser.add_argument("--part", nargs="+", choices=tuple(parts), default=list(parts))
+        parser.add_argument(
+            "--part", nargs="+", action="extend", choices=tuple(parts), help="all by default"
+        )
     return parser
 
 
@@ -177,26 +179,42 @@ def others_busy(seconds: float = 1.0) -> float:
     return 1.0 - (idle_after - idle) / max(1, total_after - total)
 
 
-def run(
-    parts: Mapping[str, Callable[[], Result]], keep: Callable[[Result], None] = lambda total: None
-) -> Result:
-    """Run parts one after the other; prints the table of each as soon as it is there.
+def attempt(name: str, part: Callable[[], Result]) -> Result:
+    """Runs a part; one that fails is a goal missed, with its error as the note."""
+    try:
+        return part()
+    except Exception as error:
+        traceback.print_exc()
+        note = f"{type(error).__name__}: {one_line(error)}"
+        return Result(rows=[Row(what=f"{name}: failed", value=None, goal=0, note=note)])
 
-    A part that fails is a goal missed, with its error as the note; the others are measured as ever.
+
+def measure(
+    parts: Mapping[str, Callable[[], Result]],
+    options: argparse.Namespace,
+    then: Callable[[Result], None] = lambda total: None,
+    **facts: Any,
+) -> int:
+    """Runs the parts that a command line asks for, all where it names none, one after the other.
+
+    Prints the table of each as soon as it is there, and writes the JSON file anew: a later part may
+    never end. Names the goals that were missed.
 
     Args:
-        parts: by name.
-        keep: called after each part with all that was measured by then.
+        parts: by name; see :func:`attempt`.
+        options: what a parser of :func:`parser_of` has read.
+        then: called at the end with all that was measured, to add to it.
+        facts: for the JSON file.
+
+    Returns:
+        Exit status: 1 where a goal is missed.
     """
-    total = Result()
+    total = Result(facts={**describe_machine(), **facts})
     for name, part in parts.items():
+        if options.part and name not in options.part:
+            continue
         busy, start_s = others_busy(), time.perf_counter()
-        try:
-            found = part()
-        except Exception as error:
-            traceback.print_exc()
-            note = f"{type(error).__name__}: {one_line(error)}"
-            found = Result(rows=[Row(what=f"{name}: failed", value=None, goal=0, note=note)])
+        found = attempt(name, part)
         took_s = time.perf_counter() - start_s
         total.add(found)
         if busy > BUSY:
@@ -204,33 +222,15 @@ def run(
             print(f"as {name} began, other programs used {busy:.0%} of the processors\n")
         total.facts[f"{name}, seconds"] = round(took_s, 1)
         print(f"### {name}, {took_s:.0f} s\n\n{markdown(found.rows)}", flush=True)
-        keep(total)
-    return total
-
-
-def write(total: Result, path: Path | None, **more: Any) -> None:
-    """Write the JSON file.
-
-    Args:
-        total: everything measured.
-        path: of the file, ``None`` for none.
-        more: for the file.
-    """
-    if path is not None:
-        result = {**more, **total.facts, "rows": [row.as_dict() for row in total.rows]}
-        path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
-
-
-def finish(total: Result, path: Path | None, **more: Any) -> int:
-    """Write the JSON file, and name the goals that were missed.
-
-    Args:
-        total, path, more: as of :func:`write`.
-
-    Returns:
-        Exit status: 1 where a goal is missed.
-    """
-    write(total, path, **more)
+        _write(total, options.json)
+    then(total)
+    _write(total, options.json)
     missed = [row.what for row in total.rows if row.met is False]
     print("all goals met" if not missed else "missed: " + "; ".join(missed))
     return 1 if missed else 0
+
+
+def _write(total: Result, path: Path | None) -> None:
+    if path is not None:
+        result = {**total.facts, "rows": [row.as_dict() for row in total.rows]}
+        path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")

@@ -10,8 +10,6 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch
-
 from benchmarks.emulated.ours import IdleStages
 from benchmarks.report import Row
 from megatron.adaptive.engine.executor import Executor
@@ -26,21 +24,6 @@ RANKS, MICROBATCHES, PIECES = 8, 32, 4
 ROUNDS = 15
 LEAST_ACTIONS_PER_S = 1e6
 MOST_PICK_US, MOST_EXECUTOR_US = 20.0, 100.0
-
-
-class _Nothing(IdleStages):
-    """Stages that do nothing."""
-
-    def __init__(self) -> None:
-        self._tensor = torch.zeros(1)
-
-    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        return self._tensor
-
-    def backward(
-        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        return self._tensor
 
 
 class _Timed:
@@ -130,6 +113,6 @@ def _executor_s() -> float:
     )
     policy = make_policies("adaptive", placement, MICROBATCHES)[0]
     start = time.perf_counter()
-    executor.run(_Nothing(), policy, state)
+    executor.run(IdleStages(), policy, state)
     executor.finish_step()
     return (time.perf_counter() - start) / state.num_actions

@@ -35,7 +35,7 @@ from benchmarks.dealing import dealing  # noqa: E402
 from benchmarks.emulated import competitors, experts, goals, report  # noqa: E402
 from benchmarks.emulated.scenarios import SCENARIOS, Times  # noqa: E402
 from benchmarks.ranks import fork_ranks  # noqa: E402
-from benchmarks.report import Result, Row, finish, measured, missing, parser_of, ratios, run  # noqa: E402
+from benchmarks.report import Result, Row, measure, measured, missing, parser_of, ratios  # noqa: E402
 from megatron.adaptive.schedule.compare import DEFAULT_PIECES  # noqa: E402
 from megatron.adaptive.trace.imports.published import ENDINGS  # noqa: E402
 from megatron.adaptive.trace.locate import load_run  # noqa: E402
@@ -166,7 +166,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = parser_of(__doc__, (), "fewer cases, within ten minutes")
     parser.add_argument("--chart", type=Path, help="draw the speed-ups of part (a) here, as PNG")
-    parser.add_argument("--part", choices=(*ALL_PARTS, "all"), default="all")
+    known = (*ALL_PARTS, "all")
+    parser.add_argument("--part", nargs="+", action="extend", help=f"of {', '.join(known)}")
     parser.add_argument("folder", nargs="?", type=Path, help="part (d): recorded jobs")
     parser.add_argument("--rounds", type=int, help="part (b): turns to take")
     group = parser.add_argument_group("part (a)")
@@ -178,6 +179,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--scenarios", nargs="+", choices=tuple(SCENARIOS))
     group.add_argument("--competitors", nargs="+", choices=tuple(competitors.COMPETITORS))
     options = parser.parse_args(arguments)
+    for word in [word for word in options.part or () if word not in known]:
+        if options.folder is not None or not Path(word).is_dir():
+            parser.error(f"--part {word}: neither of {', '.join(known)} nor a folder")
+        options.folder = Path(word)
+        options.part.remove(word)
+    if "all" in (options.part or ("all",)):
+        options.part = [*(options.part or ()), *PARTS]
     if options.chunk_ms is None:
         options.chunk_ms = 8.0 if options.quick else 10.0
     return options
@@ -186,9 +194,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure and print; returns 1 where a goal is missed."""
     options = parse()
-    wanted = PARTS if options.part == "all" else (options.part,)
-    total = run({name: partial(ALL_PARTS[name], options) for name in wanted})
-    return finish(total, options.json)
+    return measure({name: partial(part, options) for name, part in ALL_PARTS.items()}, options)
 
 
 if __name__ == "__main__":

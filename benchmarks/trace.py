@@ -23,16 +23,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpt_turns  # noqa: E402
-from benchmarks.report import (  # noqa: E402
-    Result,
-    Row,
-    describe_machine,
-    finish,
-    measured,
-    parser_of,
-    ratios,
-    run,
-)
+from benchmarks.report import Result, Row, measure, measured, parser_of  # noqa: E402
 from benchmarks.tracing import aggregate, cases, clocks, emulated, repairs  # noqa: E402
 from benchmarks.tracing.cases import WEAK, Outcome  # noqa: E402
 
@@ -41,46 +32,50 @@ MILLION = 1_000_000
 
 def of_cost(options: argparse.Namespace) -> Result:
     """Part ``cost``."""
-    result = gpt_turns.measure("traced", options.rounds or (40 if options.quick else 240))
-    each_ms, count = 1e3 * result["step_s"], gpt_turns.RANKS["traced"]
-    note = f"{result['spans']:.0f} spans in a step of {each_ms:.0f} ms on {count} processes"
-    rows = [
-        measured(
-            what, ratios(result[f"traced_{unit}"], result[f"plain_{unit}"]), goal=1.01, note=note
-        )
-        for what, unit in (
-            ("cost: step traced by untraced", "s"),
-            ("the same, processor time of all", "cpu_s"),
-        )
-    ]
-    return Result(rows=rows, facts={"cost": result})
+    return _turns("traced", "cost", "cost: step traced by untraced", options, (40, 240), 1.0)
 
 
 def of_watch(options: argparse.Namespace) -> Result:
     """Part ``watch``."""
-    result = gpt_turns.measure("watched", options.rounds or (3 if options.quick else 12))
-    note = f"steps of {1e3 * result['step_s']:.0f} ms on {gpt_turns.RANKS['watched']} processes"
+    return _turns("watched", "watch", "watch for hangs: longer steps", options, (3, 12), 0.0)
+
+
+def _turns(
+    kind: str,
+    part: str,
+    what: str,
+    options: argparse.Namespace,
+    rounds: tuple[int, int],
+    without: float,
+) -> Result:
+    """Rows of steps with something and without, in turns; ``without`` says how those count."""
+    result = gpt_turns.measure(kind, options.rounds or rounds[not options.quick])
+    note = f"steps of {1e3 * result['step_s']:.0f} ms on {gpt_turns.RANKS[kind]} processes"
+    if "spans" in result:
+        note = f"{result['spans']:.0f} spans in {note}"
     rows = [
-        measured(what, gpt_turns.costs(result, "watched", unit), goal=0.01, note=note)
-        for what, unit in (
-            ("watch for hangs: longer steps", "s"),
-            ("the same, processor time of all", "cpu_s"),
+        measured(
+            text,
+            [without + cost for cost in gpt_turns.costs(result, kind, unit)],
+            goal=without + 0.01,
+            note=note,
         )
+        for text, unit in ((what, "s"), ("the same, processor time of all", "cpu_s"))
     ]
-    return Result(rows=rows, facts={"watch": result})
+    return Result(rows=rows, facts={part: result})
 
 
 def of_detection(options: argparse.Namespace) -> Result:
     """Part ``detection``."""
     found = list(cases.outcomes(40 if options.quick else 200, options.seed))
-    facts = {"detection": [outcome.as_dict() for outcome in found]}
+    facts = {"detection": [vars(outcome) for outcome in found]}
     return Result(rows=_rates("made-up", found), facts=facts)
 
 
 def of_real(options: argparse.Namespace) -> Result:
     """Part ``real``."""
     found = emulated.measure(7 if options.quick else 30, options.seed, limit_s=1800)
-    facts = {"real": [outcome.as_dict() for outcome in found]}
+    facts = {"real": [vars(outcome) for outcome in found]}
     return Result(rows=_rates("real", found), facts=facts)
 
 
@@ -208,9 +203,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure and print; returns 1 where a goal is missed."""
     options = parse()
-    known = describe_machine()
-    total = run({part: partial(PARTS[part], options) for part in options.part})
-    return finish(total, options.json, **known)
+    return measure({name: partial(part, options) for name, part in PARTS.items()}, options)
 
 
 if __name__ == "__main__":

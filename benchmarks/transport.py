@@ -21,7 +21,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,59 +29,19 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.channels import chart, jobs, lab, transfers  # noqa: E402
 from benchmarks.channels.copies import NoCompilerError, build  # noqa: E402
-from benchmarks.channels.pair import PairError  # noqa: E402
 from benchmarks.channels.transfers import KIB, MIB, Bench, state_of  # noqa: E402
-from benchmarks.report import (  # noqa: E402
-    Result,
-    Row,
-    describe_machine,
-    finish,
-    measured,
-    missing,
-    parser_of,
-    run,
-)
+from benchmarks.report import Result, Row, attempt, measure, measured, missing, parser_of  # noqa: E402
 from megatron.adaptive import extension  # noqa: E402
 
 PARTS = ("bandwidth", "latency", "hand-over", "1f1b", "ranks", "soak", "kills", "rdma")
-OF_PAIRS = frozenset(("bandwidth", "latency", "hand-over", "1f1b", "soak"))
-
-
-def parts_of(options: argparse.Namespace, bench: Bench) -> dict[str, Callable[[], Result]]:
-    """The parts that were asked for."""
-    parts: dict[str, Callable[[], Result]] = {
-        "bandwidth": lambda: transfers.bandwidth(bench, transfers.SIZES),
-        "latency": lambda: transfers.latency(bench, 3000),
-        "hand-over": lambda: transfers.hand_over(bench, 2000, (4 * KIB, MIB, 64 * MIB)),
-        "1f1b": lambda: jobs.one_f_one_b(bench),
-        "ranks": lambda: jobs.four_ranks(10 if options.quick else 30),
-        "soak": lambda: jobs.long_run(bench, options.messages),
-        "kills": lambda: kills(options.kills),
-        "rdma": lambda: lab.measure(options.repetitions),
-    }
-
-    def tried(name: str) -> Result:
-        try:
-            found = parts[name]()
-        except PairError as error:
-            print(f"error: {error}", file=sys.stderr)
-            # What a process raised comes with its traceback, which stderr has.
-            note = str(error).strip().splitlines()[-1][:200].replace("|", "/")
-            bench.close()
-            bench.start()
-            return Result(rows=[Row(what=name, value=None, goal=0, note=note)])
-        if found.points:
-            print(chart.bandwidths(found.points))
-        return found
-
-    return {name: partial(tried, name) for name in PARTS if name in options.part}
 
 
 def kills(count: int) -> Result:
     """Kill so many ranks over each transport of this machine, and over RDMA in its lab."""
     total = Result()
-    for part in (jobs.kills(count, "shm"), jobs.kills(count, "tcp"), lab.kills(count)):
-        total.add(part)
+    for kind in ("shm", "tcp"):
+        total.add(attempt(f"kills, {kind}", lambda kind=kind: jobs.kills(count, kind)))  # type: ignore[misc]
+    total.add(attempt("kills, rdma", lambda: lab.kills(count)))
     return total
 
 
@@ -120,7 +79,6 @@ def main() -> int:
     if extension.load() is None:
         print(f"error: no C++ extension: {extension.why_missing()}", file=sys.stderr)
         return 2
-    known = describe_machine()
     allowed = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         library = None
@@ -134,22 +92,34 @@ def main() -> int:
             repetitions=options.repetitions,
             pool_bytes=options.pool_mib * MIB,
         )
+        parts: dict[str, Callable[[], Result]] = {
+            "bandwidth": lambda: transfers.bandwidth(bench, transfers.SIZES),
+            "latency": lambda: transfers.latency(bench, 3000),
+            "hand-over": lambda: transfers.hand_over(bench, 2000, (4 * KIB, MIB, 64 * MIB)),
+            "1f1b": lambda: jobs.one_f_one_b(bench),
+            "ranks": lambda: jobs.four_ranks(10 if options.quick else 30),
+            "soak": lambda: jobs.long_run(bench, options.messages),
+            "kills": lambda: kills(options.kills),
+            "rdma": lambda: lab.measure(options.repetitions),
+        }
+
+        def then(total: Result) -> None:
+            bench.distance()
+            distance = distances(bench)
+            print(f"{distance.line}\n")
+            total.rows.append(distance)
+            if options.chart is not None and total.points:
+                title = f"{total.facts['processor']}, cores {state_of(distance.value or 0.0)}"
+                chart.chart(total.points, title, options.chart)
+            total.facts["points"] = [
+                {**vars(point), "gigabytes_per_s": point.gigabytes_per_s} for point in total.points
+            ]
+
         bench.distance()
         try:
-            if OF_PAIRS & set(options.part):
-                bench.start()
-            total = run(parts_of(options, bench))
+            return measure(parts, options, then)
         finally:
             bench.close()
-        bench.distance()
-    distance = distances(bench)
-    print(f"{distance.line}\n")
-    total.rows.append(distance)
-    if options.chart is not None and total.points:
-        title = f"{known['processor']}, cores {state_of(distance.value or 0.0)}"
-        chart.chart(total.points, title, options.chart)
-    points = [{**vars(point), "gigabytes_per_s": point.gigabytes_per_s} for point in total.points]
-    return finish(total, options.json, **known, points=points)
 
 
 if __name__ == "__main__":

@@ -66,24 +66,18 @@ def chart(points: Sequence[Point], title: str, path: Path) -> None:
     figure, panels = pyplot.subplots(
         1, len(patterns), figsize=(2 + 5.5 * len(patterns), 5), layout="constrained", squeeze=False
     )
-    names = list(dict.fromkeys(point.name for point in points))
-    colours = {name: f"C{index}" for index, name in enumerate(names)}
     for axes, pattern in zip(panels[0], patterns, strict=True):
-        for name in names:
-            line = sorted(
-                (point for point in points if (point.name, point.pattern) == (name, pattern)),
-                key=lambda point: point.nbytes,
+        here = sorted((p for p in points if p.pattern == pattern), key=lambda p: p.nbytes)
+        for name in dict.fromkeys(point.name for point in points if point.pattern == pattern):
+            line = [point for point in here if point.name == name]
+            axes.plot(
+                [point.nbytes for point in line],
+                [point.gigabytes_per_s for point in line],
+                marker="o",
+                markersize=4,
+                linestyle="--" if name.startswith("memcpy") else "-",
+                label=name,
             )
-            if line:
-                axes.plot(
-                    [point.nbytes for point in line],
-                    [point.gigabytes_per_s for point in line],
-                    marker="o",
-                    markersize=4,
-                    linestyle="--" if name.startswith("memcpy") else "-",
-                    color=colours[name],
-                    label=name,
-                )
         sizes = sorted({point.nbytes for point in points if point.pattern == pattern})
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=45)
@@ -92,12 +86,7 @@ def chart(points: Sequence[Point], title: str, path: Path) -> None:
         axes.set_ylabel("GB/s")
         axes.grid(visible=True, which="both", alpha=0.3)
         axes.set_title(pattern)
-    handles = {
-        label: handle
-        for axes in panels[0]
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles, loc="outside right center", fontsize="small")
+        axes.legend(fontsize="small")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -23,12 +23,10 @@ def build(folder: Path) -> Path:
     Raises:
         NoCompilerError: that is not possible here.
     """
-    compiler = next(
-        (path for name in (os.environ.get("CC"), *COMPILERS) if name and (path := which(name))),
-        None,
-    )
+    names = os.environ.get("CC", "").split()[:1] or COMPILERS
+    compiler = next((path for name in names if (path := shutil.which(name))), None)
     if compiler is None:
-        raise NoCompilerError(f"no C compiler ({', '.join(COMPILERS)}); on Debian: gcc")
+        raise NoCompilerError(f"no C compiler ({', '.join(names)}); on Debian: gcc")
     library = folder / "copies.so"
     done = subprocess.run(
         [compiler, *FLAGS, "-o", str(library), str(SOURCE)],
@@ -40,11 +38,6 @@ def build(folder: Path) -> Path:
     if done.returncode:
         raise NoCompilerError(f"{compiler} failed: {done.stderr.strip()[:500]}")
     return library
-
-
-def which(name: str) -> str | None:
-    """The path of a program, if it is there."""
-    return shutil.which(name.split()[0])
 
 
 class Copies:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from benchmarks import gpt_steps
-from benchmarks.report import ROOT, Result, Row, measured, one_line, ratios
-from tests.cluster.jobs import environment
+from benchmarks.ranks import run_module
+from benchmarks.report import Result, Row, measured, one_line, ratios
 
 from . import soak
-from .pair import PairError
 from .transfers import MIB, Bench, channel_options
 
 ADDED_MS = 0.1
@@ -73,10 +68,7 @@ def four_ranks(rounds: int) -> Result:
     job = gpt_steps.OVER_TRANSPORTS
     count, cores = gpt_steps.ALL_JOBS[job].ranks, len(os.sched_getaffinity(0))
     what = f"{count} ranks of a small GPT: step time, shm over gloo"
-    try:
-        times = gpt_steps.measure(job, rounds, limit_s=600.0)["times"]
-    except (RuntimeError, OSError, ValueError) as error:
-        return Result(rows=[Row(what=what, value=None, goal=FOUR_RANKS, note=one_line(error))])
+    times = gpt_steps.measure(job, rounds, limit_s=600.0)["times"]
     gloo_ms = 1e3 * statistics.median(times["gloo"])
     return Result(
         rows=[
@@ -95,21 +87,14 @@ def long_run(bench: Bench, messages: int) -> Result:
     """The soak."""
     what = f"soak, {messages:,} messages over shm: memory gained"
     options = {"slot_bytes": soak.SLOT_BYTES, "slots": soak.SLOTS}
-    try:
-        answers = bench.pairs["torch"].call(
-            "soak",
-            "run",
-            connector="shm",
-            messages=messages,
-            options=options,
-            limit_s=60.0 + messages / 5e3,
-        )
-    except PairError as error:
-        print(f"error: {error}", file=sys.stderr)
-        note = one_line(str(error).strip().splitlines()[-1])
-        bench.close()
-        bench.start()
-        return Result(rows=[Row(what=what, value=None, goal=GROWTH_MIB, note=note)])
+    answers = bench.pairs["torch"].call(
+        "soak",
+        "run",
+        connector="shm",
+        messages=messages,
+        options=options,
+        limit_s=60.0 + messages / 5e3,
+    )
     asked_bytes = 2 * soak.SLOTS * soak.SLOT_BYTES
     gains = [soak.growth(answer["looks"]) for answer in answers]
     rate = messages / max(answer["seconds"] for answer in answers)
@@ -136,28 +121,11 @@ def long_run(bench: Bench, messages: int) -> Result:
 def kills(count: int, kind: str = "shm") -> Result:
     """Ranks that are killed."""
     what = f"{count} kills at random moments, {kind}"
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "result.json")
-        private = Path(folder, "tmp")
-        private.mkdir()
-        try:
-            done = subprocess.run(
-                [
-                    *(sys.executable, "-m", "benchmarks.channels.kills", "--kind", kind),
-                    *("--count", str(count), "--output", str(output)),
-                ],
-                cwd=ROOT,
-                env={**environment(), "TMPDIR": str(private)},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=120.0 + 60.0 * count,
-            )
-            found = json.loads(output.read_text(encoding="utf-8"))
-        except (subprocess.SubprocessError, OSError, ValueError) as error:
-            return Result(rows=[Row(what=what, value=None, goal=0, note=one_line(error))])
-    if done.stderr.strip():
-        print(done.stderr.strip()[-2000:], file=sys.stderr)
+    words = ("--kind", kind, "--count", count)
+    with tempfile.TemporaryDirectory() as private:
+        found = run_module(
+            "benchmarks.channels.kills", *words, limit_s=120.0 + 60.0 * count, TMPDIR=private
+        )
     return Result(rows=kill_rows(found, what), facts={f"kills, {kind}": found})
 
 

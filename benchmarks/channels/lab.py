@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -12,9 +11,10 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, Result, Row, measured, missing, ratios
 from megatron.adaptive import extension
+from tests.multiprocess.launch import environment
 
 from . import jobs
-from .chart import Point, size_text
+from .chart import Point, bandwidths, size_text
 from .copies import NoCompilerError, build
 
 BANDWIDTH, LATENCY = 0.90, 1.2
@@ -41,20 +41,16 @@ def measure(repetitions: int) -> Result:
             result = rdma_lab.run(
                 [sys.executable, str(script), "--repetitions", str(repetitions)],
                 timeout_s=LIMIT_S,
-                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
+                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": environment()["PYTHONPATH"]},
                 memory_mib=1536,
                 share=Path(folder),
             )
         except (rdma_lab.LabError, NoCompilerError) as error:
             return Result(rows=[missing("rdma over perftest", str(error), goal=BANDWIDTH)])
-        output = Path(folder, "samples.json")
-        if result.status or not output.exists():
+        if result.status:
             print(result.text, file=sys.stderr)
-            what = f"the nodes ended with status {result.status}, see above"
-            return Result(
-                rows=[Row(what="rdma over perftest", value=None, goal=BANDWIDTH, note=what)]
-            )
-        found = json.loads(output.read_text(encoding="utf-8"))
+            raise RuntimeError(f"the nodes ended with status {result.status}, see above")
+        found = json.loads(Path(folder, "samples.json").read_text(encoding="utf-8"))
     return rows(found["samples"])
 
 
@@ -105,28 +101,25 @@ def kills(count: int) -> Result:
     script = """
         mkdir /run/private
         TMPDIR=/run/private exec "$PYTHON" -m benchmarks.channels.kills --kind rdma \\
-            --count "$COUNT" --output "$LAB_SHARE/result.json"
+            --count "$COUNT" > "$LAB_SHARE/result.json"
     """
     with tempfile.TemporaryDirectory(prefix="rdma-benchmark-") as folder:
-        try:
-            result = rdma_lab.run(
-                ["sh", "-ec", f"cd {ROOT}\n{script}"],
-                nodes=1,
-                timeout_s=120.0 + 30.0 * count,
-                env={
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": _path(),
-                    "PYTHON": sys.executable,
-                    "COUNT": str(count),
-                },
-                memory_mib=3000,
-                share=Path(folder),
-            )
-            if result.status:
-                print(result.text[-2000:], file=sys.stderr)
-            found = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
-        except (rdma_lab.LabError, OSError, ValueError) as error:
-            return Result(rows=[Row(what=what, value=None, goal=0, note=str(error))])
+        result = rdma_lab.run(
+            ["sh", "-ec", f"cd {ROOT}\n{script}"],
+            nodes=1,
+            timeout_s=120.0 + 30.0 * count,
+            env={
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": environment()["PYTHONPATH"],
+                "PYTHON": sys.executable,
+                "COUNT": str(count),
+            },
+            memory_mib=3000,
+            share=Path(folder),
+        )
+        if result.status:
+            raise RuntimeError(f"the node ended with status {result.status}: {result.text[-2000:]}")
+        found = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
     return Result(rows=jobs.kill_rows(found, what), facts={"kills, rdma": found})
 
 
@@ -176,8 +169,5 @@ def rows(samples: dict[str, list[float]]) -> Result:
         for name, shown in names.items()
         for nbytes in sizes
     ]
+    print(bandwidths(points))
     return Result(rows=table, points=points, facts={"rdma lab, samples": samples})
-
-
-def _path() -> str:
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

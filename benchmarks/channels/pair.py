@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
+from tests.multiprocess.launch import environment
 
 START_S = 120.0
 INSTALL = "bash prerequisite.sh --benchmarks"
@@ -79,7 +80,6 @@ class Pair:
             *(("--copies", str(copies)) if copies else ()),
         ]
         jobs = [[*launcher, *command]] if launcher else [[*command, "--rank", r] for r in "01"]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._members: dict[int, Connection] = {}
         self.pids: dict[int, int] = {}
         with (
@@ -90,7 +90,7 @@ class Pair:
                 subprocess.Popen(
                     job,
                     cwd=ROOT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+                    env=environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -103,6 +103,11 @@ class Pair:
             except BaseException:
                 self.kill()
                 raise
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the processes have ended."""
+        return not self._members
 
     def call(
         self, module: str, function: str, *, limit_s: float = 120.0, **arguments: Any
@@ -185,7 +190,9 @@ class Pair:
                 except (EOFError, OSError):
                     raise self._failed(f"rank {rank} ended in {what}") from None
                 if not fine:
-                    raise self._failed(f"{what} failed on rank {rank}: {answer}")
+                    print(answer, file=sys.stderr)
+                    why = answer.strip().splitlines()[-1]
+                    raise self._failed(f"{what} failed on rank {rank}: {why}")
                 answers[rank] = answer
         return [answers[0], answers[1]]
 

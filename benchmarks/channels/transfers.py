@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.report import Result, Row, measured, missing, ratios
 
-from .chart import Point, size_text
+from .chart import Point, bandwidths, size_text
 from .copies import Copies
 from .pair import Pair, PairError, find_peers
 
@@ -26,7 +26,7 @@ MEMORY_SIZES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 GLOO_SIZES = (MIB, 4 * MIB, 16 * MIB)
 MEMORY_SPEED = 0.90
 GLOO_NEAR, GLOO_FAR = 5.0, 10.0
-PEERS, FRESH_NEAR, FRESH_FAR = 1.7, 1.5, 4.0
+PEERS, FRESH = 1.7, (1.5, 4.0)
 HALF_ROUND_TRIP_US, GLOO_OVER_SHM = 2.0, 25.0
 HAND_OVER_US = 3.0
 _LEAST_MESSAGES = 16  # in fewer, the first and the last weigh too much
@@ -47,8 +47,7 @@ class Bench:
         cores: processors of a pair.
         repetitions: of everything.
         pool_bytes: cold memory.
-        pairs: by name; ``torch`` is always there.
-        absent: why other pairs are not.
+        absent: why other pairs than ``torch`` are not there.
         distances_ns: cache-line ping-pongs, in the order they were taken.
     """
 
@@ -56,20 +55,24 @@ class Bench:
     cores: tuple[int, int]
     repetitions: int
     pool_bytes: int
-    pairs: dict[str, Pair] = field(default_factory=dict)
     absent: str = ""
     distances_ns: list[float] = field(default_factory=list)
+    _pairs: dict[str, Pair] = field(default_factory=dict)
 
-    def start(self) -> None:
-        """Start all pairs that can be.
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        """All pairs that can be, by name; started at first, and anew after one has failed.
 
         Raises:
             PairError: the one with our transports did not start.
         """
+        if self._pairs and not any(pair.is_gone for pair in self._pairs.values()):
+            return self._pairs
+        self.close()
         found, self.absent = find_peers()
         for name, launcher in {"torch": [], **found}.items():
             try:
-                self.pairs[name] = Pair(
+                self._pairs[name] = Pair(
                     name,
                     cores=self.cores,
                     copies=self.library,
@@ -81,6 +84,7 @@ class Bench:
                     raise
                 self.absent = str(error).splitlines()[0]
                 print(f"left out: {error}", file=sys.stderr)
+        return self._pairs
 
     def distance(self) -> float:
         """Measure how far apart the processors are now; not-a-number where that is impossible."""
@@ -91,12 +95,12 @@ class Bench:
 
     def close(self) -> None:
         """End all pairs."""
-        for pair in self.pairs.values():
+        for pair in self._pairs.values():
             try:
                 pair.close()
             except PairError as error:
                 print(f"warning: {error}", file=sys.stderr)
-        self.pairs.clear()
+        self._pairs.clear()
 
     def competitors(self) -> list[tuple[str, str]]:
         """Pairs and the connectors that they measure."""
@@ -164,6 +168,7 @@ def bandwidth(bench: Bench, sizes: Sequence[int]) -> Result:
         for pattern, series in (("stream", one_way), ("written, sent and read", fresh_ones))
         for (name, nbytes), seconds in series.items()
     ]
+    print(bandwidths(points))
     return Result(
         rows=bandwidth_rows(one_way, fresh_ones, states, bench.absent),
         points=points,
@@ -174,58 +179,32 @@ def bandwidth(bench: Bench, sizes: Sequence[int]) -> Result:
 def bandwidth_rows(
     one_way: Series, fresh: Series, states: dict[int, str], absent: str
 ) -> list[Row]:
-    """Compare the series, size by size."""
+    """Compare the series with the fastest of their rivals, size by size."""
     rows = []
-    for nbytes in (n for n in MEMORY_SIZES if n in states):
-        fastest = min((one_way["memcpy " + kind, nbytes] for kind in COPIES), key=statistics.median)
-        rows.append(
-            measured(
-                f"shm, {size_text(nbytes)}: speed of the faster memcpy",
-                ratios(fastest, one_way["shm", nbytes]),
-                goal=MEMORY_SPEED,
-                least=True,
-                note=_times(one_way["shm", nbytes], fastest),
-            )
-        )
-    for nbytes in (n for n in GLOO_SIZES if n in states):
-        state = states[nbytes]
-        gloo, ours = one_way["gloo", nbytes], one_way["shm", nbytes]
-        rows.append(
-            measured(
-                f"shm over gloo, {size_text(nbytes)}",
-                ratios(gloo, ours),
-                goal=GLOO_FAR if state == "far" else GLOO_NEAR,
-                least=True,
-                note=f"{state}; {_times(ours, gloo)}",
-            )
-        )
-    over = "shm over the best of MPI and UCX"
-    for what, own, series, near, far in (
-        (over, "shm", one_way, PEERS, PEERS),
-        (f"{over}, written and read", "shm", fresh, FRESH_NEAR, FRESH_FAR),
-        (f"{over}, written in place and read", "shm, in place", fresh, FRESH_NEAR, FRESH_FAR),
+    over, peers = "shm over the best of MPI and UCX", ("mpi", "ucx")
+    copies = tuple(f"memcpy {kind}" for kind in COPIES)
+    speed = "shm, {}: speed of the faster memcpy"
+    for what, own, rivals, series, sizes, near, far in (
+        (speed, "shm", copies, one_way, MEMORY_SIZES, MEMORY_SPEED, MEMORY_SPEED),
+        ("shm over gloo, {}", "shm", ("gloo",), one_way, GLOO_SIZES, GLOO_NEAR, GLOO_FAR),
+        (f"{over}, {{}}", "shm", peers, one_way, GLOO_SIZES, PEERS, PEERS),
+        (f"{over}, written and read, {{}}", "shm", peers, fresh, GLOO_SIZES, *FRESH),
+        (
+            *(f"{over}, written in place and read, {{}}", "shm, in place"),
+            *(peers, fresh, GLOO_SIZES, *FRESH),
+        ),
     ):
-        for nbytes in (n for n in GLOO_SIZES if n in states):
-            state = states[nbytes]
-            goal = far if state == "far" else near
-            found = {
-                name: series[name, nbytes] for name in ("mpi", "ucx") if series.get((name, nbytes))
-            }
-            label = f"{what}, {size_text(nbytes)}"
+        for nbytes in (size for size in sizes if size in states):
+            label, state = what.format(size_text(nbytes)), states[nbytes]
+            limits: dict[str, Any] = {"goal": far if state == "far" else near, "least": True}
+            found = {name: series[name, nbytes] for name in rivals if series.get((name, nbytes))}
             if not found:
-                rows.append(missing(label, absent, goal=goal, least=True))
+                rows.append(missing(label, absent, **limits))
                 continue
             best = min(found, key=lambda name: statistics.median(found[name]))
             ours = series[own, nbytes]
-            rows.append(
-                measured(
-                    label,
-                    ratios(found[best], ours),
-                    goal=goal,
-                    least=True,
-                    note=f"{state}; {best}: {_times(ours, found[best])}",
-                )
-            )
+            note = f"{state}; {best}: {_times(ours, found[best])}"
+            rows.append(measured(label, ratios(found[best], ours), note=note, **limits))
     return rows
 
 

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron.adaptive import accelerator as device
@@ -19,12 +18,8 @@ from megatron.adaptive import accelerator as device
 device.install()  # before megatron-core is imported
 device.quiet_libraries()
 
-from megatron.adaptive.checkpoint.training import Checkpoints  # noqa: E402
+from benchmarks.ranks import GptRank  # noqa: E402
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
-from megatron.adaptive.config.arguments import parse  # noqa: E402
-from megatron.adaptive.config.environment import Environment  # noqa: E402
-from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
-from megatron.adaptive.gpt.setup import build_run  # noqa: E402
 from megatron.adaptive.gpt.step import Step  # noqa: E402
 
 
@@ -41,19 +36,15 @@ def slow_down(seconds: float) -> None:
 
 def reload(iterations: Sequence[int], words: Sequence[str]) -> None:
     """Load checkpoints into one model; exits with a message where one is not what it says."""
-    config = parse(words, world_size=1, last_wins=True)
-    job = start_job(config, Environment.read({}), device.detect(0))
-    built = build_run(job)
+    rank = GptRank(words)
+    batch = rank._job.config.batch.global_batch_size
     for iteration in iterations:
-        one = replace(config, checkpoint=replace(config.checkpoint, ckpt_step=iteration))
-        progress = Checkpoints(built, config=one).load()
+        progress = rank.load(iteration)
         assert progress is not None
         done = progress.iteration, progress.consumed_train_samples, progress.skipped_iterations
-        if done != (iteration, iteration * config.batch.global_batch_size, 0):
+        if done != (iteration, iteration * batch, 0):
             sys.exit(f"the checkpoint of iteration {iteration} says {done}")
-    if built.wiring is not None:
-        built.wiring.close()
-    end_job()
+    rank.close()
 
 
 if __name__ == "__main__":

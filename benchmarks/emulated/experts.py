@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.emulated.ours import Channels, IdleStages
 from benchmarks.emulated.work import DTYPE, WIDTH, sharpen_timers
 from benchmarks.ranks import fork_ranks
-from benchmarks.report import Row, measured
+from benchmarks.report import Row, measured, ratios
 from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import MemoryLinks
@@ -64,8 +64,7 @@ def measure(*, quick: bool, chunk_ms: float) -> list[Row]:
 
 def _rows(where: str, seconds: dict[str, dict[str, list[float]]], hidden: list[float]) -> list[Row]:
     def gain(scenario: str, over: str) -> list[float]:
-        of = seconds[scenario]
-        return [slow / fast for slow, fast in zip(of[over], of["adaptive"], strict=True)]
+        return ratios(seconds[scenario][over], seconds[scenario]["adaptive"])
 
     first = measured(
         f"{where}: share of the exchanges hidden", hidden, goal=LEAST_HIDDEN, least=True
@@ -320,18 +319,6 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
     return {"seconds": seconds, "hidden": hidden}
 
 
-class _Nothing(IdleStages):
-    """Stages that do nothing."""
-
-    _result = torch.zeros(1)
-
-    def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        return self._result
-
-    def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor | None:
-        return self._result
-
-
 def _agreement_us(rank: int) -> list[float]:
     """Microseconds of a member's processors per action, beyond those of a rank alone."""
     placement = Placement(num_ranks=2, num_chunks=2)
@@ -349,7 +336,7 @@ def _agreement_us(rank: int) -> list[float]:
         )
         dist.barrier()
         begun_s = time.process_time()
-        executor.run(_Nothing(), policy, state)
+        executor.run(IdleStages(), policy, state)
         taken_s = time.process_time() - begun_s
         executor.finish_step()
         return 1e6 * taken_s / state.num_actions

@@ -34,7 +34,19 @@ _TIMEOUT_S = 60.0
 
 
 class IdleStages:
-    """Chunks that keep nothing, see ``Stages`` of the executor."""
+    """Chunks that do and keep nothing, see ``Stages`` of the executor."""
+
+    _nothing = torch.zeros(1)
+
+    def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Any tensor will do."""
+        return self._nothing
+
+    def backward(
+        self, chunk: int, microbatch: int, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The same."""
+        return self._nothing
 
     def release(self, chunk: int, microbatch: int) -> None:
         """Nothing is kept."""

@@ -42,23 +42,54 @@ class StepChunk(EmulatedChunk):
         self.received = tensors[0]
 
 
-class MegatronRunner(PeerRunner):
+def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> TransformerConfig:
+    """Returns megatron-core's settings of an emulated pipeline."""
+    several = competitor.num_chunks > 1
+    return TransformerConfig(
+        num_layers=num_ranks * competitor.num_chunks,
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=num_ranks,
+        virtual_pipeline_model_parallel_size=competitor.num_chunks if several else None,
+        pipeline_dtype=DTYPE,
+        calculate_per_token_loss=True,  # leaves the loss as it is
+        **more,
+    )
+
+
+class StepRunner(PeerRunner):
+    """Calls a function as megatron-core's own are called for a step.
+
+    Attributes:
+        call: keyword arguments of the coming step.
+    """
+
+    call: dict[str, Any]
+
+    def prepare(self, work: RankWork, draws: Draws) -> None:
+        super().prepare(work, draws)
+        data = self.inputs((1, 1, WIDTH))
+        self.call = {
+            "forward_step_func": forward_step,
+            "data_iterator": [iter(data) for _ in self.chunks],
+            "model": list(self.chunks),
+            "num_microbatches": self.num_microbatches,
+            "seq_length": 1,
+            "micro_batch_size": 1,
+        }
+
+
+class MegatronRunner(StepRunner):
     """Runs megatron-core's 1F1B or interleaved 1F1B. Collective to make; see ``PeerRunner``."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         several = competitor.num_chunks > 1
-        config = TransformerConfig(
-            num_layers=num_ranks * competitor.num_chunks,
-            hidden_size=WIDTH,
-            num_attention_heads=1,
-            pipeline_model_parallel_size=num_ranks,
-            virtual_pipeline_model_parallel_size=competitor.num_chunks if several else None,
-            pipeline_dtype=DTYPE,
+        config = config_of(
+            competitor,
+            num_ranks,
             overlap_p2p_comm=several,
             batch_p2p_comm=not several,
-            overlap_p2p_comm_warmup_flush=competitor.schedule == "interleaved-flush",
             deallocate_pipeline_outputs=False,
-            calculate_per_token_loss=True,  # leaves the loss as it is
         )
         super().__init__(competitor, rank, num_ranks, partial(StepChunk, config=config))
         self._groups = _process_groups(num_ranks, rank)
@@ -68,25 +99,11 @@ class MegatronRunner(PeerRunner):
             if several
             else schedules.forward_backward_pipelining_without_interleaving
         )
-        self._iterators: list[Iterator[torch.Tensor]] = []
-
-    def prepare(self, work: RankWork, draws: Draws) -> None:
-        super().prepare(work, draws)
-        data = self.inputs((1, 1, WIDTH))
-        self._iterators = [iter(data) for _ in self.chunks]
 
     def run(self) -> None:
         """Run the step."""
-        self._function(
-            forward_step_func=forward_step,
-            data_iterator=self._iterators,
-            model=list(self.chunks),
-            num_microbatches=self.num_microbatches,
-            seq_length=1,
-            micro_batch_size=1,
-            p2p_communicator=self._communicator,
-            pg_collection=self._groups,
-        )
+        groups = {"p2p_communicator": self._communicator, "pg_collection": self._groups}
+        self._function(**self.call, **groups)
 
 
 def forward_step(iterator: Iterator[torch.Tensor], chunk: StepChunk) -> tuple[torch.Tensor, Any]:

@@ -22,9 +22,8 @@ from megatron.adaptive.plugin.placed import Placed
 from megatron.adaptive.plugin.settings import Settings
 
 from .competitors import Competitor
-from .modules import EmulatedChunk, PeerRunner
-from .peers_megatron import StepChunk, forward_step
-from .scenarios import Draws
+from .modules import EmulatedChunk
+from .peers_megatron import StepChunk, StepRunner, config_of
 from .work import DTYPE, WIDTH, RankWork, number_of
 
 _PARTS = 2
@@ -116,7 +115,7 @@ class _Chunk(StepChunk):
             self.check_sum(layer.weight.main_grad, num_microbatches)
 
 
-class PluggedRunner(PeerRunner):
+class PluggedRunner(StepRunner):
     """Runs a rule of the plug-in in a V. Collective to make; see ``PeerRunner``."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
@@ -124,18 +123,9 @@ class PluggedRunner(PeerRunner):
         placed.put()
         try:
             parallel_state.initialize_model_parallel(1, num_ranks, competitor.num_chunks)
-            config = TransformerConfig(
-                num_layers=num_ranks * competitor.num_chunks,
-                hidden_size=WIDTH,
-                num_attention_heads=1,
-                pipeline_model_parallel_size=num_ranks,
-                virtual_pipeline_model_parallel_size=competitor.num_chunks,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                pipeline_dtype=DTYPE,
-                deallocate_pipeline_outputs=True,  # as Megatron-LM has it
-                calculate_per_token_loss=True,  # leaves the loss as it is
-            )
+            # Outputs are freed as Megatron-LM has it.
+            dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+            config = config_of(competitor, num_ranks, deallocate_pipeline_outputs=True, **dropout)
         finally:
             placed.take_back()
         self.position = num_ranks - 1 - rank
@@ -147,25 +137,10 @@ class PluggedRunner(PeerRunner):
             weight_pieces=competitor.weight_pieces,
         )
         self._engine = Engine(settings, placed)
-        self._iterators: list[Iterator[torch.Tensor]] = []
-
-    def prepare(self, work: RankWork, draws: Draws) -> None:
-        super().prepare(work, draws)
-        data = self.inputs((1, 1, WIDTH))
-        self._iterators = [iter(data) for _ in self.chunks]
 
     def run(self) -> None:
         """Run the step."""
-        self._engine.run(
-            {
-                "forward_step_func": forward_step,
-                "data_iterator": self._iterators,
-                "model": list(self.chunks),
-                "num_microbatches": self.num_microbatches,
-                "seq_length": 1,
-                "micro_batch_size": 1,
-            }
-        )
+        self._engine.run(self.call)
 
     def close(self) -> None:
         """Close the channels; collective."""

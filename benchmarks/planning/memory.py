@@ -8,56 +8,44 @@ disturb these figures.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from benchmarks.report import ROOT, Result, Row
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
+from benchmarks.planning.own_runs import Shape, Watch, train
+from benchmarks.report import Result, Row
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model_file import arguments_model
-from megatron.adaptive.planner.plan import Plan, place_ranks
+from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
 from megatron.adaptive.profiling.memory import HOST_SHARE
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, BATCH = 4, 256, 4, 2048, 4
-DEADLINE_S = 400.0
 _RECOMPUTE = {
     "none": "",
     "selective": "--recompute-granularity selective",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-NODE = NodeType(name="node", gpu="cpu", gpus=2, memory_bytes=1e12, intra=LinkSpeed(bytes_per_s=2e9))
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryRun:
+class MemoryRun(Shape):
     """One run of the trainer for two steps."""
 
-    recompute: str = "none"
     sequence: int = 1024
-    tp: int = 1
-    dp: int = 1
-    pp: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
-    layers: int = LAYERS
-    sharded: bool = False
 
     def __str__(self) -> str:
-        split = f"tp {self.tp} dp {self.dp} pp {self.pp}x{self.chunks} {self.schedule}"
-        return f"{self.recompute} s {self.sequence} {split}{' sharded' * self.sharded}"
+        sharded = " sharded" * self.sharded
+        return f"{self.recompute} s {self.sequence} {super().__str__()}{sharded}"
 
     def model_flags(self) -> list[str]:
         """Of the model."""
         return (
-            f"--num-layers {self.layers} --hidden-size {HIDDEN} --num-attention-heads {HEADS}"
+            f"--num-layers {sum(self.layers)} --hidden-size {HIDDEN} --num-attention-heads {HEADS}"
             f" --seq-length {self.sequence} --max-position-embeddings {self.sequence}"
             " --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer"
             f" --vocab-size {VOCABULARY - 1}"
@@ -67,101 +55,60 @@ class MemoryRun:
         """Of the trainer."""
         words = (
             f"--lr 1e-4 --mock-data --eval-iters 0 --global-batch-size {BATCH * self.dp}"
-            f" --micro-batch-size 1 --train-iters 2 --tensor-model-parallel-size {self.tp}"
-            f" --pipeline-model-parallel-size {self.pp} --pipeline-schedule {self.schedule}"
-            f" {_RECOMPUTE[self.recompute]}"
+            f" --train-iters 2 {_RECOMPUTE[self.recompute]}"
         ).split()
-        if self.chunks > 1:
-            words += ["--model-chunks", str(self.chunks)]
         words += ["--use-distributed-optimizer"] * self.sharded
-        return [*self.model_flags(), *words]
+        return [*self.model_flags(), *words, *self.parallel_flags()]
 
-    def plan(self, context_bytes: float = 0.0) -> tuple[Plan, PlanInputs]:
+    def planned(self, context_bytes: float = 0.0) -> tuple[Plan, PlanInputs]:
         """The same as the planner has it."""
         model = arguments_model(self.model_flags(), "small gpt", fused=False)
-        cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
-        stages = self.pp * self.chunks
-        counts = [self.layers // stages] * stages
-        held = model.stage_layers(counts)
-        plan = Plan(
-            tp=self.tp,
-            dp=self.dp,
-            pp=self.pp,
-            chunks=self.chunks,
-            micro_batch=1,
-            global_batch=BATCH * self.dp,
-            schedule=self.schedule,
-            recompute=self.recompute,
-            distributed_optimizer=self.sharded,
-            partition=tuple(len(one) for one in held),
-            places=place_ranks(cluster, (0,), tp=self.tp, dp=self.dp, pp=self.pp, micro_batch=1),
-        )
+        plan, cluster = self.plan(model, BATCH * self.dp)
         # Memory alone counts here: any duration will do.
         one = LayerTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
-        layers = {(kind, "cpu", self.tp, 1): one for kind in model.kinds}
-        return plan, PlanInputs(
-            model,
-            cluster,
-            Profile(
-                layers=layers,
-                context_bytes={"cpu": context_bytes},
-                allocator_share={"cpu": HOST_SHARE},
-            ),
+        profile = Profile(
+            layers={(kind, "cpu", self.tp, 1): one for kind in model.kinds},
+            context_bytes={"cpu": context_bytes},
+            allocator_share={"cpu": HOST_SHARE},
         )
+        return plan, PlanInputs(model, cluster, profile)
 
 
-def measured_bytes(run: MemoryRun) -> list[int]:
-    """Returns the peak of every rank, as the kernel has it until just before they end."""
-    command = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
-    command += ["--nproc-per-node", str(run.tp * run.dp * run.pp), str(ROOT / "pretrain_gpt.py")]
+class PeakWatch(Watch):
+    """Keeps the largest peak of each rank below a process, as the kernel has it.
+
+    Attributes:
+        peaks: bytes by rank.
+    """
+
+    every_s = 0.1
+
+    def __init__(self) -> None:
+        super().__init__(os.getpid())
+        self.peaks: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}
+
+    def _sample(self) -> None:
+        for one in self._first.children(recursive=True):
+            try:
+                if one.pid not in self._ranks:
+                    self._ranks[one.pid] = int(one.environ().get("RANK", "-1"))
+                rank = self._ranks[one.pid]
+                for line in Path(f"/proc/{one.pid}/status").read_text().splitlines():
+                    if rank >= 0 and line.startswith("VmHWM:"):
+                        peak = int(line.split()[1]) * 1024
+                        self.peaks[rank] = max(self.peaks.get(rank, 0), peak)
+            except (psutil.Error, OSError, ValueError):
+                continue  # it ended meanwhile
+
+
+def measured_bytes(run: MemoryRun) -> int:
+    """Returns the largest peak of a rank."""
     with tempfile.TemporaryDirectory() as traces:
-        child = subprocess.Popen(
-            [*command, *run.flags(), "--trace-dir", traces],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-        )
-        peaks: dict[int, int] = {}
-        done = threading.Event()
-        watch = threading.Thread(target=_watch, args=(child.pid, peaks, done), daemon=True)
-        watch.start()
-        try:
-            _, errors = child.communicate(timeout=DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            child.terminate()
-            child.communicate(timeout=60)
-            raise
-        finally:
-            done.set()
-            watch.join(timeout=5)
-    if child.returncode:
-        raise RuntimeError(f"{run}: the trainer ended with {child.returncode}: {errors[-2000:]}")
-    return [peaks[rank] for rank in sorted(peaks)]
+        return max(train(run, ["--trace-dir", traces], PeakWatch()).peaks.values())
 
 
-def _watch(first: int, peaks: dict[int, int], done: threading.Event) -> None:
-    """Keeps the largest peak of each rank, ten times a second."""
-    ranks: dict[int, int | None] = {}
-    while not done.wait(0.1):
-        try:
-            for one in psutil.Process(first).children(recursive=True):
-                if ranks.get(one.pid) is None:
-                    ranks[one.pid] = int(one.environ().get("RANK", "-1"))
-                rank = ranks[one.pid]
-                if rank is None or rank < 0:
-                    continue
-                status = Path(f"/proc/{one.pid}/status").read_text()
-                for line in status.splitlines():
-                    if line.startswith("VmHWM:"):
-                        peaks[rank] = max(peaks.get(rank, 0), int(line.split()[1]) * 1024)
-        except (psutil.Error, OSError, ValueError):
-            continue  # one of them ended meanwhile
-
-
-_SPREADS: tuple[tuple[dict[str, object], ...], ...] = (
+_SPREADS: tuple[tuple[dict[str, Any], ...], ...] = (
     ({}, {"tp": 2}, {"pp": 2}, {"pp": 2, "schedule": "zb-h1"}),
     (
         {"dp": 2, "sharded": True},
@@ -175,22 +122,28 @@ _SPREADS: tuple[tuple[dict[str, object], ...], ...] = (
 def runs() -> list[MemoryRun]:
     """Returns the 24 runs."""
     return [
-        MemoryRun(recompute=recompute, sequence=sequence, **spread)  # type: ignore[arg-type]
+        MemoryRun(recompute=recompute, sequence=sequence, layers=_even(spread), **spread)
         for sequence, spreads in zip((2048, 1024), _SPREADS, strict=True)
         for recompute in _RECOMPUTE
         for spread in spreads
     ]
 
 
+def _even(spread: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the layers of each stage."""
+    stages = spread.get("pp", 1) * spread.get("chunks", 1)
+    return (LAYERS // stages,) * stages
+
+
 def measure(quick: bool) -> Result:
     """Runs all, or every third; returns the ratios of planned to measured peaks."""
-    tiny = MemoryRun(sequence=64, layers=1)
-    context = measured_bytes(tiny)[0] - predict(*tiny.plan()).peak_bytes
+    tiny = MemoryRun(sequence=64, layers=(1,))
+    context = measured_bytes(tiny) - predict(*tiny.planned()).peak_bytes
     ratios, facts = [], []
     chosen: Sequence[MemoryRun] = runs()[::5] if quick else runs()
     for run in chosen:
-        peak = max(measured_bytes(run))
-        planned = predict(*run.plan(context)).peak_bytes
+        peak = measured_bytes(run)
+        planned = predict(*run.planned(context)).peak_bytes
         ratios.append(planned / peak)
         facts.append({"run": str(run), "measured_bytes": peak, "planned_bytes": planned})
         print(

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -39,6 +39,7 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
+from tests.multiprocess.launch import environment
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH = 6, 256, 4, 256, 1024, 8
 MODEL_FLAGS = (
@@ -55,7 +56,7 @@ EXPERT_FLAGS = [
 ]
 QUIET = 0.06
 """Most that other programs may take of the machine in an iteration that counts."""
-ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 240.0
+ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 400.0
 KEPT = "kept.json"
 NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpeed(bytes_per_s=2e9))
 """This machine; every plan has at most two processes."""
@@ -63,7 +64,7 @@ NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpee
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A way to run the model; with experts if ``expert_ranks`` is above 0."""
+    """A way to run a small GPT; with experts if ``expert_ranks`` is above 0."""
 
     tp: int = 1
     dp: int = 1
@@ -73,6 +74,8 @@ class Shape:
     chunks: int = 1
     layers: tuple[int, ...] = (LAYERS,)
     expert_ranks: int = 0
+    recompute: str = "none"
+    sharded: bool = False
 
     @property
     def processes(self) -> int:
@@ -88,8 +91,11 @@ class Shape:
 
     def flags(self) -> list[str]:
         """Of the trainer."""
-        flags = EXPERT_FLAGS if self.expert_ranks else MODEL_FLAGS
-        flags = [*flags, "--tensor-model-parallel-size", str(self.tp)]
+        return [*(EXPERT_FLAGS if self.expert_ranks else MODEL_FLAGS), *self.parallel_flags()]
+
+    def parallel_flags(self) -> list[str]:
+        """Those that are not the model's."""
+        flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--micro-batch-size", str(self.micro_batch), "--pipeline-schedule", self.schedule]
         if self.chunks > 1:
@@ -99,6 +105,23 @@ class Shape:
         if self.pp > 1:
             flags += ["--partition", "-".join(map(str, self.layers))]
         return flags
+
+    def plan(self, model: Model, batch: int = BATCH) -> tuple[Plan, Cluster]:
+        """The same as the planner has it, on this machine."""
+        cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
+        sizes = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "micro_batch": self.micro_batch}
+        plan = Plan(
+            **sizes,
+            chunks=self.chunks,
+            global_batch=batch,
+            schedule=self.schedule,
+            expert_ranks=self.expert_ranks or 1,
+            recompute=self.recompute,
+            distributed_optimizer=self.sharded,
+            partition=tuple(len(one) for one in model.stage_layers(self.layers)),
+            places=place_ranks(cluster, (0,), **sizes),
+        )
+        return plan, cluster
 
 
 TEACHERS = (
@@ -155,7 +178,8 @@ def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
     seen = []
     for number in range(ROUNDS):
         place = folder / f"{number}"
-        watch = _train(shape, place, iterations)
+        words = ["--train-iters", str(iterations), "--trace-dir", str(place)]
+        watch = train(shape, words, Watch(os.getpid()))
         trace = read_run(place)
         complete = trace.complete_iterations()[2:]
         figures = run_figures(trace, complete)
@@ -198,11 +222,15 @@ def reload(shape: Shape, folder: Path) -> Outcome:
     )
 
 
-def _train(shape: Shape, place: Path, iterations: int) -> Watch:
+def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
+    """Runs the trainer under a watch, which it returns.
+
+    Raises:
+        RuntimeError: it failed.
+    """
     command = ["-m", "megatron.adaptive", "launch", "--standalone"]
     command += ["--nproc-per-node", str(shape.processes), str(ROOT / "pretrain_gpt.py")]
-    command += [*shape.flags(), "--train-iters", str(iterations), "--trace-dir", str(place)]
-    return _watched(command, f"{shape}: the trainer")
+    return _watched([*command, *shape.flags(), *words], f"{shape}: the trainer", watch)
 
 
 def profiled(folder: Path) -> Profile:
@@ -219,7 +247,8 @@ def profiled(folder: Path) -> Profile:
         command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
         command += ["-m", "megatron.adaptive", "profile", "--model", " ".join(EXPERT_FLAGS)]
         command += ["--output", str(trial), *"--tp 1 --micro-batch-sizes 1".split()]
-        watch = _watched([*command, "--node-type", NODE.name], "profile")
+        command += ["--node-type", NODE.name]
+        watch = _watched(command, "profile", Watch(os.getpid()))
         # Once a process has ended, its time is counted as that of others.
         end = max(watch.samples, key=lambda sample: sample[-1])
         if watch.others(watch.samples[0][0], end[0]) < QUIET:
@@ -231,19 +260,18 @@ def profiled(folder: Path) -> Profile:
     return profile_file.make_profile(profile_file.load(path))
 
 
-def _watched(command: Sequence[str], what: str) -> Watch:
-    """Runs Python with arguments; returns how busy others kept the machine."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
+    """Runs Python with arguments under a watch, which it returns."""
     child = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env=environment,
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
         text=True,
     )
-    with Watch(os.getpid()) as watch:
+    with watch:
         try:
             _, errors = child.communicate(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -257,22 +285,7 @@ def _watched(command: Sequence[str], what: str) -> Watch:
 
 def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
     """The planner's seconds of a step."""
-    cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
-    held = model.stage_layers(shape.layers)
-    plan = Plan(
-        tp=shape.tp,
-        dp=shape.dp,
-        pp=shape.pp,
-        chunks=shape.chunks,
-        micro_batch=shape.micro_batch,
-        global_batch=BATCH,
-        schedule=shape.schedule,
-        expert_ranks=shape.expert_ranks or 1,
-        partition=tuple(len(one) for one in held),
-        places=place_ranks(
-            cluster, (0,), tp=shape.tp, dp=shape.dp, pp=shape.pp, micro_batch=shape.micro_batch
-        ),
-    )
+    plan, cluster = shape.plan(model)
     return predict(plan, PlanInputs(model, cluster, profile)).seconds
 
 
@@ -281,6 +294,8 @@ class Watch:
 
     Every 250 ms while its block runs, at its beginning and at its end.
     """
+
+    every_s = 0.25
 
     def __init__(self, first: int) -> None:
         self._first, self._done = psutil.Process(first), threading.Event()
@@ -298,7 +313,7 @@ class Watch:
         self._sample()
 
     def _run(self) -> None:
-        while not self._done.wait(0.25):
+        while not self._done.wait(self.every_s):
             self._sample()
 
     def _sample(self) -> None:
@@ -322,6 +337,9 @@ class Watch:
             return 1.0
         taken = (last[1] - first[1]) - (last[2] - first[2])
         return max(0.0, taken / seconds / (os.cpu_count() or 1))
+
+
+AnyWatch = TypeVar("AnyWatch", bound=Watch)
 
 
 def measure(

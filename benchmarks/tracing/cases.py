@@ -51,10 +51,6 @@ class Outcome:
     others: int
     case: dict[str, Any]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        return asdict(self)
-
 
 def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
     """A run without fault: schedule, times, noise, clocks and the last stage's head drawn."""

@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import ranks  # noqa: E402
-from benchmarks.gpt_turns import SavingRank, costs  # noqa: E402
-from benchmarks.ranks import GPT, GptRank, rank_main  # noqa: E402
-from benchmarks.report import Result, measured  # noqa: E402
+from benchmarks import ranks
+from benchmarks.gpt_turns import SavingRank, costs
+from benchmarks.ranks import GPT, GptRank, rank_main
+from benchmarks.report import Result, measured
 
 GOALS = {"saving": 0.03, "loading": 0.05, "behind": 0.01}
 LIMIT_S = 1200.0
@@ -118,14 +112,11 @@ class WholeRank(GptRank):
         for is_checked in (False, True):
             self._save(is_checked, 1 + is_checked)
         turn = self._saving if self._kind == "saving" else self._loading
-        for is_checked in (False, True):
-            turn(is_checked)
         return self.turns(rounds, turn, "checked")
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return the size of a checkpoint."""
-        latest = max(self._folder.glob("iter_*"))
-        return {"size_bytes": sum(file.stat().st_size for file in latest.iterdir())}
+        return {"size_bytes": self.size_bytes(self._folder)}
 
     def _saving(self, is_checked: bool) -> tuple[float, float]:
         self._iteration += 10
@@ -135,33 +126,17 @@ class WholeRank(GptRank):
         os.sync()
         with _turn(is_checked):
             start, processor = time.perf_counter(), time.process_time()
-            self._checkpoints.save(self._progress(iteration))
+            self._checkpoints.save(self.progress(iteration))
             return time.perf_counter() - start, time.process_time() - processor
 
     def _loading(self, is_checked: bool) -> tuple[float, float]:
-        from megatron.adaptive.checkpoint.training import Checkpoints
-
-        checkpoint = self._run.job.config.checkpoint
-        checkpoint = replace(checkpoint, load=str(self._folder), ckpt_step=1 + is_checked)
-        config = replace(self._run.job.config, checkpoint=checkpoint)
         for path in self._folder.glob("iter_*/*"):
             with path.open("rb") as file:  # a job that starts finds it on the disk, not in memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with _turn(is_checked):
             start, processor = time.perf_counter(), time.process_time()
-            Checkpoints(self._run, config=config).load()
+            self.load(1 + is_checked, load=str(self._folder))
             return time.perf_counter() - start, time.process_time() - processor
-
-    @staticmethod
-    def _progress(iteration: int) -> Any:
-        from megatron.adaptive.checkpoint.training import Progress
-
-        return Progress(
-            iteration=iteration,
-            consumed_train_samples=iteration,
-            consumed_valid_samples=0,
-            skipped_iterations=0,
-        )
 
 
 class BehindRank(SavingRank):
@@ -169,8 +144,6 @@ class BehindRank(SavingRank):
 
     def measure(self, rounds: int) -> dict[str, Any]:
         """Take turns."""
-        for is_checked in (False, True):
-            self._with(is_checked)
         return self.turns(rounds, self._with, "checked")
 
     def _with(self, is_checked: bool) -> tuple[float, float]:

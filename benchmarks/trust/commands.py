@@ -18,11 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from megatron.adaptive.trace.event import SpanFormat, TraceHeader, header_line, trace_file_name  # noqa: E402
+from benchmarks.report import ROOT
+from megatron.adaptive.trace.event import SpanFormat, TraceHeader, header_line, trace_file_name
 
 LIMIT_S = 10.0
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
@@ -306,7 +303,3 @@ def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
         "wrong": {words: why for words, why, _ in found if why},
         "longest_s": max(seconds for _, _, seconds in found),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(), indent=2))

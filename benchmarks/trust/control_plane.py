@@ -15,11 +15,9 @@ as a killed agent does, the others fall silent, as a machine without power.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
-import queue
 import random
 import re
 import signal
@@ -30,23 +28,20 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.report import Result, Row  # noqa: E402
-from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper  # noqa: E402
-from megatron.adaptive.cluster.agent import Agent  # noqa: E402
-from megatron.adaptive.cluster.connection import SILENCE_S  # noqa: E402
-from megatron.adaptive.cluster.layouts import Chooser  # noqa: E402
-from megatron.adaptive.cluster.manager import Manager  # noqa: E402
-from megatron.adaptive.cluster.membership import allow_files  # noqa: E402
-from megatron.adaptive.cluster.ranks import JobSpec, NodeWork  # noqa: E402
-from tests.cluster.jobs import environment  # noqa: E402
+from benchmarks.ranks import run_module
+from benchmarks.report import ROOT, Result, Row
+from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
+from megatron.adaptive.cluster.agent import Agent
+from megatron.adaptive.cluster.connection import SILENCE_S
+from megatron.adaptive.cluster.layouts import Chooser
+from megatron.adaptive.cluster.manager import Manager
+from megatron.adaptive.cluster.membership import allow_files
+from megatron.adaptive.cluster.ranks import JobSpec, NodeWork
+from tests.cluster.jobs import environment
 
 LAYERS = 8
 FLAGS = (
@@ -167,17 +162,10 @@ def measure(
 
 def _status_s(checkpoints: Path) -> float:
     """Returns the seconds until the state of the job was printed; checks that it is all there."""
-    words = ["run", "--status", str(checkpoints), "--json"]
+    words = ["run", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron.adaptive", *words],
-        env=environment(),
-        capture_output=True,
-        check=True,
-        timeout=LIMIT_S,
-    )
+    state = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
     took_s = time.monotonic() - begun_s
-    state = json.loads(done.stdout)
     age_s = time.time() - state["unix_ns"] / 1e9
     if age_s > 10.0 or not state["machines"]:
         raise RuntimeError(f"the state of the job is {age_s:.0f} s old")
@@ -190,7 +178,6 @@ class _Program:
     def __init__(self, *words: object) -> None:
         self.words = words
         self.lines: list[tuple[float, str]] = []
-        self._queue: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
         self.process = subprocess.Popen(
             [sys.executable, __file__, *map(str, words)],
             env=environment(),
@@ -200,13 +187,13 @@ class _Program:
             text=True,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def _read(self, output: TextIO) -> None:
-        for line in output:
-            self._queue.put((time.monotonic(), line))
-        self._queue.put((time.monotonic(), ""))  # it has ended
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line))
 
     def order(self, **values: object) -> None:
         """Send a line of JSON."""
@@ -217,24 +204,21 @@ class _Program:
     def until(self, pattern: str, limit_s: float = LIMIT_S) -> Any:
         """Wait for a line; returns it where it is JSON, else when it came."""
         end_s = time.monotonic() + limit_s
-        while True:
-            at_s, line = end_s, ""
-            with contextlib.suppress(queue.Empty):
-                at_s, line = self._queue.get(timeout=max(0.0, end_s - time.monotonic()))
-            if not line:
-                said = "".join(line for _, line in self.lines[-3:])
-                raise RuntimeError(f"no {pattern} of {self.words[0]} in {limit_s:g} s: {said}")
-            self.lines.append((at_s, line))
-            if re.search(pattern, line):
-                return line if line.startswith("{") else at_s
+        is_over = False
+        while not is_over:
+            is_over = not self._reader.is_alive() or time.monotonic() > end_s
+            for at_s, line in self.lines:
+                if re.search(pattern, line):
+                    return line if line.startswith("{") else at_s
+            time.sleep(0.02)
+        said = "".join(line for _, line in self.lines[-3:])
+        raise RuntimeError(f"no {pattern} of {self.words[0]} in {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
         """Wait for so many names in its lines; returns when each came."""
         found: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
         while len(found) < count and time.monotonic() < end_s:
-            while not self._queue.empty():
-                self.lines.append(self._queue.get())
             found = {m[1]: at for at, line in self.lines for m in pattern.finditer(line)}
             time.sleep(0.1)
         return found

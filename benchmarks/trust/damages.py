@@ -22,20 +22,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.report import Result, Row, measured  # noqa: E402
-from megatron.adaptive.checkpoint.folder import (  # noqa: E402
+from benchmarks.ranks import GptRank
+from benchmarks.report import ROOT, Result, Row, measured
+from megatron.adaptive.checkpoint.folder import (
     CheckpointFolder,
     PipelineFolder,
     StepFolders,
     verify,
 )
-from megatron.adaptive.errors import AdaptiveError  # noqa: E402
-from tests.cluster.jobs import FLAGS, TRAINER  # noqa: E402
-from tests.multiprocess.launch import torchrun  # noqa: E402
+from megatron.adaptive.errors import AdaptiveError
+from tests.cluster.jobs import FLAGS, TRAINER
+from tests.multiprocess.launch import torchrun
 
 KINDS = ("bit", "byte", "zeros", "truncated", "swapped", "missing")
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
@@ -294,36 +291,16 @@ def _load_all(path: Path) -> None:
 
 class _TrainerLoader:
     def __init__(self) -> None:
-        from megatron.adaptive import accelerator
-        from megatron.adaptive.config.arguments import parse
-        from megatron.adaptive.config.environment import Environment
-        from megatron.adaptive.gpt.initialize import start_job
-        from megatron.adaptive.gpt.setup import build_run
-
-        self._config = parse(_ALONE, world_size=1, last_wins=True)
-        job = start_job(self._config, Environment.read({}), accelerator.detect(0))
-        self._run = build_run(job)
+        self._rank = GptRank(_ALONE)
+        self.close = self._rank.close
 
     def load(self, saved: Saved) -> None:
-        from dataclasses import replace
-
-        from megatron.adaptive.checkpoint.training import Checkpoints
-
-        checkpoint = replace(self._config.checkpoint, load=saved.folder, ckpt_step=saved.step)
-        config = replace(self._config, checkpoint=checkpoint)
-        progress = Checkpoints(self._run, config=config).load()
+        progress = self._rank.load(saved.step, load=saved.folder)
         assert progress is not None
         assert progress.iteration == saved.step
 
     def weights(self) -> int:
-        return _sum_of(one for chunk in self._run.chunks for one in chunk.parameters())
-
-    def close(self) -> None:
-        from megatron.adaptive.gpt.initialize import end_job
-
-        if self._run.wiring is not None:
-            self._run.wiring.close()
-        end_job()
+        return _sum_of(one for chunk in self._rank._run.chunks for one in chunk.parameters())
 
 
 class _PipelineLoader:

@@ -18,20 +18,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.report import Result, Row, measured  # noqa: E402
-from megatron.adaptive.checkpoint.folder import CheckpointFolder  # noqa: E402
-from megatron.adaptive.engine.lease import STALE_S  # noqa: E402
-from tests.cluster.jobs import FLAGS, TRAINER, environment  # noqa: E402
+from benchmarks.report import ROOT, Result, Row, measured, one_line
+from megatron.adaptive.checkpoint.folder import CheckpointFolder
+from megatron.adaptive.engine.lease import STALE_S
+from tests.cluster.jobs import FLAGS, TRAINER, environment
 
 RANKS, AT_ONCE = 2, 12
 REFUSED_S = 5.0
@@ -369,16 +365,6 @@ def trainers(folder: Path, seed: int) -> Seen:
     return seen
 
 
-@contextlib.contextmanager
-def _forking() -> Iterator[None]:
-    """Lets jobs be forked from a process that has imported what they need."""
-    os.environ["PYTHONPATH"], os.environ["OMP_NUM_THREADS"] = str(ROOT), "1"
-    context = multiprocessing.get_context("forkserver")
-    saver = "megatron.adaptive.checkpoint.saver"
-    context.set_forkserver_preload([__name__, saver, "megatron.adaptive.accelerator"])
-    yield
-
-
 def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> Result:
     """Runs jobs on shared folders; each pair and each killed one has a folder of its own.
 
@@ -403,7 +389,11 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
         return part(own / "checkpoints", seed * 100_000 + number)
 
     seen = Seen()
-    with _forking(), ThreadPoolExecutor(AT_ONCE) as pool:
+    # Jobs are forked from a process that has imported what they need.
+    os.environ["PYTHONPATH"], os.environ["OMP_NUM_THREADS"] = str(ROOT), "1"
+    needed = ["megatron.adaptive.checkpoint.saver", "megatron.adaptive.accelerator"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *needed])
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         for one in pool.map(run, range(len(work))):
             seen.add(one)
     for number in range(real):
@@ -424,10 +414,4 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
 
 
 def _count(what: str, lines: Sequence[str]) -> Row:
-    return Row(what=what, value=len(lines), goal=0, note="; ".join(lines)[:300].replace("|", "/"))
-
-
-if __name__ == "__main__":
-    base, *numbers = sys.argv[1:]
-    found = measure(Path(base), *map(int, numbers))
-    print("\n".join(row.line for row in found.rows))
+    return Row(what=what, value=len(lines), goal=0, note=one_line("; ".join(lines)))

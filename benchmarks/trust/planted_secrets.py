@@ -26,12 +26,8 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from tests.cluster.jobs import FLAGS, JobFolder, command, environment  # noqa: E402
-from tests.multiprocess.launch import free_port, wait_until  # noqa: E402
+from tests.cluster.jobs import FLAGS, JobFolder, command, environment
+from tests.multiprocess.launch import ROOT, free_port, wait_until
 
 LIMIT_S = 120.0
 NOBODY = 65534
@@ -349,7 +345,3 @@ def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
     assert {*given["secrets"]} == {*planted}
     assert PLAIN.items() <= given["conf"].items()
     return planted.items() <= json.loads(kept.read_text()).items()
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(), indent=2))

@@ -34,13 +34,13 @@ from typing import Any
 
 import psutil
 
-from benchmarks.report import Result, Row
+from benchmarks.report import Result, Row, one_line
 from benchmarks.trust.planted_secrets import NOBODY
 from megatron.adaptive import extension
 from megatron.adaptive.cli.doctor import check_way
 from megatron.adaptive.handshake import Handshake, Session, StrangerError, new_secret
 from tests.cluster.jobs import ElasticJob
-from tests.multiprocess.launch import ROOT, forking, free_port
+from tests.multiprocess.launch import ROOT, forking, free_port, wait_until
 
 LIMIT_S = 200.0
 HELD = 200
@@ -333,7 +333,12 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
         f"{name} {count:,} ({found['per_s'][name]:,.0f}/s)" for name, count in found["said"].items()
     )
     table = [
-        Row(what=f"strangers: {text}", value=len(found[key]), goal=0, note=_short(found[key]))
+        Row(
+            what=f"strangers: {text}",
+            value=len(found[key]),
+            goal=0,
+            note=one_line("; ".join(found[key])),
+        )
         for key, text in (("ends", "jobs or nodes that ended"), ("effects", "other effects"))
     ]
     value = found["differences"] if found["steps"] else None
@@ -344,10 +349,6 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
         Row(what="strangers: messages to the least visited listener", value=least, note=note)
     )
     return Result(rows=table, facts={"strangers": found})
-
-
-def _short(lines: Sequence[str]) -> str:
-    return "; ".join(lines)[:300].replace("|", "/").replace("\n", " ")
 
 
 def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
@@ -522,13 +523,11 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[st
     conf.parent.mkdir()
     conf.write_text(_CONF)
     port, begun_s = free_port(), time.monotonic()
-    waiting, end_s = logs / "master.json", time.monotonic() + LIMIT_S
+    waiting = logs / "master.json"
     variables = {"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with _Programs(**variables) as pods:
         master = pods.start("master", "bash", ROOT / "run_master.sh", conf, "--timeout", "3000")
-        while not waiting.exists() or not _is_open(port):
-            assert time.monotonic() < end_s, pods.said
-            time.sleep(0.05)
+        wait_until(lambda: waiting.exists() and _is_open(port), lambda: pods.said, LIMIT_S)
 
         def join() -> None:
             """Lets the worker come while strangers still do: until the nodes have met."""
@@ -553,11 +552,9 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[
         words = ["doctor", "--master-addr", "127.0.0.1", "--master-port", str(port)]
         words += ["--timeout", "3000", "--json"]
         doctor = programs.start("doctor", sys.executable, "-m", "megatron.adaptive", *words)
-        end_s = time.monotonic() + LIMIT_S
-        while not _is_open(port):
-            assert doctor.poll() is None, programs.said
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
+        wait_until(
+            lambda: _is_open(port) or doctor.poll() is not None, lambda: programs.said, LIMIT_S
+        )
 
         def come() -> None:
             for check in check_way("127.0.0.1", port, LIMIT_S, secret):

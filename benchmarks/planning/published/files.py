@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron.adaptive.errors import ConfigError
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file by column.
+    """Returns the rows of a CSV file by column; raises as :func:`_read`."""
+    return _read(path, lambda file: list(csv.DictReader(file)))
+
+
+def read_json(path: Path) -> Any:
+    """Returns what a JSON file holds; raises as :func:`_read`."""
+    return _read(path, json.load)
+
+
+def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
+    """Returns what a file holds.
 
     Raises:
         ConfigError: it cannot be read.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}): give the folder of the data set"
-        ) from error
-
-
-def read_json(path: Path) -> Any:
-    """Returns what a JSON file holds.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+            return parse(file)
+    except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(
             f"{path}: cannot be read ({error}): give the folder of the data set"
         ) from error
