@@ -108,10 +108,7 @@ class _TheirTensors:
     """Puts tensors of theirs together from ``tensors`` of ours; ``copies`` name some again."""
 
     def __init__(
-        self,
-        reader: CheckpointReader,
-        tensors: Mapping[str, OurTensor],
-        copies: Mapping[str, str],
+        self, reader: CheckpointReader, tensors: Mapping[str, OurTensor], copies: Mapping[str, str]
     ) -> None:
         if absent := [name for name in tensors if name not in reader.tensors]:
             raise CheckpointError(

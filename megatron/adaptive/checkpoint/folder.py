@@ -49,12 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.checkpoint.checksums import (
-    find_damage,
-    is_sealed,
-    sealed,
-    sum_of_file,
-)
+from megatron.adaptive.checkpoint.checksums import find_damage, is_sealed, sealed, sum_of_file
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.engine.lease import Lease
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError

@@ -390,12 +390,7 @@ class BackgroundWrite(threading.Thread):
 
 
 def hold(
-    folder: StepFolders,
-    job: Job,
-    ranks: RankGroup,
-    remedy: str = "",
-    *,
-    has_local: bool = False,
+    folder: StepFolders, job: Job, ranks: RankGroup, remedy: str = "", *, has_local: bool = False
 ) -> None:
     """Let this job alone write a folder, from now to the job's end. Collective.
 

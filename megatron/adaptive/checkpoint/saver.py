@@ -26,11 +26,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders, write_files
-from megatron.adaptive.checkpoint.local_disk import (
-    BackgroundWrite,
-    LocalDisk,
-    writing,
-)
+from megatron.adaptive.checkpoint.local_disk import BackgroundWrite, LocalDisk, writing
 from megatron.adaptive.checkpoint.shards import CheckpointReader
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job

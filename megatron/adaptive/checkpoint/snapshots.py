@@ -29,12 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import lock_pages
-from megatron.adaptive.checkpoint.snapshot_keeper import (
-    ALIGN,
-    SLOTS,
-    SnapshotFile,
-    slot_bytes,
-)
+from megatron.adaptive.checkpoint.snapshot_keeper import ALIGN, SLOTS, SnapshotFile, slot_bytes
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece, entry_of, overlay
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.engine.job import Job

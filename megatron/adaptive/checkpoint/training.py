@@ -51,13 +51,7 @@ from megatron.adaptive.checkpoint.megatron_lm import (
 )
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, load_first_whole
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
-from megatron.adaptive.checkpoint.torch_dist import (
-    Part,
-    Piece,
-    SavedObject,
-    TakenState,
-    pickled,
-)
+from megatron.adaptive.checkpoint.torch_dist import Part, Piece, SavedObject, TakenState, pickled
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.job import Job
@@ -115,10 +109,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        run: Run,
-        local: LocalDisk | None = None,
-        config: TrainerConfig | None = None,
+        self, run: Run, local: LocalDisk | None = None, config: TrainerConfig | None = None
     ) -> None:
         self._config = run.job.config if config is None else config
         self._config_dict = self._config.to_dict()
@@ -304,11 +295,7 @@ class Checkpoints:
         weights = state.sharded_model(self._chunks, content)
         if self._config.lora.is_on and self._settings.load_hf is not None:
             weights = _only(weights, adapters=True, base=False)  # which is there already
-        whole: dict[str, Any] = {
-            _CONTENT: content,
-            **self._counters(progress),
-            **weights,
-        }
+        whole: dict[str, Any] = {_CONTENT: content, **self._counters(progress), **weights}
         if not self._settings.no_save_optim:
             whole["optimizer"] = state.sharded_optimizer(
                 self._optimizer, weights, content, loading=False

@@ -20,12 +20,7 @@ import psutil
 from megatron.adaptive import extension
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.connection import Connection, Listener
-from megatron.adaptive.cluster.host import (
-    own_address,
-    rdma_ports,
-    resolve,
-    why_no_gpu_use,
-)
+from megatron.adaptive.cluster.host import own_address, rdma_ports, resolve, why_no_gpu_use
 from megatron.adaptive.cluster.node import check_port
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import job_secret

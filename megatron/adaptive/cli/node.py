@@ -32,13 +32,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.adaptive.cluster.conf import (
-    SETTINGS,
-    LaunchConf,
-    load_conf,
-    make_conf,
-    read_changes,
-)
+from megatron.adaptive.cluster.conf import SETTINGS, LaunchConf, load_conf, make_conf, read_changes
 from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.host import (
     count_gpus,
@@ -58,12 +52,7 @@ from megatron.adaptive.cluster.node import (
     run_node,
 )
 from megatron.adaptive.config.command_parser import CommandParser, count, number
-from megatron.adaptive.config.environment import (
-    FROM_CONF,
-    SECRET_VARIABLE,
-    WORK_FOLDER,
-    job_secret,
-)
+from megatron.adaptive.config.environment import FROM_CONF, SECRET_VARIABLE, WORK_FOLDER, job_secret
 from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.handshake import new_secret, write_private

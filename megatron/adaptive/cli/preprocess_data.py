@@ -22,12 +22,7 @@ from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
-from megatron.adaptive.data.preprocess import (
-    PreprocessSpec,
-    Progress,
-    expand_inputs,
-    preprocess,
-)
+from megatron.adaptive.data.preprocess import PreprocessSpec, Progress, expand_inputs, preprocess
 from megatron.adaptive.errors import ConfigError
 
 _TOKENIZER = fields_of(TokenizerConfig)

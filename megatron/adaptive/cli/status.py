@@ -354,8 +354,7 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
         progress.refresh()
     # A start that trains not yet has only lines of the one before; clocks of nodes may differ.
     since_ns = max(
-        progress.start.get("unix_ns", 0),
-        (record.get("started_unix_s", 0.0) - _SILENT_S / 3) * 1e9,
+        progress.start.get("unix_ns", 0), (record.get("started_unix_s", 0.0) - _SILENT_S / 3) * 1e9
     )
     lines = [line for line in progress.records if line["unix_ns"] >= since_ns]
     ended = progress.ended_ns >= since_ns and bool(progress.ended)

@@ -114,8 +114,7 @@ def _keys() -> Iterator[Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="top",
-        description="Show what a run does now, or did last. q ends it.",
+        prog="top", description="Show what a run does now, or did last. q ends it."
     )
     seconds = number(float, 0.05, 3600, "time in seconds")
     columns = number(int, 40, 1000, "number of columns")

@@ -17,22 +17,12 @@ from statistics import fmean, median
 from typing import Any
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.cli.plan_inputs import (
-    Inputs,
-    add_input_arguments,
-    read_inputs,
-    traced_runs,
-)
+from megatron.adaptive.cli.plan_inputs import Inputs, add_input_arguments, read_inputs, traced_runs
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.calibrate import (
-    Comparison,
-    MeasuredRun,
-    TracedRun,
-    compare,
-)
+from megatron.adaptive.planner.calibrate import Comparison, MeasuredRun, TracedRun, compare
 from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace

@@ -20,11 +20,7 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.connection import Connection
-from megatron.adaptive.cluster.host import (
-    count_gpus,
-    loopback_variables,
-    own_address,
-)
+from megatron.adaptive.cluster.host import count_gpus, loopback_variables, own_address
 from megatron.adaptive.cluster.membership import PURPOSE
 from megatron.adaptive.cluster.ranks import NodeWork
 from megatron.adaptive.errors import AdaptiveError, SetupError

@@ -211,8 +211,7 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
     given = [1] * count
     for _ in range(num_layers - count):
         best = min(
-            range(count),
-            key=lambda at: ((given[at] + 1) * weights[at], -min(at, count - 1 - at)),
+            range(count), key=lambda at: ((given[at] + 1) * weights[at], -min(at, count - 1 - at))
         )
         given[best] += 1
     return tuple(given)

@@ -404,10 +404,9 @@ def check_files(conf: LaunchConf) -> None:
                     "megatron.adaptive preprocess-data, or set DATA=mock"
                 )
     image = conf["IMAGE"] or ""
-    is_file = {
-        "apptainer": "://" not in image,
-        "pyxis": image.startswith(("/", "./")),
-    }.get(conf["CONTAINER"], False)
+    is_file = {"apptainer": "://" not in image, "pyxis": image.startswith(("/", "./"))}.get(
+        conf["CONTAINER"], False
+    )
     if is_file and not conf.path("IMAGE").exists():
         raise ConfigError(
             f"IMAGE={image}: there is no {conf.path('IMAGE')}; CONTAINER={conf['CONTAINER']} "

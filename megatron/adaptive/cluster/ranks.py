@@ -276,9 +276,7 @@ class JobSpec:
     def work(self) -> NodeWork:
         """Returns what every node runs."""
         return NodeWork(
-            script=str(self.script),
-            arguments=self.arguments,
-            checkpoints=str(self.checkpoints),
+            script=str(self.script), arguments=self.arguments, checkpoints=str(self.checkpoints)
         )
 
 
@@ -433,10 +431,7 @@ def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
 
 
 def rank_orders(
-    arguments: Sequence[str],
-    places: Sequence[Node],
-    incarnation: int,
-    variables: Mapping[str, str],
+    arguments: Sequence[str], places: Sequence[Node], incarnation: int, variables: Mapping[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns the orders to the agent of each node; ranks have the environment of torchrun.
 

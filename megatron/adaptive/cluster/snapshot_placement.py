@@ -183,11 +183,7 @@ class JobSnapshots:
             found[name] = {
                 "run": f"{self._manager}-{epoch}",
                 "buddy": other,
-                "settings": {
-                    "node": name,
-                    "domain": name if alone else node.host,
-                    **settings,
-                },
+                "settings": {"node": name, "domain": name if alone else node.host, **settings},
             }
         return found
 

@@ -43,12 +43,7 @@ class Stragglers:
         arguments: of the trainer.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        chooser: Chooser,
-        arguments: Sequence[str],
-    ) -> None:
+    def __init__(self, policy: Policy, chooser: Chooser, arguments: Sequence[str]) -> None:
         self._policy = policy
         self._chooser = chooser
         self._arguments = arguments

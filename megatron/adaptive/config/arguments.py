@@ -241,10 +241,7 @@ def _words_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
     return (
         [spec.name, *texts]
         if spec.many and not spec.flag.convert
-        else [
-            spec.name,
-            "-".join(texts) if isinstance(value, list) else str(value),
-        ]
+        else [spec.name, "-".join(texts) if isinstance(value, list) else str(value)]
     )
 
 
@@ -381,8 +378,7 @@ def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) ->
     )
     if "distributed_timeout_minutes" in given:
         given.setdefault(
-            "pipeline_timeout_s",
-            float(given["distributed_timeout_minutes"] * _SECONDS_PER_MINUTE),
+            "pipeline_timeout_s", float(given["distributed_timeout_minutes"] * _SECONDS_PER_MINUTE)
         )
     has_files = "vocab_file" in given or "merge_file" in given
     if "mock_data" in given and "vocab_size" in given and not has_files:

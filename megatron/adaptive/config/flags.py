@@ -362,13 +362,7 @@ def _take_apart(hint: Any) -> dict[str, Any]:
     if typing.get_origin(base) is Annotated:
         base, limits = typing.get_args(base)
     assert base in (int, float, str, bool), f"a flag cannot have the type {hint}"
-    return {
-        "base": base,
-        "limits": limits,
-        "many": many,
-        "length": length,
-        "optional": optional,
-    }
+    return {"base": base, "limits": limits, "many": many, "length": length, "optional": optional}
 
 
 def _convert_base(base: type, word: str) -> Any:

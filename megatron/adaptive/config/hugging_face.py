@@ -665,8 +665,7 @@ NAMES: Mapping[str, FamilyNames] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
     **dict.fromkeys(
-        ("gemma2", "gemma3_text"),
-        FamilyNames(_table(_ATTENTION + _DENSE + _FOUR_NORMS), _OUTSIDE),
+        ("gemma2", "gemma3_text"), FamilyNames(_table(_ATTENTION + _DENSE + _FOUR_NORMS), _OUTSIDE)
     ),
     "mixtral": FamilyNames(_table(_ATTENTION + _MIXTRAL + _NORMS), _OUTSIDE),
     "qwen3_moe": FamilyNames(_table(_ATTENTION + _DENSE + _EXPERTS + _NORMS), _OUTSIDE),

@@ -233,11 +233,7 @@ class RecomputeConfig:
     recompute_modules: tuple[str, ...] | None = flag(
         "With selective: modules computed again.",
         choices=("core_attn", "layernorm", "mlp", "mla_up_proj"),
-        refused_choices={
-            "moe": _NO_EXPERTS,
-            "moe_act": _NO_EXPERTS,
-            "shared_experts": _NO_EXPERTS,
-        },
+        refused_choices={"moe": _NO_EXPERTS, "moe_act": _NO_EXPERTS, "shared_experts": _NO_EXPERTS},
         derived="core_attn",
     )
     distribute_saved_activations: bool = switch(

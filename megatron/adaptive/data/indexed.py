@@ -92,12 +92,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         raise DataError(
             f"{idx_path}: cannot be read ({error.strerror}); let this user read it"
         ) from None
-    return IndexedInfo(
-        prefix=prefix,
-        dtype=dtype,
-        num_sequences=sequences,
-        num_tokens=num_tokens,
-    )
+    return IndexedInfo(prefix=prefix, dtype=dtype, num_sequences=sequences, num_tokens=num_tokens)
 
 
 def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:

@@ -38,13 +38,7 @@ from megatron.adaptive.errors import AdaptiveError, DeadlineError, PeerLostError
 from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.interface import (
-    Arrival,
-    Completions,
-    Item,
-    Label,
-    Notice,
-)
+from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
 # Word of a follower that cannot go on; no label has this number.
 _LOST = (1 << 63) - 1
@@ -238,11 +232,7 @@ class Follower(Agreement):
     """
 
     def __init__(
-        self,
-        decisions: Reader,
-        reports: Writer,
-        completions: Completions,
-        timeout_s: float,
+        self, decisions: Reader, reports: Writer, completions: Completions, timeout_s: float
     ) -> None:
         self._decisions = decisions
         self._reports = reports
@@ -332,11 +322,7 @@ class Follower(Agreement):
 
 
 def connect(
-    links: Links,
-    members: Sequence[int],
-    rank: int,
-    completions: Completions,
-    timeout_s: float,
+    links: Links, members: Sequence[int], rank: int, completions: Completions, timeout_s: float
 ) -> Leader | Follower:
     """Make a member's side of the agreement. Collective over ``members``.
 

@@ -130,11 +130,7 @@ class Orders:
         return self._policies[key]
 
     def state(
-        self,
-        num_microbatches: int,
-        *,
-        forward_only: bool,
-        sizes: Sequence[float] | None = None,
+        self, num_microbatches: int, *, forward_only: bool, sizes: Sequence[float] | None = None
     ) -> RankState:
         """Returns a fresh state of a step.
 

@@ -141,11 +141,7 @@ class EmbeddingCall(LayerCall):
             yield (
                 self.weight,
                 torch.ops.aten.embedding_dense_backward(
-                    gradient,
-                    given,
-                    self.weight.shape[0],
-                    self.padding_idx,
-                    self.scale_grad_by_freq,
+                    gradient, given, self.weight.shape[0], self.padding_idx, self.scale_grad_by_freq
                 ),
             )
 

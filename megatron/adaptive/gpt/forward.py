@@ -28,11 +28,7 @@ from megatron.core.tensor_parallel.random import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     get_cuda_rng_tracker,
 )
-from megatron.core.transformer.module import (
-    Float16Module,
-    float16_to_fp32,
-    fp32_to_float16,
-)
+from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
@@ -289,8 +285,7 @@ class DropoutKeys:
         if isinstance(layer, MultiTokenPredictionLayer):
             number = (1 << _LAYER_BITS) - number
         self._seed(
-            key >> _TIME_SHIFT << _TIME_SHIFT | number << _LANE_BITS,
-            lane=key % (1 << _LANE_BITS),
+            key >> _TIME_SHIFT << _TIME_SHIFT | number << _LANE_BITS, lane=key % (1 << _LANE_BITS)
         )
 
     def _seed(self, place: int, *, lane: int) -> None:

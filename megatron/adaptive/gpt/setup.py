@@ -35,11 +35,7 @@ from megatron.adaptive.gpt.model import (
     stage_work,
     transformer_config,
 )
-from megatron.adaptive.gpt.placement import (
-    finalize_gradients,
-    placement_of,
-    widths_of,
-)
+from megatron.adaptive.gpt.placement import finalize_gradients, placement_of, widths_of
 from megatron.adaptive.schedule.placement import Placement
 
 _SHORT = 0.5

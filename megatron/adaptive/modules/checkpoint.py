@@ -52,11 +52,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        model: torch.nn.Module,
-        held: Mapping[str, torch.Tensor],
-        update: Update,
+        self, mesh: Mesh, model: torch.nn.Module, held: Mapping[str, torch.Tensor], update: Update
     ) -> None:
         self._mesh = mesh
         self._update = update
@@ -334,9 +330,7 @@ class Checkpointer:
                 parameter = self._update.parameters[name]
                 alike = tuple(saved.size) == tuple(parameter.shape) and parameter.dim()
                 states[name][key] = torch.empty(
-                    saved.size,
-                    dtype=saved.dtype,
-                    device=parameter.device if alike else "cpu",
+                    saved.size, dtype=saved.dtype, device=parameter.device if alike else "cpu"
                 )
         return states
 

@@ -104,10 +104,7 @@ class Loop:
             self._progress.report({"loaded_s": loaded_s})
             self._say(f"goes on after step {pipeline.steps} of {total_steps}")
         self._snapshots = make_snapshots(
-            mesh,
-            self._taken_apart,
-            lambda text: self._progress.report({"copies": text}),
-            self._say,
+            mesh, self._taken_apart, lambda text: self._progress.report({"copies": text}), self._say
         )
         self._diagnosis = RunningDiagnosis(
             pipeline._trace_dir if self._is_first else None,

@@ -26,20 +26,10 @@ _accelerator.quiet_libraries()
 
 from megatron.adaptive.engine.job import Job  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryError  # noqa: E402
-from megatron.adaptive.modules.batch import (  # noqa: E402
-    BatchShape,
-    require_whole,
-    samples_in,
-    stretched,
-)
+from megatron.adaptive.modules.batch import BatchShape, require_whole, samples_in, stretched  # noqa: E402
 from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
 from megatron.adaptive.modules.mesh import join_job  # noqa: E402
-from megatron.adaptive.modules.recording import (  # noqa: E402
-    Forward,
-    Forwards,
-    Slicing,
-    Tape,
-)
+from megatron.adaptive.modules.recording import Forward, Forwards, Slicing, Tape  # noqa: E402
 from megatron.adaptive.modules.segments import (  # noqa: E402
     MakeOptimizer,
     SegmentSample,
@@ -49,10 +39,7 @@ from megatron.adaptive.modules.segments import (  # noqa: E402
     tied_parameters,
 )
 from megatron.adaptive.planner import profile_file  # noqa: E402
-from megatron.adaptive.planner.measured_module import (  # noqa: E402
-    MESSAGE_ELEMENT_BYTES,
-    MeasuredHost,
-)
+from megatron.adaptive.planner.measured_module import MESSAGE_ELEMENT_BYTES, MeasuredHost  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
 from megatron.adaptive.profiling.memory import (  # noqa: E402  # noqa: E402
     KEPT_FREE,

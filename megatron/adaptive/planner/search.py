@@ -362,10 +362,7 @@ class Searcher:
         found = tuple(sorted(map(self._handed_over, best.sorted()), key=lambda one: one.value))
         bound = min(left_out, found[0].value) if found else left_out
         return SearchResult(
-            found=found,
-            bound=bound,
-            timed=self.timed,
-            configurations=self.configurations,
+            found=found, bound=bound, timed=self.timed, configurations=self.configurations
         )
 
     def _handed_over(self, one: Found) -> Found:

@@ -242,11 +242,7 @@ class _Timed:
 
 
 def stage_sizes(
-    job: Job,
-    placement: Placement,
-    pp_rank: int,
-    chunks: Sequence[torch.nn.Module],
-    seq_length: int,
+    job: Job, placement: Placement, pp_rank: int, chunks: Sequence[torch.nn.Module], seq_length: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Returns the layers of each stage, and its work in layers. Collective over all ranks.
 

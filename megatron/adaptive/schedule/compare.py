@@ -133,10 +133,7 @@ def make_candidate(
 
 
 def evaluate(
-    candidate: Candidate,
-    num_microbatches: int,
-    profile: StageProfile,
-    seeds: Sequence[int],
+    candidate: Candidate, num_microbatches: int, profile: StageProfile, seeds: Sequence[int]
 ) -> CandidateOutcome:
     """Simulate a candidate once per seed.
 

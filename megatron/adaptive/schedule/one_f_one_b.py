@@ -196,11 +196,7 @@ def _stages_after(placement: Placement) -> range:
 
 
 def _in_turn(
-    forwards: Sequence[Action],
-    backwards: Sequence[Action],
-    warmup: int,
-    *,
-    pairs: bool = False,
+    forwards: Sequence[Action], backwards: Sequence[Action], warmup: int, *, pairs: bool = False
 ) -> Order:
     warmup = min(warmup + pairs, len(forwards))
     order = list(forwards[:warmup])

@@ -24,12 +24,7 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import TraceHeader, parse_line
-from megatron.adaptive.trace.figures import (
-    WAIT_CAUSES,
-    RankFigures,
-    rank_figures,
-    stack_figures,
-)
+from megatron.adaptive.trace.figures import WAIT_CAUSES, RankFigures, rank_figures, stack_figures
 from megatron.adaptive.trace.index import Block, FileIndex, read_blocks
 from megatron.adaptive.trace.live_state import (
     ENDED,
@@ -367,11 +362,7 @@ def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list
 
 
 def _rank(
-    folder: Path,
-    rank: int,
-    tail: RankTail | None,
-    parts: Mapping[str, Any],
-    slow: float | None,
+    folder: Path, rank: int, tail: RankTail | None, parts: Mapping[str, Any], slow: float | None
 ) -> LiveRank:
     if tail is None or tail.header is None:
         return LiveRank(rank=rank, problem="" if tail is None else tail.problem)

@@ -25,9 +25,7 @@ LATEST = "latest"
 
 
 def load_run(
-    given: Path | None,
-    num_ranks: int | None = None,
-    num_chunks: int | None = None,
+    given: Path | None, num_ranks: int | None = None, num_chunks: int | None = None
 ) -> RunTrace:
     """Find and read the trace of a run.
 

@@ -65,11 +65,7 @@ def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def write_legacy(
-    run: RunTrace,
-    path: str | os.PathLike[str],
-    iteration: int | None = None,
-) -> None:
+def write_legacy(run: RunTrace, path: str | os.PathLike[str], iteration: int | None = None) -> None:
     """Write iterations of a pipeline in the text form, replacing the file.
 
     Args:

@@ -39,11 +39,7 @@ from megatron.adaptive.config.trainer import TrainerConfig  # noqa: E402
 from megatron.adaptive.data.tokenizer import padded_vocab_size  # noqa: E402
 from megatron.adaptive.engine.deferred_layers import attach_stores  # noqa: E402
 from megatron.adaptive.engine.job import no_rendezvous  # noqa: E402
-from megatron.adaptive.engine.stages import (  # noqa: E402
-    ActivationMeter,
-    MegatronStages,
-    default_process_groups,
-)
+from megatron.adaptive.engine.stages import ActivationMeter, MegatronStages, default_process_groups  # noqa: E402
 from megatron.adaptive.errors import ConfigError, SetupError  # noqa: E402
 from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job  # noqa: E402
@@ -52,12 +48,7 @@ from megatron.adaptive.gpt.setup import payload_shape  # noqa: E402
 from megatron.adaptive.planner import profile_file  # noqa: E402
 from megatron.adaptive.profiling.links import measure_links, measure_reductions  # noqa: E402
 from megatron.adaptive.profiling.memory import gpu_name, node_facts  # noqa: E402
-from megatron.adaptive.profiling.timing import (  # noqa: E402
-    WARM_UP,
-    spread,
-    time_call,
-    time_microbatches,
-)
+from megatron.adaptive.profiling.timing import WARM_UP, spread, time_call, time_microbatches  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
 STAGES = 3

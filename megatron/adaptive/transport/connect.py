@@ -262,11 +262,7 @@ class Connector:
         if node is None:
             return None, None, ways
         made = NativeTransport(
-            node,
-            kinds,
-            device=self.device,
-            describe=self.describe,
-            least_free=size.least_free,
+            node, kinds, device=self.device, describe=self.describe, least_free=size.least_free
         )
         return made, None, ways
 

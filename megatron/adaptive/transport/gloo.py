@@ -299,11 +299,7 @@ class GlooTransport:
 
     def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
         return HeldArrival(
-            label,
-            peer,
-            payload.nbytes,
-            lambda: payload.to(self._device),
-            time.monotonic_ns(),
+            label, peer, payload.nbytes, lambda: payload.to(self._device), time.monotonic_ns()
         )
 
     def _lost(self, peer: int, error: Exception) -> PeerLostError:

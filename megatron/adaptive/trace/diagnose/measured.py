@@ -118,12 +118,7 @@ class Measured:
         return found
 
     def finding(
-        self,
-        cause: str,
-        columns: Sequence[int],
-        iterations: Ints,
-        kind: str,
-        **evidence: Any,
+        self, cause: str, columns: Sequence[int], iterations: Ints, kind: str, **evidence: Any
     ) -> Finding:
         """Makes a finding about some ranks.
 

@@ -234,10 +234,7 @@ def _heat(run: RunTrace, figures: RunFigures) -> dict[str, Any]:
 
 
 def _blocks(
-    run: RunTrace,
-    figures: RunFigures,
-    choice: PageSelection,
-    notes: list[str],
+    run: RunTrace, figures: RunFigures, choice: PageSelection, notes: list[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and content of the blocks of all groups and iterations; adds to the notes."""
     share = len(choice.iterations) * len(choice.groups)

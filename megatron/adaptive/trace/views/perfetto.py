@@ -87,10 +87,7 @@ def write_perfetto(
     with replaced(target) as temporary:
         is_packed = Path(target).suffix == ".gz"
         binary: Any = gzip.GzipFile(temporary, "wb", 5, mtime=0) if is_packed else None
-        with (
-            binary or temporary.open("wb") as raw,
-            io.TextIOWrapper(raw, encoding="utf-8") as file,
-        ):
+        with binary or temporary.open("wb") as raw, io.TextIOWrapper(raw, encoding="utf-8") as file:
             _write(file, run, chosen, ranks)
     return notes
 

@@ -57,10 +57,7 @@ def write_scalars(
     moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9
     runs = {f"rank {rank:05d}": column for column, rank in enumerate(figures.ranks.tolist())}
     for name, column in {MEAN: None, **runs}.items():
-        with (
-            replaced(Path(folder, name, FILE_NAME)) as temporary,
-            temporary.open("wb") as file,
-        ):
+        with replaced(Path(folder, name, FILE_NAME)) as temporary, temporary.open("wb") as file:
             writer = RecordWriter(file)
             start_s = float(moments_s[0])
             writer.write(Event(wall_time=start_s, file_version="brain.Event:2").SerializeToString())

@@ -282,12 +282,7 @@ def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> 
 
 
 def _transfers(
-    table: TraceTable,
-    worker: Ints,
-    actions: TraceTable,
-    owner: Ints,
-    came: Ints,
-    where: Pipelines,
+    table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
     """Returns transfer seconds and arrival of the message before each compute in ``came``.
 

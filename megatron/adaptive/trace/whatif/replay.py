@@ -263,11 +263,7 @@ def _step(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | No
         if not len(mine):
             return None
         shape = (2, ops.where.num_stages, int(ops.microbatch[mine].max()) + 1)
-        place = (
-            np.where(ops.kind[mine] == FORWARD, 0, 1),
-            ops.stage[mine],
-            ops.microbatch[mine],
-        )
+        place = (np.where(ops.kind[mine] == FORWARD, 0, 1), ops.stage[mine], ops.microbatch[mine])
         times = np.zeros(shape)
         np.add.at(times, place, ops.duration_s[mine])
         if (times <= 0).any():
