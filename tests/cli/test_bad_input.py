@@ -124,9 +124,7 @@ def test_unreadable_tokens_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    info = indexed.IndexedInfo(
-        prefix="p", dtype=np.dtype("<u2"), num_sequences=1, num_documents=1, num_tokens=1
-    )
+    info = indexed.IndexedInfo(prefix="p", dtype=np.dtype("<u2"), num_sequences=1, num_tokens=1)
     monkeypatch.setattr(np, "memmap", refuse)
     with pytest.raises(DataError, match=r"p\.bin: cannot be read \(Permission denied\)"):
         check_vocabulary_fits(info, 10)
