@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.adaptive import accelerator
 
@@ -14,8 +15,9 @@ accelerator.install()
 
 from megatron.adaptive.config.arguments import parse  # noqa: E402
 from megatron.adaptive.config.environment import Environment  # noqa: E402
+from megatron.adaptive.engine.job import process_groups  # noqa: E402
 from megatron.adaptive.errors import DeviceMemoryError  # noqa: E402
-from megatron.adaptive.gpt.initialize import end_job, start_job  # noqa: E402
+from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job  # noqa: E402
 from megatron.adaptive.gpt.setup import build_run  # noqa: E402
 from megatron.adaptive.gpt.step import Step  # noqa: E402
 from megatron.adaptive.rebalance import move_stages  # noqa: E402
@@ -53,5 +55,16 @@ def test_a_model_with_experts_that_was_taken_down_is_freed(dispatcher: str) -> N
         del run
         gc.collect()
         assert model() is None
+    finally:
+        end_job()
+
+
+def test_groups_beside_the_mesh_stay_when_it_is_made_anew() -> None:
+    config = parse(FLAGS.split(), world_size=1)
+    job = start_job(config, Environment(), accelerator.detect(0, backend="gloo"))
+    try:
+        group = dist.new_group(backend="gloo")
+        remake_mesh(job)
+        assert group in process_groups()
     finally:
         end_job()
