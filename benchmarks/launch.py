@@ -224,9 +224,9 @@ def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]
     words += [str(job), "--json", "--log-dir", str(logs)]
 
     def is_named() -> bool:
-        told = json.loads(lab.run(words).stdout)
-        errors = [line for one in told["nodes"] for line in one["errors"]]
-        return node in told["lost"] or any(f"node {node}" in line for line in errors)
+        shown = json.loads(lab.run(words).stdout)
+        errors = [line for one in shown["nodes"] for line in one["errors"]]
+        return node in shown["lost"] or any(f"node {node}" in line for line in errors)
 
     begin_s = time.perf_counter()
     getattr(lab, way)(node)
@@ -262,10 +262,10 @@ def of_status(options: argparse.Namespace) -> Result:
         took = []
         for _ in range(5):
             begin_s = time.perf_counter()
-            told = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
+            shown = run_module("megatron.adaptive", *words, limit_s=LIMIT_S)
             took.append(time.perf_counter() - begin_s)
-            if len(told["nodes"]) != NODES or told["iteration"] != 20_000:
-                raise TimeoutError(f"the monitor did not see all: {str(told)[:300]}")
+            if len(shown["nodes"]) != NODES or shown["iteration"] != 20_000:
+                raise TimeoutError(f"the monitor did not see all: {str(shown)[:300]}")
     note = f"{NODES} nodes, {nbytes / 1e9:.2f} GB"
     rows = [measured("status: time of an answer", took, unit="s", goal=2, note=note)]
     return Result(rows=rows, facts={"status": {"seconds": took, "bytes": nbytes}})

@@ -1,4 +1,4 @@
-"""What is left of a run whose stages move, or cannot for want of room."""
+"""Moves of stages free the former model and keep other groups; without room nothing moves."""
 
 from __future__ import annotations
 

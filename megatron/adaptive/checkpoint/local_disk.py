@@ -349,6 +349,7 @@ class LocalDisk:
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
                 body = self._folder.read_manifest(path)
+                # Versions before had most of it one level deeper.
                 stored = {**body.pop("told", {}), **body, "step": step}
                 if stored["files"] and stored["save_id"]:
                     found[step] = stored

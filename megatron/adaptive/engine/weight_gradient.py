@@ -35,7 +35,7 @@ _FLOPS_PER_ELEMENT = 32
 
 
 class LayerCall:
-    """The arithmetic of one call of a layer.
+    """Computes the parts of one call of a layer: output, gradient of the input, those of weights.
 
     Attributes:
         weight: calls that share one are accumulated as autograd would.
@@ -407,7 +407,7 @@ class _Collecting:
 
 
 class SplitStages:
-    """Does for the stages of a step what weight gradients ask, see ``executor.Stages``.
+    """Runs the weight gradients of a step's stages; base of classes of ``executor.Stages``.
 
     Args:
         stores: of the rank's chunks, ``None`` for whole backwards.

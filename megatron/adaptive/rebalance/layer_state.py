@@ -41,14 +41,12 @@ class Share:
 
     Attributes:
         weight: the parameter or buffer, or a copy of it.
-        held: what the optimizer updates, ``None`` where no part of it is this rank's.
         start: first element of the share.
         end: one past the last.
         state: flat tensors of ``end - start`` elements, by name.
     """
 
     weight: torch.Tensor
-    held: torch.Tensor | None = None
     start: int = 0
     end: int = 0
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -108,15 +106,15 @@ def shares_of(
         if not isinstance(weight, torch.nn.Parameter):
             continue  # a buffer, such as a router's bias
         leaf = optimizer.chained_optimizers[_is_spread(weight)]
-        share.held, share.start, share.end = _held(leaf, weight)
-        if share.held is None:
+        held, share.start, share.end = _held(leaf, weight)
+        if held is None:
             continue
-        state = leaf.optimizer.state.get(share.held, {})
+        state = leaf.optimizer.state.get(held, {})
         for part, tensor in state.items():
             if part != "step" and isinstance(tensor, torch.Tensor):
                 share.state[part] = tensor.detach().view(-1)
-        if _storage(share.held) != _storage(weight):
-            share.state[_MAIN] = share.held.detach().view(-1)
+        if _storage(held) != _storage(weight):
+            share.state[_MAIN] = held.detach().view(-1)
     return found
 
 
@@ -159,7 +157,10 @@ def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _held(leaf: Any, weight: torch.nn.Parameter) -> tuple[torch.Tensor | None, int, int]:
-    """Returns the tensor that the optimizer updates for a parameter, and its range of elements."""
+    """Returns the tensor that the optimizer updates for a parameter, and its range of elements.
+
+    ``None`` where no part of it is this rank's.
+    """
     if not weight.requires_grad:
         return None, 0, 0
     if not isinstance(leaf, DistributedOptimizer):

@@ -167,7 +167,6 @@ def _set_aside(run: Run) -> _State:
     place = job.accelerator.device if stays else torch.device("cpu")
     for share in shares.values():
         share.weight = share.weight.detach().to(place)
-        share.held = None
         share.state = {part: one.to(place) for part, one in share.state.items()}
     return _State(
         shares=shares,
