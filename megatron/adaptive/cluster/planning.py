@@ -129,9 +129,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] |
             f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
             " one cluster; leave one out"
         )
-    profile = None
-    if profiles:
-        profile = profile_file.merge(profiles) if len(profiles) > 1 else profiles[0][1]
+    profile = profile_file.merge(profiles) if profiles else None
     if not clusters:
         return None, profile
     memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
