@@ -129,7 +129,8 @@ def test_cut_points_make_a_profile_and_its_model(tmp_path: Path) -> None:
     assert model.kinds["cut-0"].output_elements == 4096 / 8 / 4
     assert model.kinds["cut-1"].kept_bytes(1) == 1024
     assert profile.times("cut-1", "v100-16", 1, 8).backward_s == 0.012
-    listed = [dict(zip(CSV.split()[0].split(","), (0, "v100", 1, 2e-3, 4e-3, 9, 8, 0)))]
+    row = {"cut_point": 0, "gpu": "v100", "micro_batch": 1, "forward_s": 2e-3, "backward_s": 4e-3}
+    listed = [{**row, "parameters": 9}]
     assert len(profile_of_cut_points(save(tmp_path, listed, "net.json"), "net")["layers"]) == 1
 
 

@@ -210,6 +210,8 @@ class NodeType:
         price_per_hour: of the whole node, in the currency of the user.
         zone: nodes of different zones are linked by the cluster's link between zones, if it has
             one.
+        slowness: how many times as long as measured its work takes.
+        like: type by whose name its links are known; its own name where empty.
     """
 
     name: str
@@ -221,6 +223,13 @@ class NodeType:
     network: LinkSpeed | None = None
     price_per_hour: float = 0.0
     zone: str = ""
+    slowness: float = 1.0
+    like: str = ""
+
+    @property
+    def link_name(self) -> str:
+        """Name of the type in tables of links."""
+        return self.like or self.name
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.memory_bytes) and self.memory_bytes > 0):
@@ -240,6 +249,14 @@ class NodeType:
             if size % gpus == 0 and (size < self.gpus) == inner:
                 return size, link
         return None
+
+
+def link_in(
+    links: Mapping[tuple[str, str], LinkSpeed], one: NodeType, other: NodeType
+) -> LinkSpeed | None:
+    """Returns the link of two types in a table, by their names in either order."""
+    names = one.link_name, other.link_name
+    return links.get(names) or links.get(names[::-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,9 +303,10 @@ class Cluster:
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"cluster: node type {name!r} is given twice: merge the two")
+        known = {*names, *(node.link_name for node in self.types)}
         for pair in self.links:
             for name in pair:
-                if name not in names:
+                if name not in known:
                     raise ConfigError(
                         f"cluster: link between {' and '.join(pair)}: no node type {name!r};"
                         f" types are {', '.join(names)}"
@@ -341,18 +359,17 @@ class Cluster:
         Raises:
             ConfigError: none is known.
         """
-        for pair in ((one.name, other.name), (other.name, one.name)):
-            if pair in self.links:
-                return self.links[pair]
+        if (found := link_in(self.links, one, other)) is not None:
+            return found
         if one.zone != other.zone and self.between_zones is not None:
             return self.between_zones
-        found = [node.network or self.network for node in (one, other)]
-        if found[0] is None or found[1] is None:
+        ways = [node.network or self.network for node in (one, other)]
+        if ways[0] is None or ways[1] is None:
             raise ConfigError(
                 f"cluster: no link is known between {one.name} and {other.name}: give the cluster,"
                 " both types or this pair of types a network"
             )
-        return min((link for link in found if link is not None), key=lambda link: link.bytes_per_s)
+        return min((link for link in ways if link is not None), key=lambda link: link.bytes_per_s)
 
 
 def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Cluster:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,18 +28,17 @@ from megatron.adaptive.planner.layers import (
     LayerTable,
     all_reduce_s,
     boundary_s,
-    divided_parameters,
     embedding_s,
     exposed_reduce_s,
     layer_table,
+    link_of_types,
     link_within,
-    optimizer_s,
     range_largest,
     range_sums,
     reduction,
     stage_memory,
 )
-from megatron.adaptive.planner.plan import StagePlace, place_stage
+from megatron.adaptive.planner.plan import StagePlace, StageSettings, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
 
 _FEW = 2000
@@ -258,31 +257,15 @@ def _pack(edges: dict[_Key, list[tuple[_Key | None, int]]], whole: bool) -> DpSt
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapeChoice:
-    """Settings that all stages of a plan share.
-
-    Attributes:
-        microbatches: of a step.
-        recompute: one of ``model.RECOMPUTE``.
-        distributed_optimizer: whether replicas divide the optimizer state.
-        overlap_reduce: whether the reduction runs along with backwards.
-        sequence_parallel: whether tensor parallelism divides all activations.
-        expert_ranks: replicas that experts are spread over.
-        context_ranks: replicas that share each sequence.
-    """
+class ShapeChoice(StageSettings):
+    """The settings of stages, and the number of microbatches of a step."""
 
     microbatches: int
-    recompute: str = "none"
-    distributed_optimizer: bool = False
-    overlap_reduce: bool = False
-    sequence_parallel: bool = False
-    expert_ranks: int = 1
-    context_ranks: int = 1
 
     @property
     def of_plan(self) -> dict[str, Any]:
         """Those that a plan has under the same names."""
-        return {name: value for name, value in vars(self).items() if name != "microbatches"}
+        return {one.name: getattr(self, one.name) for one in fields(StageSettings)}
 
 
 class Totals(NamedTuple):
@@ -321,7 +304,6 @@ class Tables:
         self._first = np.concatenate(
             [[0], np.cumsum([group.count for group in inputs.cluster.groups])]
         ).tolist()
-        self._layers: dict[Any, LayerTable] = {}
         self._reduce: dict[Any, Any] = {}
         self._messages: dict[Any, tuple[float, float]] = {}
         self._ranges: dict[Any, Any] = {}
@@ -363,26 +345,15 @@ class Tables:
         Raises:
             ConfigError: the profile lacks a duration.
         """
-        memory = choice.recompute, choice.sequence_parallel
-        key: Any = (node.name, one.tp, one.micro_batch, *memory)
-        others: list[NodeType] = []
-        if choice.expert_ranks * choice.context_ranks > 1:
-            others = self.types(one) if one.nodes else [node]
-            names = (other.name for other in others)
-            key = (*key, choice.expert_ranks, choice.context_ranks, *names)
-        if key not in self._layers:
-            self._layers[key] = layer_table(
-                self.inputs,
-                node,
-                tp=one.tp,
-                micro_batch=one.micro_batch,
-                recompute=choice.recompute,
-                sequence_parallel=choice.sequence_parallel,
-                expert_ranks=choice.expert_ranks,
-                context_ranks=choice.context_ranks,
-                others=others,
-            )
-        return self._layers[key]
+        others = self.types(one) if one.nodes else ()
+        return layer_table(
+            self.inputs,
+            node,
+            tp=one.tp,
+            micro_batch=one.micro_batch,
+            settings=choice,
+            others=others,
+        )
 
     def totals(
         self, node: NodeType, one: StageClass, choice: ShapeChoice, whole: bool = True
@@ -404,19 +375,18 @@ class Tables:
         way = table.forward_s + table.backward_s + whole * table.weight_s - 2 * table.launch_s
         parameters = float(table.parameters.sum())
         experts = float(table.expert_parameters.sum())
-        divided = divided_parameters(parameters, experts, choice.expert_ranks)
-        updated = divided if choice.distributed_optimizer else parameters
-        after = optimizer_s(self.profile, node.gpu, updated, one.dp, choice.distributed_optimizer)
+        updated = choice.state_parameters(parameters, experts, one.dp)
+        after = updated * self.inputs.optimizer_s([node])
         if not choice.overlap_reduce:
             alike = parameters - (experts if choice.expert_ranks > 1 else 0.0)
             after += self._least_reduce_s(one, alike * self.model.precision.reduce_bytes)
         held = stage_memory(
             self.model,
             parameters=parameters,
+            expert_parameters=experts,
             dp=one.dp,
-            distributed_optimizer=choice.distributed_optimizer,
+            settings=choice,
             context_bytes=0.0,
-            divided=divided,
         )
         least = (table.forward_s - table.launch_s)[1:-1].min(initial=np.inf)
         self._ranges[key] = Totals(
@@ -441,10 +411,7 @@ class Tables:
         if len(types) == 1:
             link = link_within(self.inputs, types[0], sum(one.nodes) * types[0].gpus)
             return all_reduce_s(link, size, one.dp, one.tp)
-        ways = [
-            self.profile.links.get((a.name, b.name), self.cluster.link_of_types(a, b))
-            for a, b in itertools.permutations(types, 2)
-        ]
+        ways = [link_of_types(self.inputs, a, b) for a, b in itertools.permutations(types, 2)]
         return min(all_reduce_s(way, size, one.dp, one.tp) for way in ways)
 
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
@@ -488,7 +455,7 @@ class Tables:
         """Returns the arrays of one class by name."""
         nodes = self.types(one)
         rows = [self.ranges(node, one, choice) for node in nodes]
-        action = max(self.profile.launch_s.get(node.gpu, 0.0) for node in nodes)
+        action = self.inputs.action_s(nodes)
         whole = [np.maximum.reduce([row[i] for row in rows]) for i in range(3)]
         # As in a prediction: the slowest with its launching, less the slowest without.
         work = [np.maximum.reduce([row[i] - row[3] for row in rows]) for i in range(2)]
@@ -521,12 +488,12 @@ class Tables:
         need = stage_memory(
             self.model,
             parameters=parameters,
+            expert_parameters=experts,
             workspace_bytes=range_largest(table.workspace_bytes),
             dp=one.dp,
-            distributed_optimizer=choice.distributed_optimizer,
+            settings=choice,
             limit_bytes=node.memory_bytes,
             context_bytes=self.profile.context_bytes.get(node.gpu),
-            divided=divided_parameters(parameters, experts, choice.expert_ranks),
         )
         base = np.where(self.crossing, np.inf, need.total_bytes - node.memory_bytes)
         return [*sums, parameters, experts, base, self._sums((key, "kept"), table.kept_bytes)]
@@ -553,13 +520,8 @@ class Tables:
             count = parameters.shape[0]
             layers = np.arange(count)[None, :] - np.arange(count)[:, None]
             whole = exposed_reduce_s(whole, backward, np.maximum(layers, 1))
-        updates = [
-            optimizer_s(self.profile, node.gpu, 1.0, one.dp, choice.distributed_optimizer)
-            for node in self.types(one)
-        ]
-        if choice.distributed_optimizer:
-            parameters = divided_parameters(parameters, experts, ranks)
-        return whole + np.maximum(parameters, 0.0) * max(updates)
+        updated = choice.state_parameters(parameters, experts, one.dp)
+        return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(one))
 
     def _messages_of(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any]:
         """Returns the latency and occupancy ``[2, 2, c, c, n + 1]``."""
