@@ -32,6 +32,7 @@ from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.planner.repartition import (
     Loads,
     Partition,
+    PartitionMove,
     Times,
     propose,
     simulated_step,
@@ -90,22 +91,16 @@ class StepMeasurements:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class Move(PartitionMove):
     """Holds the partition that all ranks take after this step.
 
     Attributes:
-        partition: layers of each stage from here on.
         why: for the log.
-        gain: share of a step that it saves, simulated.
         before_s: the step as it was measured before.
-        layers: how many change their rank.
     """
 
-    partition: tuple[int, ...]
     why: str
-    gain: float
     before_s: float
-    layers: int
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
@@ -204,10 +199,11 @@ class Repartitioner:
     def moved(self, move: Move, run: Run, seconds: float) -> None:
         """Reports a move and goes on after it."""
         before = format_partition(self._partition)
+        layers = travelling(self._partition, move.partition, run.placement)
         self._message(
             f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; a step of "
-            f"{move.before_s * 1e3:.4g} ms shall take {move.gain:.1%} less; {move.layers} layer"
-            f"{'s' * (move.layers != 1)} moved in {seconds:.3f} s"
+            f"{move.before_s * 1e3:.4g} ms shall take {move.gain:.1%} less; {layers} layer"
+            f"{'s' * (layers != 1)} moved in {seconds:.3f} s"
         )
         self._promise = move
         self._skip = _WARM_UP
@@ -274,14 +270,7 @@ class Repartitioner:
             found = None  # the order cannot be simulated for this many microbatches
         if found is None:
             return None, span_s
-        move = Move(
-            partition=found.partition,
-            why=_reason(whole),
-            gain=found.gain,
-            before_s=span_s,
-            layers=travelling(whole.partition, found.partition, run.placement),
-        )
-        return move, span_s
+        return Move(**vars(found), why=_reason(whole), before_s=span_s), span_s
 
     def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
         run = self._run
