@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -304,10 +305,7 @@ class Tables:
         self._first = np.concatenate(
             [[0], np.cumsum([group.count for group in inputs.cluster.groups])]
         ).tolist()
-        self._reduce: dict[Any, Any] = {}
-        self._messages: dict[Any, tuple[float, float]] = {}
-        self._ranges: dict[Any, Any] = {}
-        self._places: dict[Any, StagePlace | None] = {}
+        self._kept: dict[Any, Any] = {}
         n = inputs.model.num_layers
         cuts = np.arange(n + 1)
         crossing = np.zeros((n + 1, n + 1), dtype=bool)
@@ -317,21 +315,23 @@ class Tables:
         outputs = [inputs.model.layer(i).output_elements for i in range(n)]
         self._sizes = [0.0, *(size * inputs.model.precision.element_bytes for size in outputs)]
 
+    def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Computes something the first time that it is asked for."""
+        if key not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]
+
     def place(self, one: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
         """Places a stage of a class on the first nodes after ``skip``; None if too few are left."""
-        if (one, skip) in self._places:
-            return self._places[one, skip]
         nodes: list[int] = []
-        place = None
         for index, count in enumerate(one.nodes):
             begin = self._first[index] + (skip[index] if skip else 0)
             if begin + count > self._first[index + 1]:
-                break
+                return None
             nodes += range(begin, begin + count)
-        else:
-            place = place_stage(self.cluster, nodes, *one.widths)
-        self._places[one, skip] = place
-        return place
+        key = ("place", one, skip)
+        found: StagePlace = self._once(key, lambda: place_stage(self.cluster, nodes, *one.widths))
+        return found
 
     def types(self, one: StageClass) -> list[NodeType]:
         """Returns the node types of a class."""
@@ -368,9 +368,12 @@ class Tables:
         """
         table = self.layers(node, one, choice)
         key = (id(table), "totals", one, choice.distributed_optimizer, choice.overlap_reduce, whole)
-        if key in self._ranges:
-            found: Totals = self._ranges[key]
-            return found
+        found: Totals = self._once(key, lambda: self._totals(table, node, one, choice, whole))
+        return found
+
+    def _totals(
+        self, table: LayerTable, node: NodeType, one: StageClass, choice: ShapeChoice, whole: bool
+    ) -> Totals:
         work = table.forward_s + table.backward_s + table.weight_s
         way = table.forward_s + table.backward_s + whole * table.weight_s - 2 * table.launch_s
         parameters = float(table.parameters.sum())
@@ -389,7 +392,7 @@ class Tables:
             context_bytes=0.0,
         )
         least = (table.forward_s - table.launch_s)[1:-1].min(initial=np.inf)
-        self._ranges[key] = Totals(
+        return Totals(
             work_s=float(work.sum()),
             least_s=float(least) if math.isfinite(least) else 0.0,
             way_s=float(way.sum()),
@@ -399,7 +402,6 @@ class Tables:
             # A layer's activations stay while later layers go forward and back.
             stay=float((table.kept_bytes * way[::-1].cumsum()[::-1]).sum()),
         )
-        return self.totals(node, one, choice, whole)
 
     def _least_reduce_s(self, one: StageClass, size: float) -> float:
         """Returns seconds that no reduction of a stage of a class is faster than."""
@@ -445,12 +447,6 @@ class Tables:
         # One layout, so that the kernel is compiled once.
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
-    def _sums(self, key: Any, values: Any) -> Any:
-        """Returns ``[n + 1, n + 1]`` sums over every range of layers."""
-        if key not in self._ranges:
-            self._ranges[key] = range_sums(values)
-        return self._ranges[key]
-
     def _class(self, one: StageClass, choice: ShapeChoice) -> dict[str, Any]:
         """Returns the arrays of one class by name."""
         nodes = self.types(one)
@@ -480,14 +476,14 @@ class Tables:
             not share a stage; bytes of one microbatch.
         """
         table = self.layers(node, one, choice)
-        key = id(table)
-        values = (table.forward_s, table.backward_s, table.weight_s, table.launch_s)
-        sums = [self._sums((key, index), value) for index, value in enumerate(values)]
-        parameters = self._sums((key, "parameters"), table.parameters)
-        experts = self._sums((key, "experts"), table.expert_parameters)
+        names = ("forward_s", "backward_s", "weight_s", "launch_s", "parameters")
+        *sums, experts, kept = (
+            self._once((id(table), name), lambda name=name: range_sums(getattr(table, name)))
+            for name in (*names, "expert_parameters", "kept_bytes")
+        )
         need = stage_memory(
             self.model,
-            parameters=parameters,
+            parameters=sums[-1],
             expert_parameters=experts,
             workspace_bytes=range_largest(table.workspace_bytes),
             dp=one.dp,
@@ -496,14 +492,14 @@ class Tables:
             context_bytes=self.profile.context_bytes.get(node.gpu),
         )
         base = np.where(self.crossing, np.inf, need.total_bytes - node.memory_bytes)
-        return [*sums, parameters, experts, base, self._sums((key, "kept"), table.kept_bytes)]
+        return [*sums, experts, base, kept]
 
     def _after(
         self, one: StageClass, choice: ShapeChoice, parameters: Any, experts: Any, backward: Any
     ) -> Any:
         ranks = choice.expert_ranks
-        key = (one.nodes, one.tp, one.dp, ranks)
-        if key not in self._reduce:
+
+        def reduced() -> Any:
             place = self.place(one)
             assert place is not None
             alike = parameters - experts if ranks > 1 else parameters
@@ -514,8 +510,9 @@ class Tables:
                 sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
                 times = list(map(reduction((place,), 0, self.inputs, stride), sizes.tolist()))
                 whole = whole + np.array(times)[where].reshape(parameters.shape)
-            self._reduce[key] = whole
-        whole = self._reduce[key]
+            return whole
+
+        whole = self._once(("reduce", one.nodes, one.tp, one.dp, ranks), reduced)
         if choice.overlap_reduce:
             count = parameters.shape[0]
             layers = np.arange(count)[None, :] - np.arange(count)[:, None]
@@ -547,15 +544,14 @@ class Tables:
     def _message(
         self, one: StageClass, other: StageClass, kind: int, size: float, choice: ShapeChoice
     ) -> tuple[float, float]:
-        key = (one, other, kind, size, choice.sequence_parallel)
-        if key not in self._messages:
-            pair = self._pair(one, other, kind)
-            if pair is None:
+        def timed() -> tuple[float, float]:
+            if (pair := self._pair(one, other, kind)) is None:
                 return 0.0, 0.0
-            self._messages[key] = boundary_s(
-                *pair, self.inputs, size, sliced=choice.sequence_parallel
-            )
-        return self._messages[key]
+            return boundary_s(*pair, self.inputs, size, sliced=choice.sequence_parallel)
+
+        key = ("message", one, other, kind, size, choice.sequence_parallel)
+        found: tuple[float, float] = self._once(key, timed)
+        return found
 
     def _pair(
         self, one: StageClass, other: StageClass, kind: int
@@ -577,10 +573,11 @@ class Tables:
                     if pair is None:
                         continue
                     # It does not depend on microbatches.
-                    key = ("tied", one.nodes, other.nodes, one.tp, one.dp, other.tp, other.dp, kind)
-                    if key not in self._reduce:
-                        self._reduce[key] = embedding_s(pair, self.inputs, one.tp)
-                    tied[kind, a, b] = self._reduce[key]
+                    widths = (one.tp, one.dp, other.tp, other.dp)
+                    tied[kind, a, b] = self._once(
+                        ("tied", one.nodes, other.nodes, widths, kind),
+                        partial(embedding_s, pair, self.inputs, one.tp),
+                    )
         return tied
 
 
