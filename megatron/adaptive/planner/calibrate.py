@@ -115,12 +115,10 @@ def calibrate(
         What a profile file holds.
 
     Raises:
-        ConfigError: no run is given, or one does not say which layers its stages hold or holds
-            others than the model.
+        ConfigError: a run does not say which layers its stages hold, or holds others than the
+            model.
         TraceError: a trace is damaged or has no complete iterations beyond those skipped.
     """
-    if not runs:
-        raise ConfigError("calibrating: no run: give the folder of a traced run")
     stages: dict[_Key, list[_Stage]] = {}
     found = _Found()
     for run in runs:

@@ -135,9 +135,6 @@ class LinkSpeed:
             Empty: ``bytes_per_s`` for all sizes.
         by_pairs: links measured with so many simultaneous pairs; for others the nearest smaller
             number's bandwidth is divided as ``shared`` says.
-
-    Raises:
-        ConfigError: a bandwidth that is not positive, a latency that is negative.
     """
 
     bytes_per_s: float
@@ -145,15 +142,6 @@ class LinkSpeed:
     shared: bool = True
     sizes: tuple[tuple[float, float], ...] = ()
     by_pairs: tuple[tuple[int, LinkSpeed], ...] = ()
-
-    def __post_init__(self) -> None:
-        for value in (self.bytes_per_s, *(speed for _, speed in self.sizes)):
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"bandwidth is {value:g} bytes/s: it must be above 0 and finite")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ConfigError(f"latency is {self.latency_s:g} s: it must not be negative")
-        if any(a[0] >= b[0] for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
-            raise ConfigError("bandwidth by size: sizes must ascend, each given once")
 
     def bandwidth(self, message_bytes: float, pairs: int = 1) -> float:
         """Returns the bytes per second that one pair gets.
@@ -231,13 +219,6 @@ class NodeType:
         """Name of the type in tables of links."""
         return self.like or self.name
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.memory_bytes) and self.memory_bytes > 0):
-            raise ConfigError(
-                f"node type {self.name}: memory is {self.memory_bytes:g} bytes per GPU:"
-                " it must be above 0"
-            )
-
     def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
         """Returns the least island that is divided into groups of so many neighbouring GPUs.
 
@@ -287,7 +268,7 @@ class Cluster:
         name: for people.
 
     Raises:
-        ConfigError: no nodes, a type twice, or two types of which no link is known.
+        ConfigError: a type twice, or two types of which no link is known.
     """
 
     groups: tuple[NodePool, ...]
@@ -297,8 +278,6 @@ class Cluster:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise ConfigError("cluster: it has no nodes: give at least one node type with a count")
         names = [group.type.name for group in self.groups]
         for name in names:
             if names.count(name) > 1:
@@ -501,20 +480,19 @@ def _speed(one: Any, place: str, *, shared: bool = True) -> Any:
             )
         more = [{"pairs": count, "bandwidth": count * speed} for count in range(2, rails + 1)]
         one |= {"bandwidth": speed, "by_pairs": more}
-    try:
-        return LinkSpeed(
-            bytes_per_s=one["bandwidth"],
-            latency_s=one.get("latency", 0.0),
-            shared=one.get("shared", shared),
-            sizes=tuple((size, speed) for size, speed in one.get("sizes", ())),
-            by_pairs=tuple(
-                (more["pairs"], _speed(more, f"{place}.by_pairs[{index}]", shared=shared))
-                for index, more in enumerate(one.get("by_pairs", ()))
-            ),
-        )
-    except ConfigError as error:
-        text = str(error)
-        raise ConfigError(text if text.startswith(place) else f"{place}: {text}") from error
+    sizes = tuple((size, speed) for size, speed in one.get("sizes", ()))
+    if any(a[0] >= b[0] for a, b in itertools.pairwise(sizes)):
+        raise ConfigError(f"{place}.sizes must ascend, each given once: put them in order")
+    return LinkSpeed(
+        bytes_per_s=one["bandwidth"],
+        latency_s=one.get("latency", 0.0),
+        shared=one.get("shared", shared),
+        sizes=sizes,
+        by_pairs=tuple(
+            (more["pairs"], _speed(more, f"{place}.by_pairs[{index}]", shared=shared))
+            for index, more in enumerate(one.get("by_pairs", ()))
+        ),
+    )
 
 
 _NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}

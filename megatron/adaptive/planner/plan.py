@@ -119,20 +119,6 @@ class Plan(StageSettings):
     chunks: int = 1
     schedule: str = "1f1b"
 
-    def __post_init__(self) -> None:
-        if self.global_batch % (self.dp * self.micro_batch):
-            raise ConfigError(
-                f"global batch of {self.global_batch} samples: {self.dp} replicas with microbatches"
-                f" of {self.micro_batch} do not divide it"
-            )
-        if len(self.places) != self.pp:
-            raise ConfigError(f"{len(self.places)} places for {self.pp} pipeline ranks: give each")
-        if len(self.partition) != self.pp * self.chunks:
-            raise ConfigError(
-                f"partition of {len(self.partition)} stages:"
-                f" {self.pp} pipeline ranks with {self.chunks} chunks have {self.pp * self.chunks}"
-            )
-
     @property
     def num_microbatches(self) -> int:
         """Microbatches of each replica in a step."""

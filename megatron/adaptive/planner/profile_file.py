@@ -55,12 +55,11 @@ def load_all(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:
-    """Checks and writes a profile file.
+    """Writes a profile file.
 
     Raises:
-        ConfigError: the content breaks a rule, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    check_form(content, "profile", str(path))
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:

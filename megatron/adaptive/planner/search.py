@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron.adaptive.errors import ConfigError, ScheduleError
+from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.chunks import (
     ONE_CHUNK,
     ChunkedPipeline,
@@ -130,23 +130,12 @@ class Objective:
         most_price_per_hour: dearer nodes do not count.
         most_price_per_step: plans whose step costs more do not count; a budget for a run, divided
             by its steps.
-
-    Raises:
-        ConfigError: a limit is not above 0.
     """
 
     least: Literal["time", "cost"] = "time"
     most_seconds_per_step: float = math.inf
     most_price_per_hour: float = math.inf
     most_price_per_step: float = math.inf
-
-    def __post_init__(self) -> None:
-        if self.least not in ("time", "cost"):
-            raise ConfigError(f"objective is {self.least!r}: choose time or cost")
-        for name in ("most_seconds_per_step", "most_price_per_hour", "most_price_per_step"):
-            value = getattr(self, name)
-            if math.isnan(value) or value <= 0:
-                raise ConfigError(f"{name} is {value:g}: it must be above 0")
 
     def value(self, seconds: float, price_per_hour: float) -> float:
         """Returns what is minimised."""
