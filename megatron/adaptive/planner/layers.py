@@ -284,8 +284,8 @@ def layer_table(
             waiting * samples if recompute == "full" and kind.counted else 0.0,
         )
     table = np.array([rows[name] for name in inputs.model.layers], dtype=np.float64).T
-    inputs.layer_tables[key] = LayerTable(is_estimated, *table)
-    return inputs.layer_tables[key]
+    made = inputs.layer_tables[key] = LayerTable(is_estimated, *table)
+    return made
 
 
 def range_sums(values: Any) -> Any:

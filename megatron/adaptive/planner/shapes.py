@@ -478,7 +478,7 @@ class Tables:
         table = self.layers(node, one, choice)
         names = ("forward_s", "backward_s", "weight_s", "launch_s", "parameters")
         *sums, experts, kept = (
-            self._once((id(table), name), lambda name=name: range_sums(getattr(table, name)))
+            self._once((id(table), name), partial(range_sums, getattr(table, name)))
             for name in (*names, "expert_parameters", "kept_bytes")
         )
         need = stage_memory(

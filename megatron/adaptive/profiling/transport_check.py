@@ -108,8 +108,8 @@ class TransportCheck:
         except SetupError as error:
             choice = Choice(str(self._options.forced), str(error))
         chosen = choice.kind == kind
-        facts = {"ranks": pair, "hosts": (one.host, other.host), "transport": kind}
-        facts["chosen"] = chosen
+        hosts = one.host, other.host
+        facts = {"ranks": pair, "hosts": hosts, "transport": kind, "chosen": chosen}
         if (reason := why_not(kind, one, other)) is not None:
             return {**facts, "note": reason}
         try:
