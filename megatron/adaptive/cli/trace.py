@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import numpy as np
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.outside import aligned
-from megatron.adaptive.errors import ConfigError, SetupError, TraceError
+from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span
 from megatron.adaptive.trace.figures import NS_PER_MS, PARTS, RunFigures, run_figures
 from megatron.adaptive.trace.locate import load_run
@@ -44,14 +43,7 @@ EVENT_ITERATIONS = 20
 """Iterations that the events cover; more make a file that viewers open slowly."""
 MOST_LAYERS = 4
 """So many layers of experts are named, those with the worst balance."""
-FORMATS = {
-    "xlsx": "openpyxl",
-    "html": "plotly",
-    "perfetto": None,
-    "png": "matplotlib",
-    "tensorboard": "tensorboard",
-}
-"""The views, and the package that each needs."""
+FORMATS = ("xlsx", "html", "perfetto", "png", "tensorboard")
 _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
@@ -342,10 +334,7 @@ def _output_stem(arguments: argparse.Namespace, run: RunTrace) -> Path:
 
 
 def _chosen_formats(text: str) -> tuple[str, ...]:
-    """The views that ``--format`` names, each once, those that can be written.
-
-    ``all`` leaves out what lacks its package, with a warning.
-    """
+    """The views that ``--format`` names, each once."""
     names = tuple(dict.fromkeys(FORMATS if text == "all" else text.split(",")))
     for name in names:
         if name not in FORMATS:
@@ -353,17 +342,7 @@ def _chosen_formats(text: str) -> tuple[str, ...]:
                 f"argument --format: invalid choice {name!r}: choose from "
                 f"{', '.join(FORMATS)}, or all"
             )
-    missing = {
-        name: package
-        for name in names
-        if (package := FORMATS[name]) is not None and find_spec(package) is None
-    }
-    for name, package in missing.items():
-        line = f"cannot write {name}: package {package!r} is missing; run pip install {package}"
-        if text != "all":
-            raise SetupError(line)
-        show(f"warning: {line}", file=sys.stderr)
-    return tuple(name for name in names if name not in missing)
+    return names
 
 
 def _write_view(name: str, selection: _Selection, stem: Path) -> str:

@@ -25,9 +25,10 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
+from plotly.offline import get_plotlyjs
 
 from megatron.adaptive.config.outside import printable
-from megatron.adaptive.errors import SetupError, TraceError
+from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
@@ -91,11 +92,9 @@ def write_page(
     Raises:
         TraceError: there is no such iteration or replica, nothing is recorded of them, or the file
             cannot be written.
-        SetupError: plotly is not installed.
     """
     for iteration in iterations:
         run.require_iteration(iteration)
-    plotly_js()  # refuses before the run is read
     ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
     figures = figures or run_figures(run, iterations, ranks=ranks)
     choice = choose(run, figures, iterations, dp_rank, labels)
@@ -136,11 +135,8 @@ def write_html(
         scripts: run in this order after plotly.js.
 
     Raises:
-        SetupError: plotly is not installed.
         TraceError: the file cannot be written.
     """
-    plotly = plotly_js()
-
     def asset(file_name: str) -> str:
         return (resources.files(package) / "assets" / file_name).read_text(encoding="utf-8")
 
@@ -153,23 +149,13 @@ def write_html(
         for block, content in blocks:
             text = _UNPRINTABLE.sub(r"\1\\\\\2", json.dumps(content)).replace("<", "\\u003c")
             file.write(f'<script type="application/json" id="{block}">{text}</script>\n')
-        for part in (plotly, "\n".join(map(asset, scripts))):
+        for part in (plotly_js(), "\n".join(map(asset, scripts))):
             file.write(f"<script>{part}</script>\n")
         file.write(after)
 
 
 def plotly_js() -> str:
-    """Return the code of plotly.js, as it stands in a page.
-
-    Raises:
-        SetupError: plotly is not installed.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise SetupError(
-            "the page needs plotly, which is not installed; pip install plotly"
-        ) from error
+    """Return the code of plotly.js, as it stands in a page."""
     text: str = get_plotlyjs().replace("</script", "<\\/script")
     return text
 
