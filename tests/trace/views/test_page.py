@@ -17,7 +17,7 @@ from megatron.adaptive.trace.event import trace_file_name
 from megatron.adaptive.trace.figures import run_figures
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.views import page
-from megatron.adaptive.trace.views.page import encode, write_page
+from megatron.adaptive.trace.views.page import write_page
 from megatron.adaptive.trace.views.palette import categories
 
 Make = Callable[..., RunTrace]
@@ -194,23 +194,6 @@ def test_the_name_of_a_run_is_text(write_run: Callable[..., Path], tmp_path: Pat
     assert "default-src 'none'" in found.text
     assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?!data:)", found.text)
     assert len(found.text) < 8_000_000
-
-
-def test_columns_have_the_narrowest_type_that_holds_them() -> None:
-    columns = {
-        "a": np.array([0, 255]),
-        "b": np.array([-1, 3]),
-        "c": np.array([256]),
-        "d": np.array([-1, 70_000]),
-        "e": np.array([2**32]),
-        "f": np.zeros(0, np.int64),
-    }
-    block = decode(encode(columns))
-    types = {name: kind for name, kind, _ in block["columns"]}
-    kinds = "uint8 int8 uint16 int32 float64 uint8".split()
-    assert types == dict(zip("abcdef", kinds, strict=True))
-    for name, column in columns.items():
-        assert block[name].tolist() == column.tolist()
 
 
 def test_what_is_not_there_is_refused(make: Make, tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 The page needs nothing but itself: plotly.js, its own script and the spans are in it. It has a
 timeline of a row per rank with what every rank waited for, arrows from sends to receives, the step
-as it would be with nobody slower than others, the activation bytes held, a slider over iterations,
-and maps of slow ranks. So that it opens quickly after a run of any size, it holds some iterations
-and replicas of a large one, and says what it left out.
+as it would be with nobody slower than others, the activation bytes held, and a slider over
+iterations. So that it opens quickly after a run of any size, it holds some iterations and replicas
+of a large one, and says what it left out.
 
 Level of detail: where there are too many spans, those shorter than a bin of time are merged, bin by
 bin, into one bar per rank and colour. A bar is as long as what it stands for took together, so sums
@@ -33,7 +33,7 @@ from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_of, stages_text
+from megatron.adaptive.trace.step import stages_text
 from megatron.adaptive.trace.table import (
     KIND,
     OTHER,
@@ -179,8 +179,6 @@ def _head(run: RunTrace, figures: RunFigures, choice: PageSelection) -> dict[str
         f"world size {run.world_size}"
     )
     step_ns = figures.step_ns.max(axis=1)
-    idle = np.nan_to_num(figures.bubble_fraction)
-    known = np.maximum(1, (figures.num_actions > 0).sum(axis=1))
     return {
         "title": f"Pipeline trace of {run.run}",
         "subtitle": shape,
@@ -192,30 +190,6 @@ def _head(run: RunTrace, figures: RunFigures, choice: PageSelection) -> dict[str
         "iterations": choice.iterations,
         "all_iterations": figures.iterations.tolist(),
         "step_ms": np.round(step_ns / 1e6, 4).tolist(),
-        "bubble": np.round(idle.sum(axis=1) / known, 4).tolist(),
-        **_heat(run, figures),
-    }
-
-
-MAX_HEAT = 40_000
-"""Cells of the map of ranks by steps."""
-
-
-def _heat(run: RunTrace, figures: RunFigures) -> dict[str, Any]:
-    """Returns the maps of slow ranks and stages; none for one rank."""
-    if len(figures.ranks) < 2 or not figures.num_actions.any():
-        return {}
-    heat = figures.heat(stages_of(run))
-    every = max(1, -(-heat[0].size // MAX_HEAT))
-    ranks, stages = (
-        [[None if value != value else round(value, 3) for value in row] for row in part.tolist()]
-        for part in (heat[0][:, ::every], heat[1])
-    )
-    return {
-        "heat": ranks,
-        "heat_steps": figures.iterations[::every].tolist(),
-        "heat_ranks": figures.ranks.tolist(),
-        "heat_stages": stages,
     }
 
 
@@ -400,10 +374,6 @@ def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({present[0], present[int(np.argmax(steps))]}))
 
 
-TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float64")
-"""Of a column, narrowest first; all have an array in JavaScript."""
-
-
 def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
     """A block.
 
@@ -411,7 +381,11 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
         columns: whole numbers below 2^53.
         head: other data of the page, as JSON.
     """
-    found = {name: column.astype(_type_of(column)) for name, column in columns.items()}
+    most = np.iinfo("int32").max
+    found = {
+        name: column.astype("float64" if np.abs(column).max(initial=0) > most else "int32")
+        for name, column in columns.items()
+    }
     # Wide ones first, so that each begins at a multiple of its width.
     ordered = sorted(found.items(), key=lambda pair: -pair[1].itemsize)
     listed = [[name, column.dtype.name, len(column)] for name, column in ordered]
@@ -461,15 +435,6 @@ def message_columns(
         "target": rows[messages.target[order]],
         "m_bytes": messages.bytes[order],
     }
-
-
-def _type_of(column: Ints) -> str:
-    low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
-    for name in TYPES[:-1]:
-        limits = np.iinfo(name)
-        if limits.min <= low and high <= limits.max:
-            return name
-    return TYPES[-1]
 
 
 _MERGED = {

@@ -244,35 +244,6 @@ function drawOverview() {
   });
 }
 
-// Work over the usual one: ranks by steps, and replicas by stages.
-function drawHeat() {
-  if (!PAGE.heat) {
-    element("heat").hidden = true;
-    return Promise.resolve();
-  }
-  const common = { type: "heatmap", coloraxis: "coloraxis" };
-  const steps = PAGE.heat_steps.map(String);
-  const ranks = PAGE.heat_ranks.map((rank) => `rank ${rank}`);
-  const axis = { type: "category", fixedrange: true, nticks: 24 };
-  return Plotly.newPlot("heat", [
-    { ...common, z: PAGE.heat, x: steps, y: ranks,
-      hovertemplate: "%{y}, step %{x}: %{z:.3f} times the usual work<extra></extra>" },
-    { ...common, z: PAGE.heat_stages, xaxis: "x2", yaxis: "y2",
-      x: PAGE.heat_stages[0].map((_, stage) => `${stage}`),
-      y: PAGE.heat_stages.map((_, replica) => `${replica}`),
-      hovertemplate: "stage %{x}, replica %{y}: %{z:.3f} times<extra></extra>" },
-  ], {
-    height: Math.min(700, 150 + 14 * Math.max(ranks.length, 6)),
-    margin: { l: 64, r: 20, t: 26, b: 40 }, font: { family: FONT, size: 11, color: "#6b6b70" },
-    title: { text: "work over the usual one", font: { size: 12 }, x: 0.01 },
-    coloraxis: { cmid: 1, colorscale: [[0, "#2166ac"], [0.5, "#f7f7f7"], [1, "#b2182b"]] },
-    xaxis: { ...axis, domain: [0, 0.7], title: { text: "step", standoff: 4 } },
-    yaxis: { ...axis, autorange: "reversed" },
-    xaxis2: { ...axis, domain: [0.78, 1], title: { text: "stage", standoff: 4 } },
-    yaxis2: { ...axis, anchor: "x2", autorange: "reversed", title: { text: "replica" } },
-  }, { responsive: true, displayModeBar: false, showSendToCloud: false });
-}
-
 function markOverview() {
   if (overview.hidden || !overview.data) return;
   const number = PAGE.iterations[state.place];
@@ -300,7 +271,6 @@ async function begin() {
   // A curve for each of very many rows takes long.
   if (PAGE.groups[0].rows.length > 64) element("memory").checked = false;
   await drawOverview();
-  await drawHeat();
   await show(PAGE.iterations.length - 1, 0);
   chart.on("plotly_relayout", zoomed);
   chart.addEventListener("mousemove", showTip);

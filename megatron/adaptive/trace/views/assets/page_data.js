@@ -2,10 +2,7 @@
 // Reads the blocks of the page and answers what lies where. Times are milliseconds.
 
 const PAGE = JSON.parse(document.getElementById("page").textContent);
-const ARRAYS = {
-  uint8: Uint8Array, int8: Int8Array, uint16: Uint16Array, int16: Int16Array,
-  uint32: Uint32Array, int32: Int32Array, float64: Float64Array,
-};
+const ARRAYS = { int32: Int32Array, float64: Float64Array };
 const CATEGORIES = PAGE.categories;
 const STRIP = new Set(["data"]);  // lies within an action and is drawn as a strip at its foot
 
