@@ -82,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--check", action="store_true", help="try every transport between two ranks")
-    add("--seconds", type=number(float, 0.001, 3600), default=_SECONDS, help="for each transport and pair")
+    seconds = number(float, 0.001, 3600)
+    add("--seconds", type=seconds, default=_SECONDS, help="for each transport and pair")
     add("--json", action="store_true", help="print the outcomes as JSON")
     group = parser.add_argument_group("as in training")
     for spec in fields_of(TransportConfig):

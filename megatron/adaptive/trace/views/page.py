@@ -137,6 +137,7 @@ def write_html(
     Raises:
         TraceError: the file cannot be written.
     """
+
     def asset(file_name: str) -> str:
         return (resources.files(package) / "assets" / file_name).read_text(encoding="utf-8")
 
