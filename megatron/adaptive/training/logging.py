@@ -47,7 +47,6 @@ _SIZES = (  # of the run, see ``startup_line``
     "pipeline_model_parallel_size",
 )
 _MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
-_DEFAULT_COLUMNS = 100
 _MLFLOW_POINTS = 500  # of 1,000 that it takes at once
 _CURVES_S = 5.0  # that points wait for others, at most as many as --tensorboard-queue-size
 
@@ -670,18 +669,12 @@ def _load_figures(load: Load | None) -> list[_Figure]:
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
     """Returns a bar on standard error."""
-    try:
-        has_width = os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except OSError:
-        has_width = False
     return tqdm(
         total=total_iterations,
         initial=start_iteration,
         file=sys.stderr,
         leave=False,
-        # A terminal that does not know its width says 0, and tqdm would fit the bar into that.
-        dynamic_ncols=has_width,
-        ncols=None if has_width else _DEFAULT_COLUMNS,
+        dynamic_ncols=True,
         # Iterations differ too much in length for tqdm to learn how many to wait for.
         miniters=1,
         desc="training",

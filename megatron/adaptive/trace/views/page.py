@@ -102,7 +102,7 @@ def write_page(
 
     def blocks() -> Iterator[tuple[str, Any]]:
         yield from _blocks(run, figures, choice, notes)
-        head = _head(run, figures, choice)
+        head = _head(run, choice)
         said = [*run.notes(), *notes]
         yield "page", {**head, "nodes": nodes or {}, "notes": said}
 
@@ -168,7 +168,7 @@ def _label(pp_rank: int, trace: RankTrace | None) -> str:
     return text if trace.header.rank == pp_rank else f"{text}, rank {trace.header.rank}"
 
 
-def _head(run: RunTrace, figures: RunFigures, choice: PageSelection) -> dict[str, Any]:
+def _head(run: RunTrace, choice: PageSelection) -> dict[str, Any]:
     """Returns the page's summary of the whole run."""
     groups = choice.groups
     header = next(trace for group in groups for trace in group.traces if trace).header
@@ -179,7 +179,6 @@ def _head(run: RunTrace, figures: RunFigures, choice: PageSelection) -> dict[str
         f"chunk{'s' * (run.num_chunks > 1)}, {microbatches} microbatches, "
         f"world size {run.world_size}"
     )
-    step_ns = figures.step_ns.max(axis=1)
     return {
         "title": f"Pipeline trace of {run.run}",
         "subtitle": shape,
@@ -189,8 +188,6 @@ def _head(run: RunTrace, figures: RunFigures, choice: PageSelection) -> dict[str
         "categories": [asdict(category) for category in categories(run.num_chunks)],
         "groups": [{"name": group.name, "rows": group.labels} for group in groups],
         "iterations": choice.iterations,
-        "all_iterations": figures.iterations.tolist(),
-        "step_ms": np.round(step_ns / 1e6, 4).tolist(),
     }
 
 

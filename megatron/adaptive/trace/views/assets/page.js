@@ -2,7 +2,6 @@
 // What is shown, and what changes it.
 
 const chart = document.getElementById("chart");
-const overview = document.getElementById("overview");
 const tip = document.getElementById("tip");
 const element = (id) => document.getElementById(id);
 const CONFIG = {
@@ -123,7 +122,6 @@ async function show(place, group) {
   }
   state.block = block;
   await draw();
-  markOverview();
 }
 
 function showAll() {
@@ -209,48 +207,6 @@ function fillTip(described, event) {
   tip.style.top = `${below + height > innerHeight ? event.clientY - height - 12 : below}px`;
 }
 
-// Step time of every iteration of the run; a click goes to the nearest one that the page holds.
-function drawOverview() {
-  const numbers = PAGE.all_iterations;
-  if (numbers.length < 2) {
-    overview.hidden = true;
-    return Promise.resolve();
-  }
-  const held = new Map(numbers.map((number, at) => [number, at]));
-  const at = PAGE.iterations.map((number) => held.get(number));
-  const hover = "iteration %{x}: %{y:.4~g} ms<extra></extra>";
-  return Plotly.newPlot(overview, [
-    { type: "scatter", mode: "lines", x: numbers, y: PAGE.step_ms,
-      line: { color: "#b6bac1", width: 1.2 }, hovertemplate: hover },
-    { type: "scatter", mode: "markers", x: PAGE.iterations, y: at.map((i) => PAGE.step_ms[i]),
-      marker: { color: "#3b6fb0", size: 6 }, hovertemplate: hover },
-    { type: "scatter", mode: "markers", x: [], y: [], hoverinfo: "skip",
-      marker: { color: "#d9480f", size: 10, symbol: "circle-open", line: { width: 2 } } },
-  ], {
-    margin: { l: 64, r: 20, t: 4, b: 30 }, showlegend: false, hovermode: "closest", dragmode: false,
-    font: { family: FONT, size: 11, color: "#6b6b70" },
-    xaxis: { dtick: Math.ceil((numbers[numbers.length - 1] - numbers[0] + 1) / 20), tick0: numbers[0],
-      range: [numbers[0] - 0.5, numbers[numbers.length - 1] + 0.5],
-      title: { text: "iteration", standoff: 2 }, zeroline: false, showgrid: false,
-      fixedrange: true },
-    yaxis: { title: { text: "step (ms)" }, rangemode: "tozero", nticks: 4, fixedrange: true,
-      gridcolor: "#ececef" },
-  }, { responsive: true, displayModeBar: false, showSendToCloud: false }).then(() => {
-    overview.on("plotly_click", (event) => {
-      const wanted = event.points[0].x;
-      const away = PAGE.iterations.map((number) => Math.abs(number - wanted));
-      show(away.indexOf(Math.min(...away)), state.group);
-    });
-  });
-}
-
-function markOverview() {
-  if (overview.hidden || !overview.data) return;
-  const number = PAGE.iterations[state.place];
-  const value = PAGE.step_ms[PAGE.all_iterations.indexOf(number)];
-  Plotly.restyle(overview, { x: [[number]], y: [[value]] }, [2]);
-}
-
 async function begin() {
   element("title").textContent = PAGE.title;
   element("subtitle").textContent = PAGE.subtitle;
@@ -270,7 +226,6 @@ async function begin() {
   chart.style.minHeight = `${height}px`;
   // A curve for each of very many rows takes long.
   if (PAGE.groups[0].rows.length > 64) element("memory").checked = false;
-  await drawOverview();
   await show(PAGE.iterations.length - 1, 0);
   chart.on("plotly_relayout", zoomed);
   chart.addEventListener("mousemove", showTip);
