@@ -24,34 +24,17 @@ class CommandParser(argparse.ArgumentParser):
         self._complain = complain
 
     def error(self, message: str) -> NoReturn:
-        """Complain.
+        """Complains; names the nearest for an unknown option.
 
         Raises:
             ConfigError: always.
         """
         if self._complain is not None:
             raise ConfigError(self._complain(message))
-        raise ConfigError(f"{self.prog.split()[-1]}: {message}; see --help")
-
-    def read(self, words: Sequence[str], *, otherwise: str = "") -> argparse.Namespace:
-        """Parse; name the nearest for an unknown option.
-
-        Args:
-            words: the command line.
-            otherwise: hint where nothing is near; by default the options that there are.
-
-        Raises:
-            ConfigError: the command line is wrong.
-        """
-        options, unknown = self.parse_known_args(list(words))
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            known = [word for word in self._option_string_actions if word.startswith("--")]
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"the nearest is {nearest[0]}" if nearest else otherwise
-            hint = hint or f"there are {', '.join(known)}"
-            self.error(f"{name} is not an option: {hint}")
-        return options
+        unknown = message.partition("unrecognized arguments: ")[2].partition("=")[0].split()
+        nearest = difflib.get_close_matches("".join(unknown[:1]), self._option_string_actions, n=1)
+        hint = f"the nearest is {nearest[0]}" if nearest else "see --help"
+        raise ConfigError(f"{self.prog.split()[-1]}: {message}; {hint}")
 
 
 def number(
