@@ -126,12 +126,6 @@ function describeBar(block, group, row, bar) {
   const lines = [["row", PAGE.groups[group].rows[row]]];
   const unit = block.unit_ms;
   const length = block.length[bar] * unit;
-  if (block.count[bar] > 1) {
-    lines.push(["stands for", `${block.count[bar]} short spans from here on`]);
-    lines.push(["from", formatMs(block.start[bar] * unit)], ["in sum", formatMs(length)]);
-    if (block.bytes[bar]) lines.push(["bytes", formatBytes(block.bytes[bar])]);
-    return { color: category.color, title: category.name, lines };
-  }
   lines.push(["start", formatMs(block.start[bar] * unit)], ["length", formatMs(length)]);
   const [chunk, microbatch] = [block.chunk[bar], block.microbatch[bar]];
   let title = nameOf(category.kind, chunk, microbatch, block.piece[bar]);

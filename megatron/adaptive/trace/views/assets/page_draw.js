@@ -79,7 +79,7 @@ function addBars(per, labels, block, view, row, low, high, place) {
       if (category.kind === "wait") [top, foot] = [top + 0.1, foot - 0.1];
       per[block.category[i]].add(from, Math.max(to, from + 0.6 / perMs), top, foot);
       const shown = (Math.min(to, view.to) - Math.max(from, view.from)) * perMs;
-      if (category.chunk >= 0 && block.count[i] === 1 && labels.x.length < LIMITS.labels) {
+      if (category.chunk >= 0 && labels.x.length < LIMITS.labels) {
         const text = `${block.microbatch[i]}`;
         if (shown > 7 * text.length + 5) {
           labels.x.push((Math.max(from, view.from) + Math.min(to, view.to)) / 2);
