@@ -159,16 +159,6 @@ def _within_limit(
             f"iterations {describe_numbers(iterations)} in {run.origin} hold no spans; there is "
             "nothing to write"
         )
-    if run.num_spans(chosen, ranks) > MAX_SPANS:
-        places = {r: (run.ranks[r].header.dp_rank, run.ranks[r].header.tp_rank) for r in ranks}
-        first = min(places.values())
-        kept = [rank for rank in ranks if places[rank] == first]
-        if len(kept) < len(ranks):
-            notes.append(
-                f"{len(kept)} of {len(ranks)} ranks: those of data-parallel rank {first[0]} and "
-                f"tensor-parallel rank {first[1]}; all would be more than {MAX_SPANS:,} spans"
-            )
-        ranks = kept
     asked = len(chosen)
     while len(chosen) > 1 and run.num_spans(chosen, ranks) > MAX_SPANS:
         del chosen[0]

@@ -17,7 +17,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.trace.event import Span
 from megatron.adaptive.trace.figures import NS_PER_MS, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace
@@ -25,9 +24,10 @@ from megatron.adaptive.trace.step import PipelineStep
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,
-    WAIT_COLORS,
     categories,
+    cause_of,
     chunk_color,
+    fill_of,
     text_color,
 )
 
@@ -71,7 +71,7 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     _set_axes(axes, step, text_pt)
     _write_title(figure, axes, step)
     long_ns = step.step_ns / VISIBLE
-    causes = {_cause(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
+    causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # what is drawn within the axes moves nothing
@@ -109,23 +109,24 @@ def _set_axes(axes: Axes, step: PipelineStep, text_pt: float) -> None:
 
 def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
     for pp_rank in step.bubble_fractions:
-        waits = [
-            (*_extent_ms(wait), WAIT_COLORS[_cause(wait)])
-            for wait in (step.waits[pp_rank] if step.waits else ())
-        ]
-        actions = [
-            (*_extent_ms(span), chunk_color(span.action, span.chunk, step.num_chunks))
-            for span in step.rows[pp_rank]
-        ]
-        _draw_bars(axes, pp_rank, [(0.0, step.step_ns / NS_PER_MS, IDLE), *waits])
-        _draw_bars(axes, pp_rank, actions, edge_pt)
+        waits = step.waits[pp_rank] if step.waits else ()
+        _draw_bars(axes, pp_rank, [(0.0, step.step_ns / NS_PER_MS, IDLE)])
+        for spans, edge in ((waits, 0.0), (step.rows[pp_rank], edge_pt)):
+            _draw_bars(
+                axes,
+                pp_rank,
+                [
+                    (
+                        span.start_ns / NS_PER_MS,
+                        span.duration_ns / NS_PER_MS,
+                        fill_of(span, step.num_chunks),
+                    )
+                    for span in spans
+                ],
+                edge,
+            )
     for pp_rank in step.missing:
         axes.text(0, pp_rank, "no trace of this rank", va="center", color=FAINT, style="italic")
-
-
-def _extent_ms(span: Span) -> tuple[float, float]:
-    """Start and length of a span."""
-    return span.start_ns / NS_PER_MS, span.duration_ns / NS_PER_MS
 
 
 def _draw_bars(
@@ -139,10 +140,6 @@ def _draw_bars(
         edgecolors="white" if edge_pt else "none",
         linewidth=edge_pt,
     )
-
-
-def _cause(wait: Span) -> str:
-    return wait.reason if wait.reason in WAIT_COLORS else ""
 
 
 def _write_texts(
