@@ -249,7 +249,7 @@ def _block(
     columns = {
         **span_columns(rows, len(tables), start_ns, unit_ns),
         **message_columns(messages, present, start_ns, unit_ns),
-        **{f"s_{n}": bars[n] for n in ("offset", "start", "length", "category", "microbatch")},
+        **{f"s_{name}": bars[name] for name in (*_IDEAL_COLUMNS, "offset")},
     }
     return encode(
         columns,
@@ -433,6 +433,7 @@ def message_columns(
     }
 
 
+_IDEAL_COLUMNS = ("start", "length", "category", "chunk", "microbatch", "piece")
 _SPAN_COLUMNS = (
     *("chunk", "microbatch", "reason", "bytes", "in_flight_bytes"),
     *("queue_depth", "peer", "piece", "of"),

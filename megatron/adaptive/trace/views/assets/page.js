@@ -56,7 +56,7 @@ function makeTraces(view) {
   if (chosen.simulated && !block.simulated_ms) said.push("this step has no ideal one");
   element("message").textContent = said.join("; ");
   return [
-    idle, ...bars.traces, ...simulatedTraces(block, view, chosen), arrows.trace,
+    idle, ...bars.traces, ...simulatedTraces(block, view, chosen, bars.labels), arrows.trace,
     labelTrace(bars.labels), ...memoryTraces(block, state.group, view, chosen),
   ];
 }
@@ -166,32 +166,9 @@ function showTip(event) {
   const place = heights(withSimulated);
   if (row < 0 || row >= block.rows || Math.abs(within) > BAR) return;
   const slack = 2.5 * (x.p2d(1) - x.p2d(0));
-  let described = null;
-  if (within <= place.foot) {
-    const strip = within > place.foot - 0.13 * (place.foot - place.top);
-    let bar = strip ? barAt(block, row, time, slack, true) : -1;
-    if (bar < 0) bar = barAt(block, row, time, slack, false);
-    if (bar >= 0) described = describeBar(block, state.group, row, bar);
-  } else if (within >= place.ghostTop) {
-    described = describeSimulated(block, row, time);
-  }
-  if (described) fillTip(described, event);
-}
-
-function describeSimulated(block, row, time) {
-  for (let i = block.s_offset[row]; i < block.s_offset[row + 1]; i++) {
-    const from = block.s_start[i] * block.unit_ms;
-    const length = block.s_length[i] * block.unit_ms;
-    if (time < from || time > from + length) continue;
-    const category = CATEGORIES[block.s_category[i]];
-    return {
-      color: category.color,
-      title: `ideal ${nameOf(category.kind, category.chunk, block.s_microbatch[i], 0)}`,
-      lines: [["row", PAGE.groups[state.group].rows[row]], ["start", formatMs(from)],
-        ["length", formatMs(length)]],
-    };
-  }
-  return null;
+  const part = within <= place.foot ? block : within >= place.ghostTop ? block.ideal : null;
+  const bar = part ? barAt(part, row, time, slack) : -1;
+  if (bar >= 0) fillTip(describeBar(part, state.group, row, bar), event);
 }
 
 function fillTip(described, event) {
