@@ -73,10 +73,9 @@ function times() {
 }
 
 function use() {
-  const chosen = at("used").value ? [at("used").value] : Object.keys(DATA.use);
   const percent = [], memory = [];
-  for (const name of chosen) {
-    const node = DATA.use[name], when = node.unix_ms.map((ms) => new Date(ms));
+  for (const [name, node] of Object.entries(DATA.use)) {
+    const when = node.unix_ms.map((ms) => new Date(ms));
     percent.push(line(`${name} processes`, when, node.cpu_percent));
     memory.push(line(`${name} processes`, when, node.gib));
     for (const [index, gpu] of Object.entries(node.gpus)) {
@@ -95,11 +94,6 @@ function pipeline() {
   frame.srcdoc = DATA.traces.page.replace("{{plotly}}", () => code.textContent);
 }
 
-function choices(id, names, redraw) {
-  for (const [name, value] of names) element(at(id), "option", name).value = value;
-  at(id).addEventListener("change", redraw);
-}
-
 at("title").textContent = DATA.title;
 for (const [name, value] of DATA.facts) {
   element(at("facts"), "dt", name);
@@ -116,7 +110,6 @@ table("settings", ["variable", "requested", "effective", "meaning"], DATA.settin
 curve("loss", "loss", "loss", "loss", { yaxis: { title: { text: "loss" } } });
 curve("throughput", "tokens_per_s", "tokens/s", "tokens/s of all ranks");
 times();
-choices("used", [["all", ""], ...Object.keys(DATA.use).map((name) => [name, name])], use);
 use();
 if (DATA.traces) pipeline();
 else at("pipeline").remove();
