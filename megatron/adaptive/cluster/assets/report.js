@@ -29,12 +29,9 @@ function layout(x, y, more) {
 
 function draw(id, traces, shape, empty) {
   if (!traces.some((trace) => (trace.x || trace.z || []).some((value) => value !== null))) {
-    Plotly.purge(at(id));
-    at(id).replaceChildren();
     return void element(at(id), "p", empty, "none");
   }
-  at(id).querySelectorAll("p.none").forEach((line) => line.remove());
-  Plotly.react(at(id), traces, shape, CONFIG);
+  Plotly.newPlot(at(id), traces, shape, CONFIG);
 }
 
 function line(name, x, y, more) {
