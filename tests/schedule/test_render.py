@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_schedule
-from megatron.adaptive.schedule.validate import render_schedule
 from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.validate import render_schedule
 
 from .conftest import actions
 
