@@ -335,8 +335,8 @@ def _groups(
 ) -> tuple[list[_Group], list[str]]:
     """Returns what is shown at a time, and what is left out."""
     if labels is not None:
-        traces = [run.ranks[rank] for rank in labels]
-        return [_Group("all ranks", list(labels.values()), traces)], []
+        every = [run.ranks[rank] for rank in labels]
+        return [_Group("all ranks", list(labels.values()), every)], []
     notes = []
     present = sorted({trace.header.dp_rank for trace in run.ranks.values()})
     tensor = sorted({trace.header.tp_rank for trace in run.ranks.values()})

@@ -331,8 +331,9 @@ def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
     words = (*KINDS, "other")
     for number, (source, target, *what, of) in enumerate(zip(*columns, strict=True), start=1):
         message = (*what, words[of])
-        ends[(source, "send", target, *message)] = {"id": number, "ph": "s"}
-        ends[(target, "receive", source, *message)] = {"id": number, "ph": "f", "bp": "e"}
+        begin, end = (source, "send", target, *message), (target, "receive", source, *message)
+        ends[begin] = {"id": number, "ph": "s"}
+        ends[end] = {"id": number, "ph": "f", "bp": "e"}
     return ends
 
 
