@@ -34,14 +34,13 @@ def available_cores() -> int:
 
 @contextmanager
 def progress_display(total_bytes: int | None) -> Iterator[Progress]:
-    """Yields a function that moves a bar on stderr, which a file or pipe gets every 10 s.
+    """Yields a function that moves a bar on stderr; a file or pipe gets it every 10 s.
 
     Args:
         total_bytes: input size, ``None`` if not known yet.
     """
-    pause_s = 0.1 if sys.stderr.isatty() else 10.0
-    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": pause_s}
-    with tqdm(total=total_bytes, desc="tokenizing", **options) as bar:
+    pause: dict[str, Any] = {} if sys.stderr.isatty() else {"mininterval": 10.0, "delay": 10.0}
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing", **pause) as bar:
 
         def advance(documents: int, input_bytes: int) -> None:
             bar.set_postfix_str(f"{documents} documents", refresh=False)

@@ -76,6 +76,7 @@ def _parser() -> CommandParser:
         prog="run_single.sh",
         description="Train a small GPT through a pipeline of processes on this machine.",
         epilog="Options of the trainer follow after --, for instance -- --train-iters 50.",
+        otherwise="options of the trainer follow after --",
     )
     add = parser.add_argument
     for name, (default, text) in _SIZES.items():

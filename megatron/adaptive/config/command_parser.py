@@ -16,12 +16,19 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         complain: makes the whole message; by default the command's name and what is wrong.
+        otherwise: ends such a message where no option is near.
         options: of ``argparse``.
     """
 
-    def __init__(self, *, complain: Callable[[str], str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        complain: Callable[[str], str] | None = None,
+        otherwise: str = "see --help",
+        **options: Any,
+    ) -> None:
         super().__init__(**options, allow_abbrev=False)
-        self._complain = complain
+        self._complain, self._otherwise = complain, otherwise
 
     def error(self, message: str) -> NoReturn:
         """Complains; names the nearest for an unknown option.
@@ -33,7 +40,7 @@ class CommandParser(argparse.ArgumentParser):
             raise ConfigError(self._complain(message))
         unknown = message.partition("unrecognized arguments: ")[2].partition("=")[0].split()
         nearest = difflib.get_close_matches("".join(unknown[:1]), self._option_string_actions, n=1)
-        hint = f"the nearest is {nearest[0]}" if nearest else "see --help"
+        hint = f"the nearest is {nearest[0]}" if nearest else self._otherwise
         raise ConfigError(f"{self.prog.split()[-1]}: {message}; {hint}")
 
 
