@@ -38,7 +38,6 @@ from megatron.adaptive.cluster.host import (
     count_gpus,
     interface_variables,
     loopback_variables,
-    own_address,
     rdma_ports,
     rdma_variables,
     resolve,
@@ -56,7 +55,7 @@ from megatron.adaptive.config.environment import FROM_CONF, SECRET_VARIABLE, WOR
 from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.handshake import new_secret, write_private
-from megatron.adaptive.network import interface_of, is_loopback
+from megatron.adaptive.network import interface_of, is_loopback, own_address
 
 _PORT = 29500
 _FOUND_NAME = "master.json"
