@@ -105,7 +105,7 @@ def _read_options(argv: Sequence[str]) -> Any:
 
 
 def _no_meeting(options: Any, error: Exception) -> SetupError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     place = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return SetupError(
         f"the processes of the job cannot meet at {place} ({reason}): the port may be in use or "
