@@ -203,7 +203,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
         layers=config.layers_per_stage,
         work=stage_work(config, rows),
     )
-    if schedule.trace_dir is not None or config.logging.draws_curves:
+    if schedule.trace_dir is not None:
         tracing.experts = measured_experts(chunks, job.accelerator)
     widths = widths_of(config)
     core.finalize_model_grads_func = tracing.around(

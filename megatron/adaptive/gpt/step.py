@@ -115,12 +115,9 @@ class Step:
             raise
         losses = self._mean_losses([reduced], dealt) | self._further_losses(len(reduced), dealt)
         curves: dict[str, float] = {}
-        if self._run.tracing.experts is not None:
-            curves |= self._imbalance(iteration)
         if self._balancing:
-            balancing, by_layer = self._mean_balancing_losses(len(reduced), dealt)
+            balancing, curves = self._mean_balancing_losses(len(reduced), dealt)
             losses |= balancing
-            curves |= by_layer
         return StepResult(
             losses=losses,
             curves=curves,
@@ -350,31 +347,6 @@ class Step:
             if core.moe_per_layer_logging
         }
         return dict(zip(names, means, strict=True)), curves
-
-    def _imbalance(self, iteration: int) -> dict[str, float]:
-        """Return the largest over the mean number of tokens of each layer's experts, by its curve.
-
-        Only where a logger shows it; then a message between all ranks.
-        """
-        run, settings, core = self._run, self._config.logging, self._run.core
-        load = run.tracing.experts
-        if (
-            load is None
-            or not settings.draws_curves
-            or iteration % settings.tensorboard_log_interval
-        ):
-            return {}
-        num_layers = core.num_layers + (core.mtp_num_layers or 0)
-        tokens = torch.zeros(num_layers, core.num_moe_experts, dtype=torch.float64)
-        for layer, first, *counts in load.tokens():
-            tokens[layer, first : first + len(counts)] += torch.tensor(counts)
-        dist.all_reduce(tokens, group=run.job.control_group)
-        largest, means = tokens.max(dim=1).values.tolist(), tokens.mean(dim=1).tolist()
-        return {
-            f"moe/largest_over_mean_tokens_layer_{layer}": most / mean
-            for layer, (most, mean) in enumerate(zip(largest, means, strict=True))
-            if mean
-        }
 
 
 _GLOBAL_LOSS, _Z_LOSS = "global_load_balancing_loss", "z_loss"
