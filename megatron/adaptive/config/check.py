@@ -43,6 +43,11 @@ global_batch_size within train_samples
 tensor_model_parallel_size divides num_attention_heads ffn_hidden_size
     | every rank takes an equal share
 expert_model_parallel_size divides num_moe_experts | every rank takes as many experts
+expert_tensor_parallel_size divides moe_ffn_hidden_size | every rank takes an equal share
+sequence_parallel+tensor_model_parallel_size*context_parallel_size divides seq_length
+    | these ranks take an equal share of each sequence
+context_parallel_size>1+2*context_parallel_size divides seq_length
+    | every rank takes an early and a late part
 num_query_groups divides num_attention_heads | every group serves the same number of heads
 stage_data_parallel_sizes excludes tensor_model_parallel_size>1 context_parallel_size>1
     num_virtual_stages_per_pipeline_rank>1 use_distributed_optimizer mtp_num_layers num_moe_experts
@@ -106,6 +111,11 @@ position_embedding_type=learned_absolute excludes add_position_embedding=False |
 multi_latent_attention excludes group_query_attention | it has a key and value for each head
 {" ".join(EXPERT_SETTINGS)} expert_model_parallel_size expert_tensor_parallel_size
     needs num_moe_experts
+moe_router_topk within num_moe_experts
+num_moe_experts excludes moe_expert_capacity_factor=0.0
+    | it leaves experts no token: give a factor above 0, or drop the flag so that none is dropped
+num_moe_experts+expert_tensor_parallel_size>1 needs add_bias_linear=False
+    | the ranks of an expert would add its bias once each
 num_moe_experts+moe_token_dispatcher_type=allgather excludes variable_seq_lengths
     | rows differ from rank to rank; use alltoall
 moe_grouped_gemm+transformer_impl=local needs bf16 | these compute in bf16 alone
@@ -140,7 +150,6 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _shape(config, given, installed),
         _experts(config, given, installed),
         _expert_ranks(config, given),
-        _parallel(config, given),
         layer_rules(config, given),
         _batch(config, given),
         _lengths(config, given),
@@ -167,6 +176,12 @@ def _given(config: TrainerConfig) -> Given:
     # Equal sizes and a single chunk are what runs without these flags.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
+    if config.core.num_moe_experts is not None:
+        for own, of_layers in (
+            ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+            ("moe_ffn_hidden_size", "ffn_hidden_size"),
+        ):
+            values[own] = values[own] or values[of_layers]
     if config.core.heterogeneous_layers_config_encoded_json:
         values[_UNLIKE] = values[_UNLIKE] or "JSON"
     return Given(values, specs)
@@ -210,7 +225,7 @@ def check_world_size(
 
 def _shape(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
     model = config.model
-    heads = model.num_attention_heads
+    heads, tensor = model.num_attention_heads, config.parallel.tensor_model_parallel_size
     yield (
         model.transformer_impl == "transformer_engine" and not installed.transformer_engine,
         "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
@@ -226,28 +241,22 @@ def _shape(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
         f"--swiglu with {given.hidden_size} makes a feed-forward block of width 0, rounded down "
         "to a multiple of 64: give --ffn-hidden-size",
     )
+    yield (
+        model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
+        f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
+        f"{given.tensor_model_parallel_size}: change one of them",
+    )
 
 
 def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
     core, experts = config.core, config.core.num_moe_experts
     if experts is None:
         return
-    yield experts < 1, f"{given.num_moe_experts}: give 1 at least, or drop the flag"
-    yield (
-        not 1 <= core.moe_router_topk <= experts,
-        f"{given.moe_router_topk} of {given.num_moe_experts}: a token goes to 1 expert at least "
-        "and to all at most; change one of them",
-    )
     groups, best = core.moe_router_num_groups, config.model.moe_router_group_best
     yield (
         best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
         f"{given.moe_router_group_best} needs groups of as many experts (--moe-router-num-groups) "
         "and no --moe-router-fusion: change one of them",
-    )
-    yield (
-        core.moe_expert_capacity_factor == 0,
-        f"{given.moe_expert_capacity_factor} leaves experts no token: give a factor above 0, or "
-        "drop the flag so that none is dropped",
     )
     pattern, layers = parse_pattern(core.moe_layer_freq), config.model.num_layers
     if isinstance(pattern, list):
@@ -268,13 +277,6 @@ def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         core.moe_token_dispatcher_type == "flex" and not installed.flexible_dispatch,
         f"{given.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs: "
         "install it, or use alltoall",
-    )
-    parallel = config.parallel
-    ranks = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    yield (
-        config.model.add_bias_linear and ranks > 1,
-        f"experts on {ranks} tensor parallel ranks (--expert-tensor-parallel-size) with biases: "
-        "add --disable-bias-linear",
     )
 
 
@@ -297,33 +299,6 @@ def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
         f"{given.expert_tensor_parallel_size} with {given.tensor_model_parallel_size} and "
         f"{given.expert_model_parallel_size}: megatron-core adds up experts' gradients over the "
         "wrong ranks; make the first two equal, or raise --expert-model-parallel-size",
-    )
-    width = config.core.moe_ffn_hidden_size or config.model.ffn_hidden_size
-    yield (
-        width % tensor != 0,
-        f"experts of width {width} (--moe-ffn-hidden-size) on {tensor} expert tensor parallel "
-        "ranks: every rank takes an equal share; change one of them",
-    )
-
-
-def _parallel(config: TrainerConfig, given: Given) -> Rules:
-    model = config.model
-    tensor = config.parallel.tensor_model_parallel_size
-    context = config.parallel.context_parallel_size
-    yield (
-        model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
-        f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
-        f"{given.tensor_model_parallel_size}: change one of them",
-    )
-    yield (
-        config.parallel.sequence_parallel and model.seq_length % (tensor * context) != 0,
-        f"{given.seq_length} is not a multiple of {tensor * context}, the ranks that "
-        "--sequence-parallel splits it over: change one of them",
-    )
-    yield (
-        context > 1 and model.seq_length % (2 * context) != 0,
-        f"{given.seq_length} is not a multiple of 2 x {given.context_parallel_size} = "
-        f"{2 * context}: change one of them",
     )
 
 

@@ -230,12 +230,23 @@ def _read_group(group: str, kind: type, saved: Mapping[str, Any]) -> Any:
                 f"saved {group} settings have no {name!r}: they are incomplete or not of this "
                 "program"
             )
-    return kind(**{name: specs[name].from_json(value) for name, value in values.items()})
+    return kind(
+        **{name: specs[name].from_json(value) for name, value in values.items() if name in specs}
+    )
+
+
+# Settings without effect that earlier versions wrote.
+_FORMER = frozenset(
+    """
+    data_impl deprecated_use_mcore_models async_tensor_model_parallel_allreduce exit_signal_handler
+    manual_gc_eval ckpt_fully_parallel_save_deprecated use_dist_ckpt_deprecated
+    """.split()
+)
 
 
 def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     for name in given:
-        if name not in known:
+        if name not in known and name not in _FORMER:
             raise ConfigError(
                 f"saved settings hold the unknown {what} {name!r}: they were written by another "
                 "version; use the version that wrote them"
