@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -357,16 +356,9 @@ def _require_needed(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) ->
 
 def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) -> None:
     """Fill in values that depend on other flags, on the world size or on installed packages."""
-    tensor = given.get("tensor_model_parallel_size", 1)
-    pipeline = given.get("pipeline_model_parallel_size", 1)
-    context = given.get("context_parallel_size", 1)
-    widths = given.get("stage_data_parallel_sizes")
-    check.check_world_size(
-        world_size, tensor=tensor, pipeline=pipeline, context=context, widths=widths
-    )
+    replicas = check.replicas_of(world_size, given)
     given["world_size"] = world_size
-    data_parallel = math.lcm(*widths) if widths else world_size // (tensor * pipeline * context)
-    given.setdefault("global_batch_size", given["micro_batch_size"] * data_parallel)
+    given.setdefault("global_batch_size", given["micro_batch_size"] * replicas)
     given.setdefault(
         "transformer_impl", "transformer_engine" if installed.transformer_engine else "local"
     )

@@ -8,10 +8,11 @@ behind.
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megatron.adaptive.config.adapters import adapted_parts, linear_names
 from megatron.adaptive.config.core import EXPERT_SETTINGS, LATENT_SETTINGS, parse_pattern
@@ -81,6 +82,10 @@ pack_to excludes micro_batch_size>1 context_parallel_size>1 pipeline_schedule=fi
     multi_latent_attention | a microbatch is one row of whole documents on one rank, with plain
     attention, and their number differs from step to step
 balance_replicas=lengths needs variable_seq_lengths | speed does not
+balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
+    expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
+    ddp_average_in_collective pipeline_schedule=file,megatron
+    | every replica has the same number of microbatches there
 use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
 overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
 fp16_lm_cross_entropy loss_scale needs fp16
@@ -153,7 +158,6 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         layer_rules(config, given),
         _batch(config, given),
         _lengths(config, given),
-        _balance(config, given),
         _microbatch_groups(config, given),
         _learning_rate(config, given),
         _adapters(config, given),
@@ -187,39 +191,47 @@ def _given(config: TrainerConfig) -> Given:
     return Given(values, specs)
 
 
-def check_world_size(
-    world_size: int,
-    *,
-    tensor: int,
-    pipeline: int,
-    context: int,
-    widths: tuple[int, ...] | None = None,
-) -> None:
-    """The processes must make up whole copies of the model, or the stages of given widths.
+def replicas_of(world_size: int, given: Mapping[str, Any]) -> int:
+    """Returns the data-parallel size of so many processes.
+
+    Args:
+        world_size: number of all processes.
+        given: values of flags by the names of their settings.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they make up no whole copies of the model, or not the stages of given widths.
     """
+    tensor = given.get("tensor_model_parallel_size", 1)
+    pipeline = given.get("pipeline_model_parallel_size", 1)
+    context = given.get("context_parallel_size", 1)
+    widths: tuple[int, ...] | None = given.get("stage_data_parallel_sizes")
     if widths is None:
-        size = tensor * pipeline * context
-        if world_size < 1 or world_size % size != 0:
-            raise ConfigError(
-                f"world size {world_size} is not a multiple of tensor {tensor} x pipeline "
-                f"{pipeline} x context {context} = {size}: start a multiple of {size} processes "
-                "or change the parallel sizes"
-            )
-        return
-    given = f"--stage-data-parallel-sizes {format_partition(widths)}"
+        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context}
+        _require_whole(world_size, sizes, "the parallel sizes")
+        return world_size // math.prod(sizes.values())
+    flag = f"--stage-data-parallel-sizes {format_partition(widths)}"
     if len(widths) != pipeline:
         raise ConfigError(
-            f"{given} gives the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
+            f"{flag} gives the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
             f"{pipeline}: give one number for each stage"
         )
     needed = sum(widths) * tensor * context
     if needed != world_size:
         raise ConfigError(
-            f"{given} needs {needed} processes, this run has {world_size}: start as many or "
+            f"{flag} needs {needed} processes, this run has {world_size}: start as many or "
             "change the sizes"
+        )
+    return math.lcm(*widths)
+
+
+def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> None:
+    """Refuses processes that do not divide into groups of the product of some sizes."""
+    unit = math.prod(sizes.values())
+    if world_size < 1 or world_size % unit != 0:
+        factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"world size {world_size} is not a multiple of {factors} = {unit}: start a multiple of "
+            f"{unit} processes or change {remedy}"
         )
 
 
@@ -287,13 +299,9 @@ def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
     if experts is None:
         return
     tensor = tensor or parallel.tensor_model_parallel_size
-    unit = tensor * spread * parallel.pipeline_model_parallel_size
-    yield (
-        config.world_size % unit != 0,
-        f"world size {config.world_size} is not a multiple of expert tensor {tensor} x expert "
-        f"{spread} x pipeline {parallel.pipeline_model_parallel_size} = {unit}: start a multiple "
-        f"of {unit} processes or change --expert-model-parallel-size",
-    )
+    sizes = {"expert tensor": tensor, "expert": spread}
+    sizes["pipeline"] = parallel.pipeline_model_parallel_size
+    _require_whole(config.world_size, sizes, "--expert-model-parallel-size")
     yield (
         spread == 1 and tensor != parallel.tensor_model_parallel_size,
         f"{given.expert_tensor_parallel_size} with {given.tensor_model_parallel_size} and "
@@ -344,17 +352,6 @@ def _lengths(config: TrainerConfig, given: Given) -> Rules:
         f"a multiple of {unit}, so that the microbatches of each replica fill groups of "
         f"{config.microbatch_group}; change it or the schedule",
     )
-
-
-def _balance(config: TrainerConfig, given: Given) -> Rules:
-    """Microbatches that are dealt to replicas."""
-    how = config.schedule.balance_replicas
-    for what in () if how in (None, "off") else config.fixes_replicas:
-        yield (
-            True,
-            f"{given.balance_replicas} with {what}, under which every replica has the same number "
-            "of microbatches: drop one of them",
-        )
 
 
 def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:

@@ -130,7 +130,10 @@ class Given:
         value, spec = self._values[name], self._specs[name]
         if sign == ">":
             return value is not None and value > float(given)
-        return str(value) in given.split(",") if sign else value not in (None, spec.default)
+        if not sign:
+            return value not in (None, spec.default)
+        values = value if isinstance(value, tuple) else (value,)
+        return not {str(one) for one in values}.isdisjoint(given.split(","))
 
     def _text(self, term: str) -> str:
         return str(getattr(self, _parts(term)[0]))
