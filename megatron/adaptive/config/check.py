@@ -201,9 +201,9 @@ def replicas_of(world_size: int, given: Mapping[str, Any]) -> int:
     Raises:
         ConfigError: they make up no whole copies of the model, or not the stages of given widths.
     """
-    tensor = given.get("tensor_model_parallel_size", 1)
-    pipeline = given.get("pipeline_model_parallel_size", 1)
-    context = given.get("context_parallel_size", 1)
+    tensor: int = given.get("tensor_model_parallel_size", 1)
+    pipeline: int = given.get("pipeline_model_parallel_size", 1)
+    context: int = given.get("context_parallel_size", 1)
     widths: tuple[int, ...] | None = given.get("stage_data_parallel_sizes")
     if widths is None:
         sizes = {"tensor": tensor, "pipeline": pipeline, "context": context}
