@@ -134,7 +134,7 @@ class Manager:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
             raise self._not_writable(error) from error
-        self._before_us = self._stragglers.recall(self._state.take_over(self._spec.checkpoints))
+        self._before_us = self._state.take_over(self._spec.checkpoints)
         loop.add_signal_handler(signal.SIGHUP, self._members.reread_file)
         ticking = loop.create_task(self._tick())
         status = 2
@@ -458,7 +458,7 @@ class Manager:
             return event
         now_s = time.monotonic()
         if event.kind == "joined":
-            self._stragglers.joined(node, pid=self._members.lasting_pid(node))
+            self._stragglers.joined(node.name)
         elif event.kind == "ready":  # training need not wait for what a new node imports
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S

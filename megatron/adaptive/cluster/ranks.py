@@ -26,6 +26,7 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
+from megatron.adaptive.config.command_parser import last_value
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError, SetupError
@@ -33,11 +34,11 @@ from megatron.adaptive.planner.measured_module import MeasuredModule
 
 _TRAINER = "pretrain_gpt"
 _MODEL = "model.json"
+_TRACES = "--trace-dir"
 _MOST_MEASURED = 3
 # How a run begins that has a checkpoint of another one; not how it goes on from its own.
-_PATH_FLAGS = ("--save", "--load", "--progress-dir", "--trace-dir")
+_PATH_FLAGS = ("--save", "--load", "--progress-dir", _TRACES)
 _FIRST_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
-_OF_EPOCHS = ("--trace-dir",)
 
 
 class Program(ABC):
@@ -114,19 +115,16 @@ class TrainerProgram(Program):
     ) -> tuple[list[str], dict[str, str]]:
         words: list[str] = []
         skip = 0
-        for at, word in enumerate(self._arguments):
-            name, equals, value = word.partition("=")
+        for word in self._arguments:
+            name, equals, _ = word.partition("=")
             if skip:
                 skip -= 1
             elif resumed and name in _FIRST_ONLY:
                 skip = 0 if equals else _FIRST_ONLY[name]
             else:
                 words.append(word)
-                if name in _OF_EPOCHS:
-                    base = value if equals else self._arguments[at + 1]
-                    words += [] if equals else [base]
-                    skip = 0 if equals else 1
-                    words += [name, f"{base}/epoch-{incarnation}"]
+        if traces := last_value(words, _TRACES):
+            words += [_TRACES, f"{traces}/epoch-{incarnation}"]
         checkpoints = str(self.folder.path)
         words += [*layout.flags, "--save", checkpoints, "--progress-dir", str(progress)]
         if resumed:
