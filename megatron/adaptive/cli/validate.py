@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.cli.plan_inputs import Inputs, add_input_arguments, read_inputs, traced_runs
+from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs, traced_runs
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.schedule import format_partition
@@ -27,6 +27,7 @@ from megatron.adaptive.planner.cluster import Cluster
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.read import trace_files
 
@@ -144,7 +145,7 @@ def _compared(found: Mapping[str, Path], options: argparse.Namespace) -> list[di
     return rows
 
 
-def _plan(run: TracedRun, given: Inputs, options: argparse.Namespace) -> Plan:
+def _plan(run: TracedRun, given: PlanInputs, options: argparse.Namespace) -> Plan:
     headers = {rank: trace.header for rank, trace in run.trace.ranks.items()}
     first = next(iter(headers.values()))
     if len(headers) < first.world_size:
