@@ -72,8 +72,19 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     """
     stages = StageSums.of(plan, inputs, runtime)
     times = _pipeline(plan, stages, runtime)
-    reduce = np.array([_exposed_reduce(plan, stages, rank) for rank in range(plan.pp)])
-    optimizer = np.array(stages.optimizer_s)
+    of_rank = np.array(
+        [[stage in mine for stage in range(len(plan.partition))] for mine in stages.stages_of],
+        dtype=np.float64,
+    )
+    forward, backward = (
+        of_rank @ stages.durations_s[0],
+        of_rank @ stages.durations_s[1:].sum(axis=0),
+    )
+    sends = of_rank @ (stages.latency_s[0] + stages.occupancy_s[0])
+    reduce, optimizer = np.array(stages.reduce_s), np.array(stages.optimizer_s)
+    if plan.overlap_reduce:
+        layers = of_rank @ np.array(plan.partition)
+        reduce = exposed_reduce_s(reduce, backward, np.maximum(layers, 1))
     tied = embedding_s(plan.places, inputs, plan.tp)
     ends = times.end_s + reduce + optimizer
     last = int(ends.argmax())
@@ -81,10 +92,19 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     beside = max(inputs.profile.step_s.get(node.gpu, 0.0) * node.slowness for node in nodes)
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
-    predicted = tuple(_stage(plan, stages, times, rank, reduce) for rank in range(plan.pp))
+    predicted = tuple(
+        StagePrediction(
+            forward_s=float(forward[rank]),
+            backward_s=float(backward[rank]),
+            send_s=float(sends[rank]),
+            bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
+            memory=stages.memory[rank],
+        )
+        for rank in range(plan.pp)
+    )
     quiet = _pipeline(plan, stages.without_messages(), runtime)
     # By cause, on the rank that ends last; they add up to the step.
-    tp_s = float(stages.tp_s[list(stages.stages_of[last])].sum()) * plan.num_microbatches
+    tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_microbatches
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
         "tp": tp_s,
@@ -102,7 +122,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
         tokens_per_s=plan.global_batch * inputs.model.tokens_per_sample / seconds
         if seconds
         else 0.0,
-        price_per_hour=sum(inputs.cluster.nodes[node].price_per_hour for node in plan.nodes),
+        price_per_hour=sum(node.price_per_hour for node in nodes),
         estimated=stages.estimated,
         binding=_binding(parts, predicted),
     )
@@ -336,33 +356,6 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
     return jitter_s(steps, durations, stages.latency_s + stages.occupancy_s, sigma)
-
-
-def _exposed_reduce(plan: Plan, stages: StageSums, rank: int) -> float:
-    """Returns the seconds of a pipeline rank's gradient reduction that no backward hides."""
-    whole = stages.reduce_s[rank]
-    if not plan.overlap_reduce:
-        return whole
-    mine = list(stages.stages_of[rank])
-    layers = max(1, sum(plan.partition[stage] for stage in mine))
-    return float(exposed_reduce_s(whole, float(stages.durations_s[1:, mine].sum()), layers))
-
-
-def _stage(
-    plan: Plan, stages: StageSums, times: ScheduleTimes, rank: int, reduce: Any
-) -> StagePrediction:
-    mine = list(stages.stages_of[rank])
-    sends = [stage for stage in mine if stages.occupancy_s[0, stage]]
-    return StagePrediction(
-        forward_s=float(stages.durations_s[0, mine].sum()),
-        backward_s=float(stages.durations_s[1:, mine].sum()),
-        send_s=float(sum(stages.latency_s[0, s] + stages.occupancy_s[0, s] for s in sends)),
-        tp_s=float(stages.tp_s[mine].sum()),
-        reduce_s=float(reduce[rank]),
-        optimizer_s=stages.optimizer_s[rank],
-        bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
-        memory=stages.memory[rank],
-    )
 
 
 _NAMES = {
