@@ -72,10 +72,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     """
     stages = StageSums.of(plan, inputs, runtime)
     times = _pipeline(plan, stages, runtime)
-    of_rank = np.array(
-        [[stage in mine for stage in range(len(plan.partition))] for mine in stages.stages_of],
-        dtype=np.float64,
-    )
+    of_rank = stages.of_rank
     forward, backward = (
         of_rank @ stages.durations_s[0],
         of_rank @ stages.durations_s[1:].sum(axis=0),
@@ -141,7 +138,7 @@ class StageSums:
         reduce_s: ``[ranks]`` gradient reduction, none of it hidden.
         optimizer_s: ``[ranks]``.
         memory: of each pipeline rank.
-        stages_of: the stages of each pipeline rank.
+        of_rank: ``[ranks, stages]``, 1 where a rank has a stage, else 0.
         message_bytes: ``[2, stages]``, whole output of a stage for one microbatch of a replica.
         estimated: whether a duration was estimated.
     """
@@ -154,7 +151,7 @@ class StageSums:
     reduce_s: tuple[float, ...]
     optimizer_s: tuple[float, ...]
     memory: tuple[StageMemory, ...]
-    stages_of: tuple[tuple[int, ...], ...]
+    of_rank: Any
     message_bytes: Any
     estimated: bool
 
@@ -169,15 +166,12 @@ class StageSums:
             )
         placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
         bounds = np.concatenate([[0], np.cumsum(plan.partition)])
-        stages_of = tuple(
-            tuple(placement.stage_of(rank, chunk) for chunk in range(plan.chunks))
-            for rank in range(plan.pp)
-        )
+        rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         tables = [_tables(plan, place, inputs) for place in plan.places]
-        durations, launch, tp_s = _durations(plan, stages_of, bounds, tables, inputs)
+        durations, launch, tp_s = _durations(rank_of, bounds, tables, inputs)
         reduce, memories, updates = [], [], []
-        for rank, stages in enumerate(stages_of):
-            rows = [i for stage in stages for i in range(bounds[stage], bounds[stage + 1])]
+        for rank in range(plan.pp):
+            rows = np.repeat(rank_of, plan.partition) == rank
             parameters = max(float(table.parameters[rows].sum()) for _, table in tables[rank])
             experts = max(float(table.expert_parameters[rows].sum()) for _, table in tables[rank])
             ranks, dp = plan.expert_ranks, len(plan.places[rank].replicas)
@@ -195,7 +189,7 @@ class StageSums:
             reduce_s=tuple(reduce),
             optimizer_s=tuple(updates),
             memory=tuple(memories),
-            stages_of=stages_of,
+            of_rank=np.eye(plan.pp)[:, rank_of],
             message_bytes=message_bytes,
             estimated=any(table.estimated for row in tables for _, table in row),
         )
@@ -225,32 +219,26 @@ def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> _Tables:
 
 
 def _durations(
-    plan: Plan,
-    stages_of: tuple[tuple[int, ...], ...],
-    bounds: Any,
-    tables: list[_Tables],
-    inputs: PlanInputs,
+    rank_of: Sequence[int], bounds: Any, tables: list[_Tables], inputs: PlanInputs
 ) -> tuple[Any, Any, Any]:
     """Returns durations, launches ``[3, stages]`` and communication of the slowest replica."""
-    durations, work = np.zeros((2, 3, len(plan.partition)))
-    tp_s = np.zeros(len(plan.partition))
-    for rank, stages in enumerate(stages_of):
-        action = inputs.action_s(node for node, _ in tables[rank])
-        for stage in stages:
-            part = slice(bounds[stage], bounds[stage + 1])
-            for _, table in tables[rank]:
-                kinds = (table.forward_s, table.backward_s, table.weight_s)
-                sums = np.array([one[part].sum() for one in kinds])
-                alone = table.launch_s[part].sum() * np.array([1.0, 1.0, 0.0])
-                durations[:, stage] = np.maximum(durations[:, stage], sums)
-                work[:, stage] = np.maximum(work[:, stage], sums - alone)
-                tp_s[stage] = max(tp_s[stage], table.tp_s[part].sum())
-            durations[:2, stage] += action
+    durations, work = np.zeros((2, 3, len(rank_of)))
+    tp_s = np.zeros(len(rank_of))
+    for stage, rank in enumerate(rank_of):
+        part = slice(bounds[stage], bounds[stage + 1])
+        for _, table in tables[rank]:
+            kinds = (table.forward_s, table.backward_s, table.weight_s)
+            sums = np.array([one[part].sum() for one in kinds])
+            alone = table.launch_s[part].sum() * np.array([1.0, 1.0, 0.0])
+            durations[:, stage] = np.maximum(durations[:, stage], sums)
+            work[:, stage] = np.maximum(work[:, stage], sums - alone)
+            tp_s[stage] = max(tp_s[stage], table.tp_s[part].sum())
+        durations[:2, stage] += inputs.action_s(node for node, _ in tables[rank])
     return durations, durations - work, tp_s
 
 
 def _memory(
-    plan: Plan, rank: int, rows: list[int], tables: _Tables, inputs: PlanInputs, runtime: Runtime
+    plan: Plan, rank: int, rows: Any, tables: _Tables, inputs: PlanInputs, runtime: Runtime
 ) -> StageMemory:
     """Returns the memory of the replica of a pipeline rank that has the least left."""
     if (widths := dealt_widths(plan)) is not None:
