@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
-from megatron.adaptive.transport.gloo import GlooTransport
-from megatron.adaptive.transport.interface import Completions, Label, Transport
+from megatron.adaptive.transport.connect import Payloads, own_endpoint
+from megatron.adaptive.transport.gloo import ProcessGroups
+from megatron.adaptive.transport.interface import Label, Transport
 from megatron.adaptive.transport.liveness import here
 
 from .connectors import half_of
@@ -41,7 +41,8 @@ def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
     Args:
         name: see the module.
         rank: 0 or 1.
-        options: ``slot_bytes`` and ``slots``; ``address`` where it is not loopback.
+        options: ``slot_bytes`` and ``slots``; ``address`` where it is not loopback; ``fixed`` where
+            all messages have the size of a slot, which gloo gains from.
     """
     settings = TransportConfig(
         transport=name.split()[0],
@@ -50,50 +51,26 @@ def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
         rdma_device=options.get("device"),
         rdma_queue_pairs=options.get("num_qps", 1),
     )
-    made = Connector(
-        own=own_endpoint(
-            rank,
-            here(rank),
-            device=torch.device("cpu"),
-            own_gpu=False,
-            options=settings,
-            address=options.get("address", "127.0.0.1"),
-        ),
-        peers=[1 - rank],
+    nbytes = options.get("slot_bytes") if options.get("fixed") else None
+    groups = ProcessGroups(
+        members=[0, 1],
         gather=gather,
-        groups=Groups(options.get("slot_bytes") if options.get("fixed") else None),
-        options=settings,
-        payloads=Payloads(shape=None, dtype=_BYTES),
-        device=torch.device("cpu"),
+        accelerator=Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU"),
+        payloads=Payloads(shape=None if nbytes is None else (nbytes // 4,), dtype=torch.float32),
         describe=lambda rank: f"rank {rank}",
         timeout_s=LIMIT_S,
-    ).connect()
+    )
+    own = own_endpoint(
+        rank,
+        here(rank),
+        device=torch.device("cpu"),
+        own_gpu=False,
+        options=settings,
+        address=options.get("address", "127.0.0.1"),
+    )
+    made = groups.connect(own, [1 - rank], settings)
     assert made is not None
     return made
-
-
-class Groups:
-    """Makes the transport over gloo.
-
-    Args:
-        nbytes: size of all messages where it is known beforehand, which gloo gains from.
-    """
-
-    def __init__(self, nbytes: int | None) -> None:
-        self._nbytes = nbytes
-
-    def make(
-        self, kind: str, peers: Sequence[int], completions: Completions | None
-    ) -> Transport | None:
-        """See ``connect.TorchGroups``."""
-        group = dist.new_group([0, 1], backend="gloo")
-        return GlooTransport(
-            group,
-            peers=peers,
-            device=torch.device("cpu"),
-            payload_shape=None if self._nbytes is None else (self._nbytes // 4,),
-            dtype=torch.float32,
-        )
 
 
 class TransportConnector:

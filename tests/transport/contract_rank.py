@@ -7,17 +7,18 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
+from megatron.adaptive.transport.connect import Payloads, own_endpoint
 from megatron.adaptive.transport.gloo import ProcessGroups
 from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
@@ -76,21 +77,22 @@ class Rank:
         if peers is None:
             peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         config = TransportConfig(transport=kind, **options)
-        payloads = Payloads(shape=shape, dtype=dtype)
         place = here(self.rank)
-        made = Connector(
-            own=own_endpoint(
-                self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
+        groups = Groups(
+            members=[*range(self.num_ranks)],
+            gather=StoreGather(
+                self._root, self.rank, self.num_ranks, f"{self._call}/{self._opened}"
             ),
-            peers=peers,
-            gather=self._gather("open"),
-            groups=Groups(self, payloads),
-            options=config,
-            payloads=payloads,
-            device=CPU,
+            accelerator=Accelerator(device=CPU, backend="gloo", name="CPU"),
+            payloads=Payloads(shape=shape, dtype=dtype),
             describe=describe,
             timeout_s=LIMIT_S,
-        ).connect()
+            join=self.join_group,
+        )
+        own = own_endpoint(
+            self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
+        )
+        made = groups.connect(own, peers, config)
         assert made is not None
         self._transports.append(made)
         return made, peers[0]
@@ -126,10 +128,6 @@ class Rank:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _gather(self, name: str) -> StoreGather:
-        prefix = f"{self._call}/{name}{self._opened}"
-        return StoreGather(self._root, self.rank, self.num_ranks, prefix)
-
 
 class StoreGather:
     """Gathers over a store, before there is any process group."""
@@ -148,26 +146,17 @@ class StoreGather:
         return [pickle.loads(self._store.get(key)) for key in keys]
 
 
-class Groups:
+@dataclass(frozen=True, kw_only=True)
+class Groups(ProcessGroups):
     """Makes gloo's transports, as a job does once its process group is there."""
 
-    def __init__(self, rank: Rank, payloads: Payloads) -> None:
-        self._rank = rank
-        self._payloads = payloads
+    join: Callable[[], None]
 
     def make(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        self._rank.join_group()
-        groups = ProcessGroups(
-            members=list(range(self._rank.num_ranks)),
-            gather=self._rank._gather("group"),
-            accelerator=SimpleNamespace(device=CPU),  # type: ignore[arg-type]
-            payloads=self._payloads,
-            describe=describe,
-            timeout_s=LIMIT_S,
-        )
-        return groups.make(kind, peers, completions)
+        self.join()
+        return super().make(kind, peers, completions)
 
 
 def describe(rank: int) -> str:
