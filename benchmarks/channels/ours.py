@@ -15,8 +15,7 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.connect import Payloads, own_endpoint
-from megatron.adaptive.transport.gloo import ProcessGroups
+from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
 from megatron.adaptive.transport.interface import Label, Transport
 from megatron.adaptive.transport.liveness import here
 
@@ -51,15 +50,6 @@ def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
         rdma_device=options.get("device"),
         rdma_queue_pairs=options.get("num_qps", 1),
     )
-    nbytes = options.get("slot_bytes") if options.get("fixed") else None
-    groups = ProcessGroups(
-        members=[0, 1],
-        gather=gather,
-        accelerator=Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU"),
-        payloads=Payloads(shape=None if nbytes is None else (nbytes // 4,), dtype=torch.float32),
-        describe=lambda rank: f"rank {rank}",
-        timeout_s=LIMIT_S,
-    )
     own = own_endpoint(
         rank,
         here(rank),
@@ -68,7 +58,15 @@ def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
         options=settings,
         address=options.get("address", "127.0.0.1"),
     )
-    made = groups.connect(own, [1 - rank], settings)
+    nbytes = options.get("slot_bytes") if options.get("fixed") else None
+    made = Connector(
+        members=[0, 1],
+        gather=gather,
+        accelerator=Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU"),
+        payloads=Payloads(shape=None if nbytes is None else (nbytes // 4,), dtype=torch.float32),
+        describe=lambda rank: f"rank {rank}",
+        timeout_s=LIMIT_S,
+    ).connect(own, [1 - rank], settings)
     assert made is not None
     return made
 

@@ -18,8 +18,7 @@ from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.transport.connect import Payloads, own_endpoint
-from megatron.adaptive.transport.gloo import ProcessGroups
+from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
 from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
 
@@ -77,22 +76,20 @@ class Rank:
         if peers is None:
             peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         config = TransportConfig(transport=kind, **options)
+        payloads = Payloads(shape=shape, dtype=dtype)
         place = here(self.rank)
-        groups = Groups(
-            members=[*range(self.num_ranks)],
-            gather=StoreGather(
-                self._root, self.rank, self.num_ranks, f"{self._call}/{self._opened}"
-            ),
-            accelerator=Accelerator(device=CPU, backend="gloo", name="CPU"),
-            payloads=Payloads(shape=shape, dtype=dtype),
-            describe=describe,
-            timeout_s=LIMIT_S,
-            join=self.join_group,
-        )
         own = own_endpoint(
             self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
         )
-        made = groups.connect(own, peers, config)
+        made = LateConnector(
+            members=list(range(self.num_ranks)),
+            gather=self._gather("open"),
+            accelerator=Accelerator(device=CPU, backend="gloo", name="CPU"),
+            payloads=payloads,
+            describe=describe,
+            timeout_s=LIMIT_S,
+            rank=self,
+        ).connect(own, peers, config)
         assert made is not None
         self._transports.append(made)
         return made, peers[0]
@@ -128,6 +125,10 @@ class Rank:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _gather(self, name: str) -> StoreGather:
+        prefix = f"{self._call}/{name}{self._opened}"
+        return StoreGather(self._root, self.rank, self.num_ranks, prefix)
+
 
 class StoreGather:
     """Gathers over a store, before there is any process group."""
@@ -147,16 +148,16 @@ class StoreGather:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups(ProcessGroups):
-    """Makes gloo's transports, as a job does once its process group is there."""
+class LateConnector(Connector):
+    """Joins the process group only where gloo needs it."""
 
-    join: Callable[[], None]
+    rank: Rank
 
-    def make(
+    def over_torch(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        self.join()
-        return super().make(kind, peers, completions)
+        self.rank.join_group()
+        return super().over_torch(kind, peers, completions)
 
 
 def describe(rank: int) -> str:

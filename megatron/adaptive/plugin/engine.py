@@ -36,7 +36,7 @@ from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.hang import HangGuard
 from megatron.adaptive.engine.job import Job, environment_of_rank
-from megatron.adaptive.engine.orders import Orders, given_schedule, weight_pieces
+from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.gpt.forward import DropoutKeys
@@ -45,7 +45,7 @@ from megatron.adaptive.plugin.placed import Placed
 from megatron.adaptive.plugin.refused import check_call, check_model, why_not_by_default
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.plugin.trace import StepTrace, stage_sizes
-from megatron.adaptive.rebalance.auto import TunedPipeline, Tuner
+from megatron.adaptive.rebalance.auto import Tuner
 from megatron.adaptive.schedule.placement import Placement
 
 _SEED = 1234
@@ -309,23 +309,21 @@ class Engine:
         assert self._wiring is not None
         assert isinstance(self._forward_backward, ForwardBackward)
         return Tuner(
-            TunedPipeline(
-                job=self._job,
-                placement=orders.placement,
-                pp_ranks=self._pp_ranks,
-                chunks=self._chunks,
-                forward_backward=self._forward_backward,
-                transport=self._wiring.transport,
-                payload_shape=self._payload or (1,),
-                payload_dtype=config.pipeline_dtype or torch.float32,
-                loads=None,
-                gain=None,
-                cap=settings.activation_cap,
-                splits=self._splits,
-                weight_pieces=settings.weight_pieces,
-                can_turn=False,  # the model is Megatron-LM's
-                timeout_s=settings.timeout_s,
-            )
+            job=self._job,
+            placement=orders.placement,
+            pp_ranks=self._pp_ranks,
+            chunks=self._chunks,
+            forward_backward=self._forward_backward,
+            transport=self._wiring.transport,
+            payload_shape=self._payload or (1,),
+            payload_dtype=config.pipeline_dtype or torch.float32,
+            loads=None,
+            gain=None,
+            cap=settings.activation_cap,
+            splits=self._splits,
+            weight_pieces=settings.weight_pieces,
+            can_turn=False,  # the model is Megatron-LM's
+            timeout_s=settings.timeout_s,
         )
 
     def _tune(self) -> None:
@@ -394,19 +392,15 @@ class Engine:
 
     def _make_orders(self, config: Any, placement: Placement) -> Orders:
         settings = self._settings
-        given, splits = None, self._splits
-        pieces = weight_pieces(settings.weight_pieces, splits=splits, is_rule=settings.is_rule)
-        if settings.schedule_file is not None:
-            given = given_schedule(settings.schedule_file, placement, splits=splits)
-            pieces = given.weight_pieces
         return Orders(
             schedule=settings.schedule,
             placement=placement,
             pp_rank=self._pp_ranks.index(dist.get_rank()),
             cap=settings.activation_cap,
-            weight_pieces=pieces,
+            splits=self._splits,
+            pieces=settings.weight_pieces,
+            schedule_file=settings.schedule_file,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
-            given=given,
             beside=bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
         )
 

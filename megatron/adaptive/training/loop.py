@@ -34,7 +34,7 @@ from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
 from megatron.adaptive.gpt.step import Step, gather_parameters, params_norm
 from megatron.adaptive.planner.repartition import Decision
-from megatron.adaptive.rebalance.auto import TunedPipeline, Tuner
+from megatron.adaptive.rebalance.auto import Tuner
 from megatron.adaptive.rebalance.dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_stages import move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
@@ -49,9 +49,6 @@ class Trainer:
         live: the run.
         profiler: profiles some of the iterations.
         stop: asks for an early end.
-
-    Attributes:
-        validation: runs validation and test.
     """
 
     def __init__(self, live: TrainingRun, profiler: Hook, stop: StopRequest) -> None:
@@ -61,7 +58,7 @@ class Trainer:
             run.replay.record.require_steps(live.progress.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._steps_here = 0
-        self.validation = Validation(live, stop)
+        self._validation = Validation(live, stop)
         recorder = OrderRecorder(live)
         self._hooks: list[Hook] = [
             recorder,
@@ -70,15 +67,12 @@ class Trainer:
             Reporting(live),
             Diagnosing(live),
             GarbageCollection(live),
-            self.validation,
+            self._validation,
             Saving(live, recorder),
         ]
 
-    def train(self) -> str:
-        """Trains until the iterations, the samples or the patience end.
-
-        Returns:
-            Why it ended, one phrase.
+    def train(self) -> None:
+        """Trains until the iterations, the samples or the patience end; then validates and tests.
 
         Raises:
             DeviceMemoryError: the device ran out of memory.
@@ -102,7 +96,9 @@ class Trainer:
             self._live.dealing.finish()
         for hook in self._hooks:
             hook.at_end()
-        return COMPLETE if early is None else early
+        self._live.log.ends(early or COMPLETE)
+        if early is None:
+            self._validation.after_training()
 
     def _train_step(self) -> TrainedStep:
         live, run, begin_s = self._live, self._live.run, time.perf_counter()
@@ -322,7 +318,7 @@ class Rebalancing(RunHook):
         is_tuned = settings.pipeline_schedule == "auto"
         if settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1):
             self._repartitioner = Repartitioner(live.run, live.log.message)
-        self._tuner = Tuner(_tuned(live.run, self._repartitioner)) if is_tuned else None
+        self._tuner = _tuner_of(live.run, self._repartitioner) if is_tuned else None
         self._due: Decision | Move | None = None
 
     def after_step(self, step: TrainedStep) -> None:
@@ -396,12 +392,12 @@ def _engine_of(run: Run) -> ForwardBackward:
     return run.forward_backward
 
 
-def _tuned(run: Run, layers: Repartitioner | None) -> TunedPipeline:
+def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
     config = run.job.config
     settings = config.schedule
     may_cut = settings.partition is None or settings.repartition != "off"
     group = parallel_state.get_pipeline_model_parallel_group()
-    return TunedPipeline(
+    return Tuner(
         job=run.job,
         placement=run.placement,
         pp_ranks=dist.get_process_group_ranks(group),
