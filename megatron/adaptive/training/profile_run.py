@@ -337,7 +337,6 @@ def _measure_stage(
             forward_only=False,
             collect_non_loss_data=False,
             first_val_step=None,
-            split=split,
             stores=attach_stores(chunks) if split else None,
         )
         shape, dtype = payload_shape(config), core.pipeline_dtype
@@ -351,7 +350,6 @@ def _measure_stage(
             gradient=lambda: message() if stage < STAGES - 1 else None,
             device=accelerator.device,
             repeats=repeats,
-            split=split,
         )
     finally:
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline
