@@ -350,6 +350,7 @@ def _measure_stage(
             gradient=lambda: message() if stage < STAGES - 1 else None,
             device=accelerator.device,
             repeats=repeats,
+            split=split,
         )
     finally:
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline
