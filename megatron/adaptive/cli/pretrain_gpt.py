@@ -26,7 +26,7 @@ from megatron.adaptive.config.command_parser import CommandParser, count, last_v
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.forms import read_file
-from megatron.adaptive.config.refused import REFUSED
+from megatron.adaptive.config.refused import IDLE, REFUSED
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 
 _USAGE = """\
@@ -158,6 +158,7 @@ def _all_of(data: str, words: Sequence[str], processes: int, folder: Path) -> li
     """
     here = ["--valid-data-path", data, "--eval-iters", "1"]
     config = parse([*words, *here], world_size=processes, last_wins=True)
+    from megatron.adaptive.cli.preprocess_data import progress_display, tidy_on_sigterm
     from megatron.adaptive.data.indexed import check_indexed
     from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
 
@@ -168,7 +169,8 @@ def _all_of(data: str, words: Sequence[str], processes: int, folder: Path) -> li
             output_prefix=str(folder / "data"),
             append_eod=True,
         )
-        preprocess(spec)
+        with tidy_on_sigterm(), progress_display(Path(data).stat().st_size) as progress:
+            preprocess(spec, progress=progress)
         data = spec.prefix_of("text")
     tokens, length = check_indexed(data).num_tokens, config.model.seq_length
     batches = (tokens - 1) // length // config.batch.global_batch_size
@@ -233,10 +235,14 @@ def flags_markdown() -> str:
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")
         for flag, default, text in rows:
             parts.append(f"| `{_cell(flag)}` | {_cell(default)} | {_cell(text)} |\n")
-    parts.append("\n## Refused\n\n| Flags | Why, and what to do |\n| --- | --- |\n")
-    for reason, family in itertools.groupby(REFUSED, REFUSED.__getitem__):
-        names = [f"`--{name}`" for name in sorted(family, key=lambda one: one.endswith("*"))]
-        parts.append(f"| {', '.join(names)} | {_cell(reason)} |\n")
+    for title, column, table in (
+        ("Refused", "Why, and what to do", REFUSED),
+        ("Taken without any effect", "Why", IDLE),
+    ):
+        parts.append(f"\n## {title}\n\n| Flags | {column} |\n| --- | --- |\n")
+        for reason, family in itertools.groupby(table, table.__getitem__):
+            names = [f"`--{name}`" for name in sorted(family, key=lambda one: one.endswith("*"))]
+            parts.append(f"| {', '.join(names)} | {_cell(reason)} |\n")
     return "".join(parts)
 
 
