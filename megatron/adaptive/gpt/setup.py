@@ -22,9 +22,9 @@ from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.expert_load import measured_experts
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, ScheduleRecord
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model import (

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.state import fill_state, load_rng, load_scheduler, sharded_rng
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import destroy_groups
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import DeviceMemoryError
 from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
 from megatron.adaptive.gpt.setup import KeptParts, Run, build_run
