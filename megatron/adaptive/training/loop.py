@@ -584,8 +584,7 @@ class Saving(RunHook):
         self._recorder.write()
         with live.run.tracing.host_span("checkpoint"):
             gather_parameters(live.run)
-            save = live.checkpoints.save_behind if behind else live.checkpoints.save
-            path: Path | None = save(live.progress)
+            path = live.checkpoints.save(live.progress, behind=behind)
         self._saved_at = live.progress.iteration
         self._waited_s = time.perf_counter() - begin_s
         if path is not None:
