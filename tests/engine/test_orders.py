@@ -12,7 +12,7 @@ import statistics
 import numpy as np
 import pytest
 
-from megatron.adaptive.data.lengths import Batching
+from megatron.adaptive.data.loader import Batching
 from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.schedule.dealing import Dealer
 from megatron.adaptive.schedule.placement import Placement
