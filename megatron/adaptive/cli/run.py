@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         text = f"{text} ({default:g})"
         add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
-    text = "have the planner choose shapes: a cluster file, profiles, or both; once for each"
+    text = "have the planner choose shapes: a cluster file, and profiles; once for each"
     add("--plan-with", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "with --plan-with: also stages with unequal numbers of replicas"
     add("--unequal", action="store_true", help=text)

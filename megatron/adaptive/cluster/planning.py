@@ -1,16 +1,16 @@
-"""Plans layouts for the nodes that are there, from a cluster file, profiles, or both.
+"""Plans layouts for the nodes that are there, from a cluster file and profiles.
 
 ::
 
     --plan-with cluster.yaml   which node is of which type; links; speeds from data sheets
-    --plan-with profile.json   measured speeds; without a cluster file nodes count as equal
+    --plan-with profile.json   measured speeds
     slowness of a node         a type of its own, whose layers take so many times as long
 
 Degrees, layers of each stage, the microbatch and recompute are the plan's. What would change the
-losses stays: the global batch always; the microbatch with dropout, whose numbers are drawn for a
-microbatch; the tensor-parallel width with attention dropout or where it would pad the vocabulary
-otherwise. A node that is slow, or has fewer processes than its type, is a kind of its own beside
-its type: links are those of the type, durations are so many times as long.
+losses stays: the global batch and the tensor-parallel width always; the microbatch with dropout,
+whose numbers are drawn for a microbatch. A node that is slow, or has fewer processes than its type,
+is a kind of its own beside its type: links are those of the type, durations are so many times as
+long.
 
 A script with a ``Pipeline`` is planned from what its ranks measured at the first start. The
 microbatch stays where the script gives it, or its model draws random numbers; nodes that were not
@@ -43,10 +43,8 @@ from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import (
     MEMORY_MARGIN,
     Cluster,
-    LinkSpeed,
     NodePool,
     NodeType,
-    known_gpu,
     make_cluster,
 )
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
@@ -63,9 +61,6 @@ PLAN_WITH = "--plan-with"
 _ANY_NUMBER = 1 << 20
 _Names = dict[str, dict[str, None]]
 _Value = TypeVar("_Value")
-# Without a cluster file, for links that the profile does not hold.
-_WITHIN = LinkSpeed(bytes_per_s=10e9, latency_s=1e-5, shared=False)
-_BETWEEN = LinkSpeed(bytes_per_s=1.25e9, latency_s=3e-5)
 
 
 @dataclass(frozen=True)
@@ -102,11 +97,11 @@ class NodeKind:
         return gpu if self.slowness == 1.0 else f"{gpu} slow {self.slowness:.4g}"
 
 
-def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] | None]:
-    """Reads a cluster file, profiles, or both, distinguished by content.
+def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
+    """Reads a cluster file and profiles, distinguished by content.
 
     Returns:
-        The cluster, and the profiles as one; ``None`` for what was not given.
+        The cluster, and the profiles as one; ``None`` for no profile.
 
     Raises:
         ConfigError: a file cannot be read or breaks a rule.
@@ -124,6 +119,11 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] |
                 f"{PLAN_WITH} {path}: neither a cluster file, which lists nodes, nor a profile,"
                 " which lists layers; see docs/planner.md"
             )
+    if not clusters:
+        raise ConfigError(
+            f"{PLAN_WITH} {', '.join(map(str, paths))}: no cluster file, which says what nodes and"
+            " links there are: name one too; see docs/planner.md"
+        )
     if len(clusters) > 1:
         raise ConfigError(
             f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
@@ -132,47 +132,9 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] |
     profile = None
     if profiles:
         profile = profile_file.merge(profiles) if len(profiles) > 1 else profiles[0][1]
-    if not clusters:
-        return None, profile
     memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
     where, document = clusters[0]
     return make_cluster(document, where, memories), profile
-
-
-def equal_nodes(document: Mapping[str, Any], where: str) -> Cluster:
-    """Returns a cluster of equal nodes, of as many processes as each may have.
-
-    Args:
-        document: a profile, which says of which part.
-        where: the file.
-
-    Raises:
-        ConfigError: it is of several parts, or does not say their memory.
-    """
-    gpus = list(dict.fromkeys(row["gpu"] for row in document["layers"]))
-    if len(gpus) > 1:
-        raise ConfigError(
-            f"{where}: it holds measurements of {', '.join(gpus)}: name a cluster file too, which"
-            " says which node has which"
-        )
-    part = known_gpu(gpus[0])
-    gpu = gpus[0] if part is None else part.name
-    memory = profile_file.of_nodes(document, "memory_bytes").get(gpu)
-    if memory is None and part is None:
-        raise ConfigError(
-            f"{where}: it does not say the memory of {gpu}: name a cluster file too, which does"
-        )
-    named = [
-        name for name, facts in document.get("nodes", {}).items() if facts.get("gpu") == gpus[0]
-    ]
-    node = NodeType(
-        name=named[0] if named else gpu,
-        gpu=gpu,
-        gpus=_ANY_NUMBER,
-        memory_bytes=memory if memory is not None else part.memory_bytes if part else 0.0,
-        intra=_WITHIN,
-    )
-    return Cluster(groups=(NodePool(type=node, count=1),), network=_BETWEEN)
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeKind, int]) -> Cluster:
@@ -267,7 +229,6 @@ _CHOSEN = (
     "--num-virtual-stages-per-pipeline-rank",
     "--num-layers-per-virtual-pipeline-stage",
 )
-_TENSOR = "--tensor-model-parallel-size"
 _RECOMPUTE = ("--recompute", "--checkpoint-activations")
 
 
@@ -275,7 +236,7 @@ class Planning:
     """Plans the layouts of one job.
 
     Args:
-        paths: cluster file, profiles, or both, distinguished by content.
+        paths: cluster file and profiles, distinguished by content.
         arguments: of the trainer.
         unequal: whether stages may have unequal numbers of replicas.
 
@@ -309,10 +270,6 @@ class Planning:
             )
         cluster, document = read_inputs(paths)
         self._where = ", ".join(map(str, paths))
-        self._has_cluster = cluster is not None
-        if cluster is None:
-            assert document is not None  # there is at least one file
-            cluster = equal_nodes(document, self._where)
         cluster = cluster.with_memory(1 - MEMORY_MARGIN)
         measured = None
         if document is not None:
@@ -340,25 +297,20 @@ class Planning:
             ConfigError: the file breaks a rule, names machines that the cluster file does not
                 have, or no plan is possible.
         """
-        offers = self._named_by_cluster() if machines is None else self._named_by_file(machines)
-        if offers:
-            self.plan(offers)
+        self.plan(self._named_by_cluster() if machines is None else self._named_by_file(machines))
 
     def _named_by_cluster(self) -> list[Offer]:
         return [
             Offer(name=name, slots=group.type.gpus)
-            for group in (self._cluster.groups if self._has_cluster else ())
+            for group in self._cluster.groups
             for name in group.hosts or [f"{group.type.name} {at}" for at in range(group.count)]
         ]
 
     def _named_by_file(self, path: Path) -> list[Offer]:
-        """Returns the nodes of a machines file; none where their slots are not known."""
-        machines = read_machines(path)
-        if not self._has_cluster and not all(one.slots for one in machines):
-            return []
+        """Returns the nodes of a machines file, with as many processes as their type may have."""
         offers = [
             Offer(name=one.name, hosts=(one.host,), slots=one.slots or _ANY_NUMBER)
-            for one in machines
+            for one in read_machines(path)
         ]
         if missing := self.unknown(offers):
             raise ConfigError(
@@ -384,7 +336,7 @@ class Planning:
             ConfigError: nothing fits; says which limit stands in the way.
         """
         nodes, inputs = self._on(offers)
-        equal = replace(self._options(inputs.cluster), most_cpu_s=most_cpu_s)
+        equal = replace(self._options(), most_cpu_s=most_cpu_s)
         found: ParallelLayout | None = None
         refused: ConfigError | None = None
         if self._unequal:
@@ -456,12 +408,12 @@ class Planning:
         cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
         return names, PlanInputs(self._model, cluster, profile_of(self._profile, kinds))
 
-    def _options(self, cluster: Cluster) -> SearchOptions:
+    def _options(self) -> SearchOptions:
         config = self._config
         recompute = config.recompute.recompute_granularity
         sharded = config.parallel.use_distributed_optimizer
         return SearchOptions(
-            tp=self._widths(cluster),
+            tp=(config.parallel.tensor_model_parallel_size,),
             micro_batch=self._micro_batches(),
             recompute=RECOMPUTE if not self._is_given(_RECOMPUTE) else (recompute or "none",),
             # With one replica there is nothing to divide, so that both are looked at.
@@ -474,28 +426,6 @@ class Planning:
 
     def _is_given(self, prefixes: Iterable[str]) -> bool:
         return any(word.startswith(tuple(prefixes)) for word in self._arguments)
-
-    def _widths(self, cluster: Cluster) -> tuple[int, ...]:
-        """Lists tensor-parallel widths under which losses stay as they are."""
-        config = self._config
-        given = config.parallel.tensor_model_parallel_size
-        words = {word.partition("=")[0] for word in self._arguments}
-        vocabulary = config.data.vocab_size
-        if _TENSOR in words or config.model.attention_dropout or vocabulary is None:
-            return (given,)
-
-        def padded(width: int) -> tuple[int, ...]:
-            # A tokenizer may have a token more than it was given.
-            unit = config.model.make_vocab_size_divisible_by * width
-            return tuple(-(-(vocabulary + more) // unit) * unit for more in (0, 1))
-
-        return tuple(
-            width
-            for width in range(1, max(node.gpus for node in cluster.types) + 1)
-            if any(node.gpus % width == 0 for node in cluster.types)
-            and self._model.max_tp % width == 0
-            and padded(width) == padded(given)
-        )
 
     def _micro_batches(self) -> tuple[int, ...]:
         """Lists sizes of a microbatch under which losses stay as they are; empty for all."""
