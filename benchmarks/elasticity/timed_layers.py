@@ -141,7 +141,9 @@ def compare(others: list[tuple[int, ...]], steps: int, rounds: int, told: Path) 
 
 
 def _asked(partition: tuple[int, ...], times: RankTimes) -> Move:
-    return Move(partition=partition, why="as asked", gain=0.0, before_s=times.span_s, layers=1)
+    return Move(
+        partition=partition, why="as asked", present_s=1.0, step_s=1.0, before_s=times.span_s
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import pytest
 from openpyxl import load_workbook
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
-from megatron.adaptive.cli import trace
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.trace.event import IterationStart, block_text, trace_file_name
@@ -97,20 +96,6 @@ def test_iterations_and_replica_are_chosen(
     # Of a range that only overlaps the run, what there is.
     main([*flags, "--iterations", "4-90", "--output", "two.xlsx"])
     assert "over 2 complete iterations (4-5)" in capsys.readouterr().out
-
-
-def test_all_leaves_out_what_lacks_its_package(
-    traces: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packages = {"png": "matplotlib", "html": "a_package_that_is_not_there"}
-    monkeypatch.setattr(trace, "FORMATS", packages)
-    assert main(["traces"]) == 0
-    assert capsys.readouterr().err == (
-        "warning: cannot write html: package 'a_package_that_is_not_there' is missing; run pip "
-        "install a_package_that_is_not_there\n"
-    )
-    assert Path(f"{NAME}.png").exists()
-    assert "run pip install a_package" in refused(capsys, "traces", "--format", "html")
 
 
 def test_diagnose(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:

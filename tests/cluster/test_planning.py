@@ -12,8 +12,7 @@ import pytest
 from megatron.adaptive.cli.run import main
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.plan_process import PlannerChooser
-from megatron.adaptive.cluster.planning import Planning
+from megatron.adaptive.cluster.planning import PlannerChooser, Planning
 from megatron.adaptive.cluster.ranks import assign
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError

@@ -11,8 +11,7 @@ import pytest
 
 from megatron.adaptive.cluster.job import IncarnationProgress
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
-from megatron.adaptive.cluster.plan_process import PlannerChooser
-from megatron.adaptive.cluster.planning import ScriptPlanning
+from megatron.adaptive.cluster.planning import PlannerChooser, ScriptPlanning
 from megatron.adaptive.cluster.ranks import ScriptProgram, is_trainer, model_file
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import ConfigError, SetupError

@@ -218,7 +218,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
                 " --plan-with FILE, or leave it out"
             )
         return Chooser()
-    from megatron.adaptive.cluster.plan_process import PlannerChooser
+    from megatron.adaptive.cluster.planning import PlannerChooser
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks; before numpy is imported there
     model = model_file(spec.checkpoints) if spec.is_pipeline else None

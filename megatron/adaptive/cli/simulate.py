@@ -18,7 +18,6 @@ from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
 from megatron.adaptive.schedule.registry import policy_names
-from megatron.adaptive.schedule.render import render_timeline
 from megatron.adaptive.schedule.unequal import SCHEDULES, simulate
 from megatron.adaptive.schedule.widths import Widths
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
@@ -39,7 +38,6 @@ _UNKNOWN = {
     "slow_rank": [],
     "weight_pieces": None,
     "placement": None,
-    "timeline": 0,
     "chart": None,
 }
 
@@ -70,10 +68,6 @@ def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
         (str(o.candidate), o.mean_s, o.bubble_fraction, f"{o.peak_units:.3g}") for o in outcomes
     ]
     _print_table(draws, rows)
-    if options.timeline:
-        for outcome in outcomes:
-            print(f"\n{outcome.candidate}")
-            print(render_timeline(outcome.example, max_columns=options.timeline))
     if options.chart is not None:
         # Half a second to import, and only wanted here.
         from megatron.adaptive.trace.views.picture import write_comparison
@@ -136,8 +130,6 @@ def _parser() -> argparse.ArgumentParser:
     add = out.add_argument
     add("--draws", type=count, default=20, help="simulated steps per schedule, with jitter")
     add("--seed", type=number(int, 0, 2**53), default=0, help="of the first draw")
-    columns, text = number(int, 0, 10_000), "also draw the steps as text"
-    add("--timeline", type=columns, default=0, metavar="COLUMNS", help=text)
     add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as a picture")
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
     return parser

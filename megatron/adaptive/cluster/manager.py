@@ -355,7 +355,8 @@ class Manager:
             # What ends with a node that leaves is no failure.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
-            running.at_fault(fault, _GRACE_S, gone=gone)
+            kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
+            running.at_fault(fault, _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
         """Kills what is left of an incarnation, and gives up nodes that do not even report that."""

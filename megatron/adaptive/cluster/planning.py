@@ -20,25 +20,38 @@ there when the model was measured count as the first one that was::
                                           ──> pipeline size that was wished for, or the next to it
                                               ──> the least predicted step: microbatch, partition
 
-Searches only; ``plan_process`` keeps them out of the manager's way.
+The planner of a job runs in a process of its own, so that a long search stops nothing. It is started
+once, and loads what it needs while machines are still coming. An answer that comes after its time
+limit is passed over.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import multiprocessing
+import signal
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, as_asked
+from megatron.adaptive.cluster.job import say
+from megatron.adaptive.cluster.layouts import (
+    WORTH_A_MORPH,
+    Chooser,
+    Offer,
+    ParallelLayout,
+    as_asked,
+)
 from megatron.adaptive.cluster.membership import read_machines
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.forms import read_file
 from megatron.adaptive.config.plan import plan_flags
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import (
     MEMORY_MARGIN,
@@ -51,7 +64,7 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import PlanRow, plan_document
-from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
 from megatron.adaptive.planner.running import Running, choose_option, least_largest_of
 from megatron.adaptive.planner.search import SearchOptions
@@ -59,42 +72,15 @@ from megatron.adaptive.schedule.registry import policy_names
 
 PLAN_WITH = "--plan-with"
 _ANY_NUMBER = 1 << 20
-_Names = dict[str, dict[str, None]]
-_Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True)
-class NodeKind:
-    """Describes nodes that a plan takes for equal.
-
-    Attributes:
-        base: their type.
-        gpus: processes of each.
-        slowness: how many times as long as their type's their work takes.
-        memory_bytes: of each process, ``None`` for their type's.
-    """
-
-    base: NodeType
-    gpus: int
-    slowness: float
-    memory_bytes: float | None = None
-
-    @property
-    def node(self) -> NodeType:
-        """Returns the type that stands for them in a plan."""
-        name, memory_bytes = self.base.name, self.memory_bytes or self.base.memory_bytes
-        if self.slowness != 1.0 or self.gpus != self.base.gpus:
-            name += f" x {self.gpus}"
-            name += f" slow {self.slowness:.4g}" if self.slowness != 1.0 else ""
-        return replace(
-            self.base, name=name, gpu=self.gpu, gpus=self.gpus, memory_bytes=memory_bytes
-        )
-
-    @property
-    def gpu(self) -> str:
-        """Returns the name that their durations go by."""
-        gpu = self.base.gpu
-        return gpu if self.slowness == 1.0 else f"{gpu} slow {self.slowness:.4g}"
+def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
+    """Returns the type that stands for nodes of a type with so many processes and such a pace."""
+    name = base.name
+    if slowness != 1.0 or gpus != base.gpus:
+        name += f" x {gpus}"
+        name += f" slow {slowness:.4g}" if slowness != 1.0 else ""
+    return replace(base, name=name, like=base.name, gpus=gpus, slowness=slowness)
 
 
 def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
@@ -129,94 +115,23 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
             f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
             " one cluster; leave one out"
         )
-    profile = None
-    if profiles:
-        profile = profile_file.merge(profiles) if len(profiles) > 1 else profiles[0][1]
+    profile = profile_file.merge(profiles) if profiles else None
     memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
     where, document = clusters[0]
     return make_cluster(document, where, memories), profile
 
 
-def cluster_of(cluster: Cluster, counts: Mapping[NodeKind, int]) -> Cluster:
+def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
     """Returns a cluster of so many nodes of each kind.
 
     Args:
-        cluster: by the names of their types.
+        cluster: of their types.
         counts: of each kind, in the order of the nodes.
     """
-    groups = tuple(NodePool(type=kind.node, count=count) for kind, count in counts.items())
-    types, _ = _names_of(counts)
-    return replace(cluster, groups=groups, links=_renamed(cluster.links, types, 0, 1))
-
-
-def profile_of(profile: Profile, kinds: Iterable[NodeKind]) -> Profile:
-    """Returns durations and links by the names of kinds of node, those of slow kinds longer.
-
-    Args:
-        profile: by the names of their types.
-        kinds: of the nodes that are there.
-    """
-    types, gpus = _names_of(kinds)
-    slowness = {kind.gpu: kind.slowness for kind in kinds}
-    base = {kind.gpu: kind.base.gpu for kind in kinds}
-    estimator = profile.estimator
-
-    def slowed(table: Mapping[str, float]) -> dict[str, float]:
-        return {gpu: value * slowness[gpu] for gpu, value in _renamed(table, gpus).items()}
-
-    def estimate(name: str, gpu: str, tp: int, size: float) -> LayerTimes:
-        assert estimator is not None
-        return _slowed(estimator(name, base[gpu], tp, size), slowness[gpu])
-
-    return replace(
-        profile,
-        layers={
-            key: _slowed(takes, slowness[key[1]])
-            for key, takes in _renamed(profile.layers, gpus, 1).items()
-        },
-        links=_renamed(profile.links, types, 0, 1),
-        intra_links=_renamed(profile.intra_links, types),
-        all_reduce=_renamed(profile.all_reduce, types, 0),
-        optimizer_s_per_parameter=slowed(profile.optimizer_s_per_parameter),
-        launch_s=slowed(profile.launch_s),
-        step_s=slowed(profile.step_s),
-        estimator=None if estimator is None else estimate,
-    )
-
-
-def _names_of(kinds: Iterable[NodeKind]) -> tuple[_Names, _Names]:
-    """Returns names of kinds by that of their type, and those of their durations by the GPU's."""
-    types: _Names = {}
-    gpus: _Names = {}
-    for kind in kinds:
-        types.setdefault(kind.base.name, {})[kind.node.name] = None
-        gpus.setdefault(kind.base.gpu, {})[kind.gpu] = None
-    return types, gpus
-
-
-def _renamed(table: Mapping[Any, _Value], names: _Names, *places: int) -> dict[Any, _Value]:
-    """Returns the rows of a table that have new names, each under all of them.
-
-    Args:
-        table: by a name, or by a tuple that holds names.
-        names: new ones by the old one.
-        places: of names in the tuple, none for a name alone.
-    """
-    found: dict[Any, _Value] = {}
-    for key, value in table.items():
-        words = key if places else (key,)
-        is_name = [at in (places or (0,)) for at in range(len(words))]
-        new = [names.get(w, ()) if named else (w,) for w, named in zip(words, is_name, strict=True)]
-        for one in product(*new):
-            found[one if places else one[0]] = value
-    return found
-
-
-def _slowed(takes: LayerTimes, slowness: float) -> LayerTimes:
-    if slowness == 1.0:
-        return takes
-    parts = ("forward_s", "backward_input_s", "backward_weight_s", "launch_s")
-    return replace(takes, **{name: getattr(takes, name) * slowness for name in parts})
+    groups = tuple(NodePool(type=kind, count=count) for kind, count in counts.items())
+    types = {kind.like for kind in counts}
+    links = {pair: link for pair, link in cluster.links.items() if types.issuperset(pair)}
+    return replace(cluster, groups=groups, links=links)
 
 
 _PLANS = 6
@@ -392,21 +307,21 @@ class Planning:
 
     def _on(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
         """Returns the nodes' names by number in a cluster of them alone, and what is planned."""
-        found: dict[NodeKind, list[str]] = {}
+        found: dict[NodeType, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
             if base is not None:
-                kind = NodeKind(base, min(offer.slots, base.gpus), offer.slowness)
+                kind = node_kind(base, min(offer.slots, base.gpus), offer.slowness)
                 found.setdefault(kind, []).append(offer.name)
         if not found:
             raise ConfigError(
                 f"{', '.join(one.name for one in offers)}: no such node is in {self._where}"
             )
         order = {node.name: at for at, node in enumerate(self._cluster.types)}
-        kinds = sorted(found, key=lambda kind: (order[kind.base.name], -kind.gpus, kind.slowness))
+        kinds = sorted(found, key=lambda kind: (order[kind.like], -kind.gpus, kind.slowness))
         names = [name for kind in kinds for name in found[kind]]
         cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
-        return names, PlanInputs(self._model, cluster, profile_of(self._profile, kinds))
+        return names, PlanInputs(self._model, cluster, self._profile)
 
     def _options(self) -> SearchOptions:
         config = self._config
@@ -460,9 +375,9 @@ class Planning:
         kind = max(set(self._model.layers), key=self._model.layers.count)
         pace = {}
         for node in used:
-            gpu = inputs.cluster.nodes[node].gpu
-            takes = inputs.profile.times(kind, gpu, plan.tp, plan.micro_batch)
-            pace[nodes[node]] = takes.forward_s + takes.backward_s
+            on = inputs.cluster.nodes[node]
+            takes = inputs.profile.times(kind, on.gpu, plan.tp, plan.micro_batch)
+            pace[nodes[node]] = (takes.forward_s + takes.backward_s) * on.slowness
         return ParallelLayout(
             tensor=plan.tp,
             pipeline=plan.pp,
@@ -550,17 +465,17 @@ class ScriptPlanning:
         known = {one.host: types[one.type] for one in module.hosts}
         other = types[module.hosts[0].type]
         kinds = [
-            NodeKind(known.get(host, other), count, slowness)
+            node_kind(known.get(host, other), count, slowness)
             for (host, slowness), count in hosts.items()
         ]
         # The memory of a host is divided among the processes that it has now.
-        most: dict[NodeKind, int] = {}
+        most: dict[NodeType, int] = {}
         for (host, _), kind in zip(hosts, kinds, strict=True):
             most[kind] = max(most.get(kind, 0), on_host[host])
         shared = {one.type for one in module.hosts if one.shares_memory}
         kinds = [
-            replace(kind, memory_bytes=kind.base.memory_bytes * kind.base.gpus / most[kind])
-            if kind.base.name in shared
+            replace(kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / most[kind])
+            if kind.like in shared
             else kind
             for kind in kinds
         ]
@@ -573,8 +488,8 @@ class ScriptPlanning:
             batch=module.batch_size,
             schedule=module.schedule,
             chunks=module.chunks,
-            whole=profile_of(whole, counts),
-            split=None if split is None else profile_of(split, counts),
+            whole=whole,
+            split=split,
             cap=module.cap,
         )
 
@@ -612,3 +527,151 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
     if module.partition is not None and len(module.partition) == stages:
         return module.partition
     return None if module.weights is None else least_largest_of(module.weights, stages)
+
+
+_FIRST_S = 180.0
+"""Time limit of the first plan on a machine, which compiles the search."""
+_SEARCH = 0.5
+"""Part of the time limit that the search itself may take; the rest is for what comes with it."""
+
+
+class PlannerChooser(Chooser):
+    """Chooses layouts by the planner, and by a simpler rule where that has no answer in time.
+
+    Layouts of a script are of all processes first, to measure its model, then those of its plan.
+    To be closed.
+
+    Args:
+        paths: see :class:`Planning`.
+        arguments: of the trainer.
+        within_s: time limit of a plan.
+        unequal: see :class:`Planning`.
+        model: file of what was measured of a script's model, ``None`` for the trainer.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        arguments: Sequence[str],
+        within_s: float,
+        *,
+        unequal: bool = False,
+        model: Path | None = None,
+    ) -> None:
+        self._within_s = within_s
+        self._model = model
+        self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
+        self._given = tuple(paths), tuple(arguments), unequal, model
+        self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
+
+    def check(self, machines: Path | None) -> str:
+        """Checks the files, and that a plan is possible for all machines that may come. Blocks.
+
+        Args:
+            machines: file of machines, ``None`` where nodes come by themselves.
+
+        Returns:
+            Why this could not be said in time, empty if it could.
+
+        Raises:
+            ConfigError: a file breaks a rule, or no plan is possible.
+        """
+        try:
+            self._ask(_FIRST_S, "check", machines)
+        except SetupError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        self._pool.terminate()
+
+    def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
+        """Asks for a layout on the nodes that are there. Blocks up to the limit.
+
+        Returns:
+            The layout and what is to be said of it, or ``None`` and why none fits.
+        """
+        try:
+            layout: ParallelLayout = self._ask(within_s, "plan", offers, within_s * _SEARCH)
+            if self._model is not None:
+                return layout, ""
+            unknown: str = self._ask(within_s, "unknown", offers)
+        except ConfigError as error:
+            return None, str(error)
+        return layout, unknown and f"{unknown}: in no file of {PLAN_WITH}"
+
+    def _ask(self, within_s: float, name: str, *given: Any) -> Any:
+        asked = self._pool.apply_async(_answer, (self._given, name, given))
+        try:
+            return asked.get(within_s)
+        except multiprocessing.TimeoutError:
+            raise SetupError(f"the planner did not answer within {within_s:g} s") from None
+        except AdaptiveError as error:
+            raise ConfigError(str(error)) from None
+        except Exception as error:  # a bug: printed with its traceback, and the job goes on
+            traceback.print_exc()
+            raise SetupError(f"the planner failed: {error!r}") from None
+
+    async def choose(
+        self, arguments: Sequence[str], offers: Sequence[Offer]
+    ) -> ParallelLayout | None:
+        key, limit_s = tuple[object, ...](offers), self._within_s
+        if self._model is not None:
+            module = MeasuredModule.read(self._model)
+            if module is None:
+                count = sum(one.slots for one in offers)
+                whole = ParallelLayout(
+                    tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=()
+                )
+                return whole if count else None
+            key = (module.signature, module.micro_batch_size, *offers)
+            limit_s = limit_s if self._known else max(_FIRST_S, limit_s)
+        if key not in self._known:
+            try:
+                found = await asyncio.to_thread(self._plan, offers, limit_s)
+            except SetupError as error:
+                if self._model is None:
+                    say(f"warning: no plan: {error}; the layout is chosen without it")
+                    self.why = ""
+                    return await super().choose(arguments, offers)
+                say(f"warning: no plan: {error}; the busiest stage alone decides")
+                try:
+                    found = ScriptPlanning(self._model).plan(offers, timed=False), ""
+                except ConfigError as refused:
+                    found = None, str(refused)
+            self._known[key] = found
+            if found[0] is not None and found[1]:
+                say(f"warning: left out: {found[1]}")
+        layout, text = self._known[key]
+        self.why = "" if layout is not None else text
+        return layout
+
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
+        if self._model is None:
+            return super().is_better(layout, running)
+        if running.is_to_be_measured or layout.is_to_be_measured:
+            return False
+        if layout.world_size != running.world_size:
+            return layout.world_size > running.world_size
+        if layout.step_s is None or running.step_s is None:
+            return False
+        return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is not for the planner
+
+
+@functools.cache
+def _planning(
+    paths: Sequence[Path], arguments: Sequence[str], unequal: bool, model: Path | None
+) -> Planning | ScriptPlanning:
+    if model is not None:
+        return ScriptPlanning(model)
+    return Planning(paths, arguments, unequal=unequal)
+
+
+def _answer(of: tuple[Any, ...], name: str, given: Sequence[Any]) -> Any:
+    """Answers a question, in the process of the planner."""
+    return getattr(_planning(*of), name)(*given)

@@ -355,7 +355,8 @@ class RunningRanks:
         where: the node of each rank, by key.
         statuses: of the ranks that ended, by key.
         stopping: why they were asked to save and end.
-        fault: what went wrong first.
+        fault: what went wrong first, or the kill that came to light soon after.
+        has_kill: whether that is a signal from outside.
         gone: the first node that was lost, or went with notice and took a rank along, in words.
         deadline_s: when the rest is killed.
         killed: whether it was.
@@ -368,6 +369,7 @@ class RunningRanks:
     statuses: dict[str, int] = field(default_factory=dict)
     stopping: str = ""
     fault: str = ""
+    has_kill: bool = False
     gone: str = ""
     deadline_s: float | None = None
     killed: bool = False
@@ -377,17 +379,20 @@ class RunningRanks:
         """Returns the ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
-    def at_fault(self, fault: str, grace_s: float, *, gone: str = "") -> None:
+    def at_fault(self, fault: str, grace_s: float, *, gone: str = "", kill: bool = False) -> None:
         """Records what went wrong first; the other ranks get a moment to report it.
 
         Args:
             fault: what went wrong.
             grace_s: that moment.
+            kill: whether a signal from outside ended a rank. It is the cause also where a rank that
+                lost this peer was seen to end before it.
             gone: what became of a node, where that is why. Ranks that cannot reach it may end, and
                 be seen to, before it counts as lost.
         """
         self.gone = self.gone or gone
-        self.fault = self.fault or fault
+        if not self.fault or (kill and not self.killed and not self.has_kill):
+            self.fault, self.has_kill = fault, kill
         if not self.killed:
             self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
 

@@ -45,7 +45,7 @@ from megatron.adaptive.plugin.placed import Placed
 from megatron.adaptive.plugin.refused import check_call, check_model, why_not_by_default
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.plugin.trace import StepTrace, stage_sizes
-from megatron.adaptive.rebalance.auto import TunedPipeline, Tuner
+from megatron.adaptive.rebalance.auto import Tuner
 from megatron.adaptive.schedule.placement import Placement
 
 _SEED = 1234
@@ -309,23 +309,21 @@ class Engine:
         assert self._wiring is not None
         assert isinstance(self._forward_backward, ForwardBackward)
         return Tuner(
-            TunedPipeline(
-                job=self._job,
-                placement=orders.placement,
-                pp_ranks=self._pp_ranks,
-                chunks=self._chunks,
-                forward_backward=self._forward_backward,
-                transport=self._wiring.transport,
-                payload_shape=self._payload or (1,),
-                payload_dtype=config.pipeline_dtype or torch.float32,
-                loads=None,
-                gain=None,
-                cap=settings.activation_cap,
-                splits=self._splits,
-                weight_pieces=settings.weight_pieces,
-                can_turn=False,  # the model is Megatron-LM's
-                timeout_s=settings.timeout_s,
-            )
+            job=self._job,
+            placement=orders.placement,
+            pp_ranks=self._pp_ranks,
+            chunks=self._chunks,
+            forward_backward=self._forward_backward,
+            transport=self._wiring.transport,
+            payload_shape=self._payload or (1,),
+            payload_dtype=config.pipeline_dtype or torch.float32,
+            loads=None,
+            gain=None,
+            cap=settings.activation_cap,
+            splits=self._splits,
+            weight_pieces=settings.weight_pieces,
+            can_turn=False,  # the model is Megatron-LM's
+            timeout_s=settings.timeout_s,
         )
 
     def _tune(self) -> None:
