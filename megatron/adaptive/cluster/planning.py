@@ -20,9 +20,9 @@ there when the model was measured count as the first one that was::
                                           ──> pipeline size that was wished for, or the next to it
                                               ──> the least predicted step: microbatch, partition
 
-The planner of a job runs in a process of its own, so that a long search stops nothing. It is started
-once, and loads what it needs while machines are still coming. An answer that comes after its time
-limit is passed over.
+The planner of a job runs in a process of its own, so that a long search stops nothing. It is
+started once, and loads what it needs while machines are still coming. An answer that comes after
+its time limit is passed over.
 """
 
 from __future__ import annotations
