@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.engine.executor import RankTimes
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.repartition import Decision, Loads, choose_together
 from megatron.adaptive.profiling.links import measure_link

@@ -27,8 +27,8 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
@@ -584,8 +584,7 @@ class Saving(RunHook):
         self._recorder.write()
         with live.run.tracing.host_span("checkpoint"):
             gather_parameters(live.run)
-            save = live.checkpoints.save_behind if behind else live.checkpoints.save
-            path: Path | None = save(live.progress)
+            path = live.checkpoints.save(live.progress, behind=behind)
         self._saved_at = live.progress.iteration
         self._waited_s = time.perf_counter() - begin_s
         if path is not None:
