@@ -34,7 +34,7 @@ import multiprocessing
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -393,105 +393,94 @@ class Planning:
         )
 
 
-class ScriptPlanning:
-    """Plans layouts of one measured module.
+def plan_script(path: Path, offers: Sequence[Offer], *, timed: bool = True) -> ParallelLayout:
+    """Finds the best layout of a measured module.
 
     Args:
         path: of what was measured.
+        offers: the nodes that are there.
+        timed: time whole steps; else the busiest stage alone decides, at once.
+
+    Raises:
+        ConfigError: nothing fits; says which limit stands in the way.
     """
+    module = MeasuredModule.read(path)
+    if module is None:
+        raise ConfigError(f"{path}: the model was not measured yet")
+    first: ConfigError | None = None
+    for count in range(sum(one.slots for one in offers), 0, -1):
+        places = _places(offers, count)
+        for size in _sizes(module, count):
+            try:
+                option = choose_option(
+                    _running(module, places),
+                    pipeline_sizes=(size,) if size else (),
+                    micro_batches=(module.micro_batch_size,) if module.micro_batch_size else (),
+                    partition=lambda stages: _partition(module, stages),
+                    most=module.most,
+                    timed=timed,
+                )[0]
+            except ConfigError as error:
+                first = first or error
+                continue
+            return ParallelLayout(
+                tensor=1,
+                pipeline=option.pipeline_size,
+                data=option.replicas,
+                partition=option.partition,
+                micro_batch=option.micro_batch_size,
+                microbatches=module.batch_size // (option.replicas * option.micro_batch_size),
+                flags=(),
+                places=tuple((offer.name, count) for offer, count in places),
+                step_s=option.seconds if timed else None,
+                pace={offer.name: offer.slowness for offer, _ in places},
+                unit="segments",
+            )
+    assert first is not None
+    raise first
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def plan(
-        self, offers: Sequence[Offer], most_cpu_s: float = 0.0, *, timed: bool = True
-    ) -> ParallelLayout:
-        """Finds the best layout.
-
-        Args:
-            offers: the nodes that are there.
-            most_cpu_s: is not needed: there is little to look at.
-            timed: time whole steps; else the busiest stage alone decides, at once.
-
-        Raises:
-            ConfigError: nothing fits; says which limit stands in the way.
-        """
-        module = MeasuredModule.read(self._path)
-        if module is None:
-            raise ConfigError(f"{self._path}: the model was not measured yet")
-        first: ConfigError | None = None
-        for count in range(sum(one.slots for one in offers), 0, -1):
-            places = _places(offers, count)
-            for size in _sizes(module, count):
-                try:
-                    option = choose_option(
-                        self._running(module, places),
-                        pipeline_sizes=(size,) if size else (),
-                        micro_batches=(module.micro_batch_size,) if module.micro_batch_size else (),
-                        partition=lambda stages: _partition(module, stages),
-                        most=module.most,
-                        timed=timed,
-                    )[0]
-                except ConfigError as error:
-                    first = first or error
-                    continue
-                return ParallelLayout(
-                    tensor=1,
-                    pipeline=option.pipeline_size,
-                    data=option.replicas,
-                    partition=option.partition,
-                    micro_batch=option.micro_batch_size,
-                    microbatches=module.batch_size // (option.replicas * option.micro_batch_size),
-                    flags=(),
-                    places=tuple((offer.name, count) for offer, count in places),
-                    step_s=option.seconds if timed else None,
-                    pace={offer.name: offer.slowness for offer, _ in places},
-                    unit="segments",
-                )
-        assert first is not None
-        raise first
-
-    def _running(self, module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
-        whole = module.profile(split=False)
-        # Of one machine, nodes that are as slow as each other go together.
-        hosts: dict[tuple[str, float], int] = {}
-        on_host: dict[str, int] = {}
-        for offer, count in places:
-            host = _host(offer)
-            hosts[host, offer.slowness] = hosts.get((host, offer.slowness), 0) + count
-            on_host[host] = on_host.get(host, 0) + count
-        base = measured_cluster(module.hosts, whole)
-        types = {one.type.name: one.type for one in base.groups}
-        known = {one.host: types[one.type] for one in module.hosts}
-        other = types[module.hosts[0].type]
-        kinds = [
-            node_kind(known.get(host, other), count, slowness)
-            for (host, slowness), count in hosts.items()
-        ]
-        # The memory of a host is divided among the processes that it has now.
-        most: dict[NodeType, int] = {}
-        for (host, _), kind in zip(hosts, kinds, strict=True):
-            most[kind] = max(most.get(kind, 0), on_host[host])
-        shared = {one.type for one in module.hosts if one.shares_memory}
-        kinds = [
-            replace(kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / most[kind])
-            if kind.like in shared
-            else kind
-            for kind in kinds
-        ]
-        counts = Counter(kinds)
-        split = None if module.split is None else module.profile(split=True)
-        return Running(
-            model=module.model,
-            cluster=cluster_of(base, counts),
-            order=node_numbers(kinds),
-            batch=module.batch_size,
-            schedule=module.schedule,
-            chunks=module.chunks,
-            whole=whole,
-            split=split,
-            cap=module.cap,
-        )
+def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
+    whole = module.profile(split=False)
+    # Of one machine, nodes that are as slow as each other go together.
+    hosts: dict[tuple[str, float], int] = {}
+    on_host: dict[str, int] = {}
+    for offer, count in places:
+        host = _host(offer)
+        hosts[host, offer.slowness] = hosts.get((host, offer.slowness), 0) + count
+        on_host[host] = on_host.get(host, 0) + count
+    base = measured_cluster(module.hosts, whole)
+    types = {one.type.name: one.type for one in base.groups}
+    known = {one.host: types[one.type] for one in module.hosts}
+    other = types[module.hosts[0].type]
+    kinds = [
+        node_kind(known.get(host, other), count, slowness)
+        for (host, slowness), count in hosts.items()
+    ]
+    # The memory of a host is divided among the processes that it has now.
+    most: dict[NodeType, int] = {}
+    for (host, _), kind in zip(hosts, kinds, strict=True):
+        most[kind] = max(most.get(kind, 0), on_host[host])
+    shared = {one.type for one in module.hosts if one.shares_memory}
+    kinds = [
+        replace(kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / most[kind])
+        if kind.like in shared
+        else kind
+        for kind in kinds
+    ]
+    counts = Counter(kinds)
+    split = None if module.split is None else module.profile(split=True)
+    return Running(
+        model=module.model,
+        cluster=cluster_of(base, counts),
+        order=node_numbers(kinds),
+        batch=module.batch_size,
+        schedule=module.schedule,
+        chunks=module.chunks,
+        whole=whole,
+        split=split,
+        cap=module.cap,
+    )
 
 
 def _host(offer: Offer) -> str:
@@ -561,7 +550,7 @@ class PlannerChooser(Chooser):
         self._within_s = within_s
         self._model = model
         self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
-        self._given = tuple(paths), tuple(arguments), unequal, model
+        self._given = tuple(paths), tuple(arguments), unequal
         self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
 
     def check(self, machines: Path | None) -> str:
@@ -577,7 +566,7 @@ class PlannerChooser(Chooser):
             ConfigError: a file breaks a rule, or no plan is possible.
         """
         try:
-            self._ask(_FIRST_S, "check", machines)
+            self._ask(_FIRST_S, _answer, self._given, "check", machines)
         except SetupError as error:
             return str(error)
         return ""
@@ -593,16 +582,18 @@ class PlannerChooser(Chooser):
             The layout and what is to be said of it, or ``None`` and why none fits.
         """
         try:
-            layout: ParallelLayout = self._ask(within_s, "plan", offers, within_s * _SEARCH)
+            layout: ParallelLayout
             if self._model is not None:
+                layout = self._ask(within_s, plan_script, self._model, offers)
                 return layout, ""
-            unknown: str = self._ask(within_s, "unknown", offers)
+            layout = self._ask(within_s, _answer, self._given, "plan", offers, within_s * _SEARCH)
+            unknown: str = self._ask(within_s, _answer, self._given, "unknown", offers)
         except ConfigError as error:
             return None, str(error)
         return layout, unknown and f"{unknown}: in no file of {PLAN_WITH}"
 
-    def _ask(self, within_s: float, name: str, *given: Any) -> Any:
-        asked = self._pool.apply_async(_answer, (self._given, name, given))
+    def _ask(self, within_s: float, answer: Callable[..., Any], *given: Any) -> Any:
+        asked = self._pool.apply_async(answer, given)
         try:
             return asked.get(within_s)
         except multiprocessing.TimeoutError:
@@ -637,7 +628,7 @@ class PlannerChooser(Chooser):
                     return await super().choose(arguments, offers)
                 say(f"warning: no plan: {error}; the busiest stage alone decides")
                 try:
-                    found = ScriptPlanning(self._model).plan(offers, timed=False), ""
+                    found = plan_script(self._model, offers, timed=False), ""
                 except ConfigError as refused:
                     found = None, str(refused)
             self._known[key] = found
@@ -663,15 +654,10 @@ def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is not for the planner
 
 
-@functools.cache
-def _planning(
-    paths: Sequence[Path], arguments: Sequence[str], unequal: bool, model: Path | None
-) -> Planning | ScriptPlanning:
-    if model is not None:
-        return ScriptPlanning(model)
-    return Planning(paths, arguments, unequal=unequal)
+_planning = functools.cache(Planning)
 
 
-def _answer(of: tuple[Any, ...], name: str, given: Sequence[Any]) -> Any:
-    """Answers a question, in the process of the planner."""
-    return getattr(_planning(*of), name)(*given)
+def _answer(of: tuple[Any, ...], name: str, *given: Any) -> Any:
+    """Answers a question about a trainer, in the process of the planner."""
+    paths, arguments, unequal = of
+    return getattr(_planning(paths, arguments, unequal=unequal), name)(*given)
