@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.command_parser import CommandParser, count, number
-from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
-from megatron.adaptive.schedule.registry import policy_names
-from megatron.adaptive.schedule.unequal import SCHEDULES, simulate
-from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.auto import CandidateOutcome, evaluate
+from megatron.adaptive.schedule.registry import Candidate, make_candidate, policy_names
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
@@ -28,25 +24,12 @@ _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
 """Forwards of all simulated steps of a schedule; a million take up to half a minute."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
-_SIZES = "--stage-data-parallel-sizes"
-# What the simulation of stages of unequal sizes does not know, with what says nothing.
-_UNKNOWN = {
-    "jitter": 0.0,
-    "exchange": 0.0,
-    "microbatch_jitter": 0.0,
-    "occupancy": 0.0,
-    "slow_rank": [],
-    "weight_pieces": None,
-    "placement": None,
-    "chart": None,
-}
 
 
 def main(argv: Sequence[str]) -> int:
     """Simulate, print a table and a chart; writes a picture and JSON where asked."""
     options = _parser().parse_args(argv)
-    unequal = options.stage_data_parallel_sizes is not None
-    records = _simulate_unequal(options) if unequal else _simulate(options)
+    records = _simulate(options)
     if options.json is not None:
         with replaced(options.json) as temporary:
             Path(temporary).write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
@@ -99,8 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--stages", type=count, required=True, help="ranks of the pipeline")
     add("--chunks", type=count, default=2, help="chunks per rank, where a schedule has several")
     add("--microbatches", type=count, required=True, help="microbatches per step")
-    sizes = "ranks of each stage, of which each has one of so many microbatches"
-    add(_SIZES, metavar="2-1", help=sizes)
     known = f"what to compare: {', '.join(policy_names())}"
     add("--schedules", default=_SCHEDULES, metavar="A,B", help=known)
     work = parser.add_argument_group("work")
@@ -213,66 +194,3 @@ def _print_table(head: str, rows: Sequence[tuple[str, float, float, str]]) -> No
             f"{name:{width}}  {seconds:6.4g}  {first / seconds:7.3f}x  {bubble:5.1%}"
             f"  {peak:>{places}}  {bar}"
         )
-
-
-def _simulate_unequal(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Simulates stages of unequal sizes and prints; returns the figures for JSON."""
-    widths = _widths(options)
-    for name, nothing in _UNKNOWN.items():
-        if getattr(options, name) != nothing:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is not known with {_SIZES}: leave it out"
-            )
-    stages = widths.num_stages
-    forward, backward = (options.forward,) * stages, (options.backward + options.weight,) * stages
-    if options.profile is not None:
-        times = load_profile(options.profile, num_stages=stages).times
-        forward = times.forward_s
-        backward = tuple(map(sum, zip(times.backward_s, times.weight_s, strict=True)))
-    default = options.schedules == _SCHEDULES
-    steps = {}
-    for name in SCHEDULES if default else map(str.strip, options.schedules.split(",")):
-        try:
-            steps[name] = simulate(
-                name,
-                widths,
-                options.microbatches,
-                forward_s=forward,
-                backward_s=backward,
-                message_s=(options.latency,) * (stages - 1),
-                cap=options.cap,
-            )
-        except ScheduleError as error:
-            raise ConfigError(f"--schedules {options.schedules}: {error}") from error
-    rows = []
-    for name, step in steps.items():
-        peaks = "-".join(
-            f"{max(step.peak_units[rank] for rank in widths.ranks_of(stage)):g}"
-            for stage in range(stages)
-        )
-        rows.append((name, step.makespan_s, statistics.fmean(step.bubble_fraction), peaks))
-    _print_table(f"stages of {widths} ranks; peak in microbatches of a rank of each stage", rows)
-    return [
-        {
-            "schedule": name,
-            "makespans_s": [step.makespan_s],
-            "bubble_fraction": statistics.fmean(step.bubble_fraction),
-            "peak_microbatches": list(step.peak_units),
-            "orders": [" ".join(map(str, order)) for order in step.orders],
-        }
-        for name, step in steps.items()
-    ]
-
-
-def _widths(options: argparse.Namespace) -> Widths:
-    text = options.stage_data_parallel_sizes
-    try:
-        widths = Widths(parse_widths(text))
-    except ValueError as error:
-        raise ConfigError(f"{_SIZES} {error}") from error
-    if widths.num_stages != options.stages:
-        raise ConfigError(
-            f"{_SIZES} {text} gives the ranks of {widths.num_stages} stages, --stages is"
-            f" {options.stages}: make them equal"
-        )
-    return widths
