@@ -1,6 +1,6 @@
 """One clock for all ranks: compares clocks while a job runs, aligns them when its trace is read.
 
-Every start of a process has a monotonic clock, named in its header; ranks of one machine share it.
+Every process has a monotonic clock, named in its header; ranks of one machine share it.
 Those of two machines differ by anything and drift apart by tens of microseconds a second. One of
 them is the reference: that of the rank the samples were taken against, else of the first rank. Of
 each other clock is known, from best to worst:
@@ -50,7 +50,6 @@ import numpy.typing as npt
 
 from megatron.adaptive.handshake import Gate, SealedSocket, bind, dial, new_secret, to_log
 from megatron.adaptive.trace.event import ClockSamples, TraceHeader
-from megatron.adaptive.trace.index import FileIndex
 from megatron.adaptive.trace.table import Ints, Messages
 
 WINDOW_NS = 1_000_000_000
@@ -321,30 +320,38 @@ class Alignment:
         return lines
 
 
-def align(files: Mapping[int, FileIndex]) -> Alignment:
+def align(
+    headers: Mapping[int, TraceHeader], samples_of: Mapping[int, Sequence[ClockSamples]]
+) -> Alignment:
     """Align clocks by samples, else by the time of day.
 
     Args:
-        files: by global rank.
+        headers: by global rank, ascending.
+        samples_of: each rank's samples.
     """
-    headers: dict[str, TraceHeader] = {}
+    first: dict[str, TraceHeader] = {}
     ranks: dict[str, list[int]] = {}
-    for rank, file in sorted(files.items()):
-        for header in file.headers:
-            headers.setdefault(header.clock, header)
-            ranks.setdefault(header.clock, []).append(rank)
-    judge, samples = _samples(files)
+    for rank, header in headers.items():
+        first.setdefault(header.clock, header)
+        ranks.setdefault(header.clock, []).append(rank)
+    # The rank that all clocks were measured against.
+    judge = next((one.reference for rank in headers for one in samples_of[rank]), None)
+    samples: dict[str, list[tuple[int, int, int, int]]] = {}
+    for rank, header in headers.items():
+        for record in samples_of[rank]:
+            if record.reference == judge:
+                samples.setdefault(header.clock, []).extend(record.samples)
     measured = {name: fit_clock(found) for name, found in samples.items()}
-    if judge is None or judge in files:
-        reference = files[min(files) if judge is None else judge].headers[-1].clock
-        lead = headers[reference].unix_ns - headers[reference].monotonic_ns
+    if judge is None or judge in headers:
+        reference = headers[min(headers) if judge is None else judge].clock
+        lead = first[reference].unix_ns - first[reference].monotonic_ns
     else:
         reference = f"that of rank {judge}"
         name, fit = next(iter(measured.items()))
-        lead = headers[name].unix_ns - int(fit.apply(np.array([headers[name].monotonic_ns]))[0])
-    several = set(headers) != {reference}
+        lead = first[name].unix_ns - int(fit.apply(np.array([first[name].monotonic_ns]))[0])
+    several = set(first) != {reference}
     clocks = [_state(reference, ranks.get(reference, ()), "reference", shift(lead * several))]
-    for name, header in headers.items():
+    for name, header in first.items():
         if name in measured and name != reference:
             clocks.append(_state(name, ranks[name], "samples", measured[name].plus(lead)))
         elif name != reference:
@@ -354,7 +361,7 @@ def align(files: Mapping[int, FileIndex]) -> Alignment:
 
 
 def _state(name: str, ranks: Sequence[int], how: str, fit: ClockFit) -> ClockState:
-    return ClockState(name=name, ranks=tuple(dict.fromkeys(ranks)), how=how, fit=fit)
+    return ClockState(name=name, ranks=tuple(ranks), how=how, fit=fit)
 
 
 def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
@@ -383,20 +390,6 @@ def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -
         how = "messages" if is_placed else clock.how
         clocks.append(replace(clock, fit=clock.fit.plus(moves[number]), how=how))
     return Alignment(tuple(clocks), left)
-
-
-def _samples(
-    files: Mapping[int, FileIndex],
-) -> tuple[int | None, dict[str, list[tuple[int, int, int, int]]]]:
-    """The rank that all clocks were measured against, and the samples of each clock."""
-    judge: int | None = None
-    samples: dict[str, list[tuple[int, int, int, int]]] = {}
-    for _, file in sorted(files.items()):
-        for number, record in file.samples:
-            judge = record.reference if judge is None else judge
-            if record.reference == judge:
-                samples.setdefault(file.headers[number].clock, []).extend(record.samples)
-    return judge, samples
 
 
 def _ranks(ranks: Sequence[int]) -> str:

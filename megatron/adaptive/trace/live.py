@@ -251,8 +251,8 @@ class RankTail:
 
     @property
     def header(self) -> TraceHeader | None:
-        """The last header, ``None`` before one was seen."""
-        return self._index.headers[-1] if self._index.headers else None
+        """The file's header, ``None`` before it was seen."""
+        return self._index.header
 
     def refresh(self) -> bool:
         """Read what is new; returns whether there was anything."""
@@ -268,7 +268,7 @@ class RankTail:
             return False
         self._size, self.written_s = status.st_size, status.st_mtime
         try:
-            if self._index.headers or self._begin():
+            if self._index.header or self._begin():
                 self._index.read_on(self._size, is_growing=True)
             blocks = [b for b in self._index.blocks if b.is_whole and not b.marker.is_late]
             self._index.blocks.clear()
@@ -286,7 +286,7 @@ class RankTail:
             record = parse_line(line, f"{self.path}:1")
             if not isinstance(record, TraceHeader):
                 raise TraceError(f"{self.path} does not begin with a header; it is no trace file")
-            self._index.headers.append(record)
+            self._index.header = record
             self._index.offset = file.tell()
             if self._size - file.tell() > TAIL_BYTES:
                 self._index.offset = self._near_end(file)
