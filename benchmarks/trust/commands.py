@@ -47,7 +47,6 @@ simulate --stages 4 --microbatches 100000000000 => --microbatches
 simulate --stages 4 --microbatches 99999999999999999999999999 => --microbatches
 simulate --stages 64 --chunks 64 --microbatches 5000 => actions
 simulate --stages 4 --microbatches 8 --jitter 0.1 --draws 100000000 => --draws
-simulate --stages 4 --microbatches 8 --timeline 10000000000 => --timeline
 simulate --stages -1 --microbatches 8 => --stages
 simulate --stages 4 --microbatches 8 --forward nan => forward time
 simulate --stages 4 --microbatches 8 --latency -1 => latency_s is -1

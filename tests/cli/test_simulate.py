@@ -51,12 +51,11 @@ def test_jitter_is_the_same_for_all_and_for_a_second_call(tmp_path: Path) -> Non
     assert one[1]["weight_pieces"] == 4
 
 
-def test_chart_and_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chart = tmp_path / "steps.png"
-    assert simulate(f"{SMALL} --schedules 1f1b,zb-v --timeline 40 --chart {chart}") == 0
+    assert simulate(f"{SMALL} --schedules 1f1b,zb-v --chart {chart}") == 0
     assert chart.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
-    assert "rank 3 |" in out
     assert f"chart: {chart}" in out
 
 

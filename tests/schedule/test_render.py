@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.policy import Follow
-from megatron.adaptive.schedule.registry import make_policies, make_schedule
-from megatron.adaptive.schedule.render import render_schedule, render_timeline
+from megatron.adaptive.schedule.registry import make_schedule
+from megatron.adaptive.schedule.render import render_schedule
 from megatron.adaptive.schedule.schedule import Schedule
-from megatron.adaptive.schedule.simulate import StageTimes, simulate
 
 from .conftest import actions
 
@@ -32,15 +30,6 @@ def test_marked_cell_and_wide_numbers_stay_aligned() -> None:
     )
 
 
-def test_timeline() -> None:
-    times = StageTimes.equal(2, forward_s=1.0, backward_s=2.0)
-    result = simulate(PLACEMENT, 2, make_policies("1f1b", PLACEMENT, 2), times)
-    assert render_timeline(result) == (
-        "rank 0 | F0-0 F0-1 .    .    B0-0 =    .    B0-1 =\n"
-        "rank 1 | .    F0-0 B0-0 =    F0-1 B0-1 =    .    ."
-    )
-
-
 def test_weight_gradients_and_their_pieces() -> None:
     order = actions("F0-0 F0-1 B0-0 W0-0 W0-0.1 B0-1 W0-1 W0-1.1")
     placement = Placement(num_ranks=1, num_chunks=1)
@@ -48,23 +37,6 @@ def test_weight_gradients_and_their_pieces() -> None:
     assert render_schedule(schedule) == (
         "rank 0 | F0-0   F0-1   B0-0   W0-0   W0-0.1 B0-1   W0-1   W0-1.1"
     )
-    result = simulate(
-        placement,
-        2,
-        [Follow(order)],
-        StageTimes.equal(1, forward_s=1.0, backward_s=1.0, weight_s=4.0),
-        weight_pieces=2,
-    )
-    assert render_timeline(result) == (
-        "rank 0 | F0-0   F0-1   B0-0   W0-0   =      W0-0.1 =      B0-1   W0-1   =      W0-1.1 ="
-    )
-
-
-def test_timeline_keeps_to_its_width() -> None:
-    times = StageTimes(forward_s=(0.001, 1.0), backward_s=(0.001, 1.0))
-    result = simulate(PLACEMENT, 8, make_policies("1f1b", PLACEMENT, 8), times)
-    for line in render_timeline(result, max_columns=40).splitlines():
-        assert len(line.split("|")[1].split()) == 40
 
 
 def test_empty_schedule_has_rows() -> None:

@@ -15,7 +15,6 @@ from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
 from megatron.adaptive.schedule.registry import policy_names
-from megatron.adaptive.schedule.render import render_timeline
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
@@ -39,10 +38,6 @@ def main(argv: Sequence[str]) -> int:
         outcomes.append(evaluate(candidate, options.microbatches, profile, list(seeds)))
     draws = f"{len(seeds)} draw{'s' * (len(seeds) > 1)} each; peak in microbatches of a whole rank"
     _print_table(draws, outcomes)
-    if options.timeline:
-        for outcome in outcomes:
-            print(f"\n{outcome.candidate}")
-            print(render_timeline(outcome.example, max_columns=options.timeline))
     if options.chart is not None:
         # Half a second to import, and only wanted here.
         from megatron.adaptive.trace.views.picture import write_comparison
@@ -107,8 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     add = out.add_argument
     add("--draws", type=count, default=20, help="simulated steps per schedule, with jitter")
     add("--seed", type=number(int, 0, 2**53), default=0, help="of the first draw")
-    columns, text = number(int, 0, 10_000), "also draw the steps as text"
-    add("--timeline", type=columns, default=0, metavar="COLUMNS", help=text)
     add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as a picture")
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
     return parser
