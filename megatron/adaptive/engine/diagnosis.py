@@ -13,12 +13,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[3]
-_WATCH = "megatron.adaptive.trace.diagnose.watch"
+_DIAGNOSE = ("-m", "megatron.adaptive", "trace", "diagnose", "--json")
 _LAST_S = 10.0
 
 
@@ -55,7 +55,7 @@ class RunningDiagnosis:
         self._next = start_iteration + 2
         self._report = report
         self._note = note
-        self._reported: set[tuple[object, ...]] = set()
+        self._reported: set[str] = set()
         self._slow: dict[int, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -63,7 +63,7 @@ class RunningDiagnosis:
         """Ask where it is time to, and report what was answered. Takes a millisecond at most."""
         if self._process is not None:
             if self._process.poll() is not None:
-                self._take()
+                self._take(self._process)
         elif self._folder is not None and iteration - self._next + 1 >= self._interval:
             self._ask(self._folder, iteration)
 
@@ -77,7 +77,7 @@ class RunningDiagnosis:
         except subprocess.TimeoutExpired:  # whoever ends a job does not wait for advice
             self._process.kill()
             self._process.wait()
-        self._take()
+        self._take(self._process)
 
     def _ask(self, folder: str, last: int) -> None:
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
@@ -86,44 +86,47 @@ class RunningDiagnosis:
         try:
             self._answer = tempfile.TemporaryFile()  # a pipe holds no long answer
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _WATCH, folder, str(self._next), str(last)],
+                [sys.executable, *_DIAGNOSE, folder, "--iterations", f"{self._next}-{last}"],
                 stdin=subprocess.DEVNULL,
                 stdout=self._answer,
                 stderr=subprocess.DEVNULL,
                 env=environment,
             )
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         except OSError:
             return  # asked again after the next iteration
         self._next = last + 1
 
-    def _take(self) -> None:
-        """Reports the answer of the process, which has ended; one that failed gave none."""
+    def _take(self, ended: subprocess.Popen[bytes]) -> None:
+        """Reports the answer of a process that has ended; one that failed gave none."""
         self._process = None
         with self._answer as file:
             file.seek(0)
-            line = file.read()
-        if not line.endswith(b"\n"):
+            text = file.read()
+        if ended.returncode:
             return
-        answer = json.loads(line)
-        for finding in answer.get("findings", ()):
-            key = tuple(finding["key"])
-            if key not in self._reported:
-                self._reported.add(key)
+        answer = json.loads(text)
+        for finding in answer["findings"]:
+            name = _name(finding)
+            if name not in self._reported:
+                self._reported.add(name)
                 self._report(f"warning: {finding['text']}")
-        if self._note is not None and "findings" in answer:
-            self._note_findings(self._note, answer)
+        if self._note is not None:
+            self._note_findings(self._note, answer["findings"])
             self._note_slow(self._note, answer)
 
-    def _note_findings(self, note: Callable[..., None], answer: Mapping[str, Any]) -> None:
+    def _note_findings(
+        self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Notes what mending each thing would gain; a run of Weights & Biases gets it as well."""
         found = [
             {
                 "headline": one["headline"],
-                "name": " ".join(map(str, one["key"])),
+                "name": _name(one),
                 "gain": round(one["cost_fraction"], 4),
-                "do": one["do"],
+                "do": one["advice"][0] if one["advice"] else "",
             }
-            for one in answer["findings"]
+            for one in findings
         ]
         note(findings=found)
         run = getattr(sys.modules.get("wandb"), "run", None)  # the user's, where there is one
@@ -132,12 +135,12 @@ class RunningDiagnosis:
             run.log({f"gain/{one['name']}": one["gain"] for one in found}, commit=False)
 
     def _note_slow(self, note: Callable[..., None], answer: Mapping[str, Any]) -> None:
-        """Notes the ranks that an answer names as slow."""
+        """Notes the ranks that an answer names as slow to its end."""
         before, self._slow = self._slow, {}
         for finding in answer["findings"]:
-            cause, rank, *_ = finding["key"]
-            if cause != "slow rank" or not finding["goes_on"]:
+            if finding["cause"] != "slow rank" or finding["period"]["kind"] == "passed":
                 continue
+            rank = finding["ranks"][0]
             self._slow[rank] = before.get(rank, 0) + 1
             note(
                 slow_rank=rank,
@@ -146,3 +149,8 @@ class RunningDiagnosis:
                 cost_fraction=finding["cost_fraction"],
                 pace_ns=answer["pace_ns"],
             )
+
+
+def _name(finding: Mapping[str, Any]) -> str:
+    """Names what a finding is about: the same when it is found again."""
+    return " ".join(map(str, (finding["cause"], *finding["ranks"])))

@@ -94,11 +94,6 @@ class ClockFit:
     num_samples: int = 0
 
     @property
-    def is_identity(self) -> bool:
-        """Whether it changes nothing."""
-        return self.base_ns == 0 and not self.offsets_ns.any()
-
-    @property
     def drift_ppm(self) -> float:
         """Returns the other clock's mean lead in rate, in millionths."""
         if len(self.knots_ns) < 2:

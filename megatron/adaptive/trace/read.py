@@ -362,11 +362,8 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
 
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
     """A table on the common clock. A span whose clock was set back in between has no length."""
-    start_ns, end_ns = table.start_ns, table.end_ns
-    if not fit.is_identity:
-        start_ns, end_ns = fit.apply(start_ns), fit.apply(end_ns)
-    end_ns = np.maximum(start_ns, end_ns)
-    return replace(table, start_ns=start_ns, end_ns=end_ns)
+    start_ns = fit.apply(table.start_ns)
+    return replace(table, start_ns=start_ns, end_ns=np.maximum(start_ns, fit.apply(table.end_ns)))
 
 
 def _count(trace: RankTrace, block: Block, kind: str) -> int:

@@ -154,8 +154,7 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """The same as numbers and words that ``json.dumps`` takes."""
         found = asdict(self)
-        del found["pace_ns"]
         for one, finding in zip(found["findings"], self.findings, strict=True):
             one["period"]["text"] = str(finding.period)
-            one["headline"] = finding.headline
+            one |= {"headline": finding.headline, "text": finding.format()}
         return found
