@@ -191,9 +191,9 @@ class ScheduleRecord:
         missing = [step for step in range(first, last + 1) if step not in self._steps]
         if missing:
             raise ConfigError(
-                f"{self._source} holds steps {describe_numbers(self.steps)}, but steps "
-                f"{first}-{last} are to be replayed, and {describe_numbers(missing)} are missing; "
-                "train other iterations, or record more"
+                f"{self._source} holds steps {describe_numbers(self.steps)}, and lacks "
+                f"{describe_numbers(missing)} of those to be replayed; train other iterations, or "
+                "record more"
             )
 
     def codes(self, step: int, place: int, num_microbatches: int) -> Codes:
@@ -207,7 +207,7 @@ class ScheduleRecord:
         Raises:
             ConfigError: the step is not there, or had another number of microbatches.
         """
-        self._require_step(step)
+        self.require_steps(step, step)
         codes = self._steps[step][place]
         lanes = 3 * self.shape.chunks
         self._require_count(step, sum(code % lanes == 0 for code in codes), num_microbatches)
@@ -219,16 +219,9 @@ class ScheduleRecord:
         Raises:
             ConfigError: the step is not there, or had another number of microbatches.
         """
-        self._require_step(step)
+        self.require_steps(step, step)
         self._require_count(step, sum(map(len, self._dealt[step])), num_microbatches)
         return self._dealt[step]
-
-    def _require_step(self, step: int) -> None:
-        if step not in self._steps:
-            raise ConfigError(
-                f"step {step} is not in {self._source}, which holds steps "
-                f"{describe_numbers(self.steps)}; train other iterations, or record more"
-            )
 
     def _require_count(self, step: int, recorded: int, present: int) -> None:
         if recorded != present:
