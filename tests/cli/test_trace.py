@@ -10,7 +10,6 @@ import pytest
 from openpyxl import load_workbook
 
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
-from megatron.adaptive.cli import trace
 from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.cli.trace import main
 from megatron.adaptive.trace.event import IterationStart, block_text, trace_file_name

@@ -115,7 +115,9 @@ def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
     )
     replay = Replay(record, SHAPE, 0)
     replay.begin(4)
-    with pytest.raises(ConfigError, match="holds steps 1-3, 7, and lacks 4 of those to be replayed; train"):
+    with pytest.raises(
+        ConfigError, match="holds steps 1-3, 7, and lacks 4 of those to be replayed; train"
+    ):
         replay.policy(2)
     replay.begin(7)
     with pytest.raises(

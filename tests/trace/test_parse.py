@@ -1,17 +1,12 @@
 """Lines of spans become numbers; others are named."""
 
 import json
+
 import numpy as np
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import (
-    COLUMNS,
-    KINDS,
-    REASONS,
-    IterationStart,
-    block_text,
-)
+from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS, IterationStart, block_text
 from megatron.adaptive.trace.index import parse_spans
 from megatron.adaptive.trace.table import OTHER
 

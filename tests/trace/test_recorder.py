@@ -4,9 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,6 @@ from megatron.adaptive.trace.event import (
     IterationStart,
     Row,
     Span,
-    TraceHeader,
     gap_line,
     parse_line,
 )

@@ -200,7 +200,9 @@ def test_the_first_contradiction_is_named() -> None:
     table = job(replicas=1, stages=2, microbatches=2, steps=(5,))
     first = (table["optype"] == "backward-compute") & (table["stage"] == 1) & (table["mb_id"] == 0)
     table["start_ts"][first] = 0.0
-    with pytest.raises(TraceError, match="rank 1.*backward-compute of microbatch 0.*waits for what"):
+    with pytest.raises(
+        TraceError, match="rank 1.*backward-compute of microbatch 0.*waits for what"
+    ):
         what_if(run_of_columns(table, Path("job")))
     # The first rank does a backward before its last forward, the second that forward before.
     table = job(replicas=1, stages=2, microbatches=2, steps=(5,))

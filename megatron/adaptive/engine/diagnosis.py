@@ -84,7 +84,7 @@ class RunningDiagnosis:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
-            self._answer = tempfile.TemporaryFile()  # a pipe holds no long answer
+            self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe holds no long answer
             self._process = subprocess.Popen(
                 [sys.executable, *_DIAGNOSE, folder, "--iterations", f"{self._next}-{last}"],
                 stdin=subprocess.DEVNULL,

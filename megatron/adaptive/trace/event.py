@@ -22,9 +22,9 @@ The text form::
 The header comes first: a file is of one start of a job. A span's line holds whole numbers only, one
 per column, without spaces; its start counts from the ``start_ns`` of the marker above it. A marker
 says how many bytes of spans follow, so that a reader passes over what it was not asked for; a rank
-with experts adds what they did. New kinds and reasons come behind the known ones, and readers ignore
-these, and fields and objects that they do not know, so the version only rises when an old one
-changes its meaning; a file of another version is refused.
+with experts adds what they did. New kinds and reasons come behind the known ones. Readers ignore
+them where they do not know them, fields and objects likewise, so the version only rises when an old
+one changes its meaning; a file of another version is refused.
 """
 
 from __future__ import annotations
