@@ -195,6 +195,11 @@ class IterationStart:
     tokens: tuple[tuple[int, ...], ...] = ()
     lengths: Lengths = ()
 
+    def count(self, kind: str) -> int:
+        """Returns how many spans of a kind follow."""
+        place = KINDS.index(kind)
+        return self.counts[place] if place < len(self.counts) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class ClockSamples:

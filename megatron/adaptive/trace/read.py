@@ -21,9 +21,9 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
-from megatron.adaptive.trace.event import IterationStart, Lengths, Span, TraceHeader
+from megatron.adaptive.trace.event import KINDS, IterationStart, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
-from megatron.adaptive.trace.table import KIND, TraceTable, match_messages
+from megatron.adaptive.trace.table import TraceTable, match_messages
 
 REFINED_ITERATIONS = 5
 """Iterations whose messages are held against the clocks, spread over the run."""
@@ -56,10 +56,13 @@ class RankTrace:
             truncated_lines: what its source lacks.
             header: of the fields of :class:`~megatron.adaptive.trace.event.TraceHeader`.
         """
-        counts = {i: int(table.microbatch.max(initial=0)) + 1 for i, table in tables.items()}
-        header |= {"num_microbatches": max(counts.values(), default=0)}
+        blocks = []
+        for iteration, table in tables.items():
+            count = int(table.microbatch.max(initial=0)) + 1
+            counts = tuple(np.bincount(table.kind, minlength=len(KINDS)).tolist())
+            blocks.append(Block(IterationStart(iteration, count, counts=counts), table=table))
+        header |= {"num_microbatches": max((b.marker.num_microbatches for b in blocks), default=0)}
         made = TraceHeader(**header, host="", pid=0, monotonic_ns=0, unix_ns=0)
-        blocks = [Block(IterationStart(i, counts[i]), table=t) for i, t in tables.items()]
         index = FileIndex(path, made, blocks, truncated_lines=truncated_lines)
         return cls(index, shift(0))
 
@@ -95,9 +98,8 @@ class RankTrace:
         """Spans by iteration, as the markers in the file say; 1 where they say nothing."""
         counts: dict[int, int] = {}
         for block in self.index.blocks:
-            size = sum(block.marker.counts) if block.table is None else len(block.table)
             iteration = block.marker.iteration
-            counts[iteration] = counts.get(iteration, 0) + max(size, 1)
+            counts[iteration] = counts.get(iteration, 0) + max(sum(block.marker.counts), 1)
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
@@ -123,10 +125,10 @@ class RankTrace:
     def is_complete(self, iteration: int) -> bool:
         """Whether every F and every B of an iteration is there."""
         blocks = self._blocks.get(iteration)
-        if not blocks:
+        if not blocks or not all(block.is_whole for block in blocks):
             return False
         needed = self.header.num_chunks * self.num_microbatches[iteration]
-        return all(sum(_count(self, b, kind) for b in blocks) >= needed for kind in ("F", "B"))
+        return all(sum(b.marker.count(kind) for b in blocks) >= needed for kind in ("F", "B"))
 
     def clock_jumps(self) -> tuple[int, ...]:
         """Iterations that begin before the one above them in the file: the clock was set back."""
@@ -364,13 +366,3 @@ def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
     """A table on the common clock. A span whose clock was set back in between has no length."""
     start_ns = fit.apply(table.start_ns)
     return replace(table, start_ns=start_ns, end_ns=np.maximum(start_ns, fit.apply(table.end_ns)))
-
-
-def _count(trace: RankTrace, block: Block, kind: str) -> int:
-    """Counts the spans of a kind in a block."""
-    if block.is_whole and block.marker.counts:
-        counts, place = block.marker.counts, KIND[kind]
-        return counts[place] if place < len(counts) else 0
-    table = block.table if block.table is not None else read_blocks(trace.index, [block])
-    done = table.of_kind(kind)
-    return len(set(zip(done.chunk.tolist(), done.microbatch.tolist(), strict=True)))

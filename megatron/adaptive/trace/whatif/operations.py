@@ -190,7 +190,8 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
         iterations: numbers of iterations.
 
     Raises:
-        TraceError: a file is damaged, or nothing was recorded.
+        TraceError: a file is damaged, nothing was recorded, or a rank did something before what it
+            depends on.
     """
     chosen = list(iterations)
     tables = [run.ranks[rank].table(chosen) for rank in where.ranks.tolist()]
@@ -228,7 +229,7 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
         return np.concatenate([first, of_messages])
 
     of_message = np.where(actions.kind[came] == KIND["F"], FORWARD_COMM, BACKWARD_COMM)
-    return Operations(
+    found = Operations(
         where=where,
         iteration=joined(table.iteration[both], actions.iteration[came]),
         worker=joined(worker[both], owner[came]),
@@ -247,6 +248,8 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
         num_computes=len(computes),
         orphans=orphans,
     )
+    _check_own_order(found, actions)
+    return found
 
 
 def _kinds(table: TraceTable) -> Ints:
@@ -360,6 +363,23 @@ def _waits(table: TraceTable, group: Ints) -> Floats:
         late = last[group[rows]] - table.start_ns[rows]
         waited[rows] = np.minimum(late, table.duration_ns[rows]) / NS_PER_S
     return waited
+
+
+def _check_own_order(found: Operations, actions: TraceTable) -> None:
+    """Refuses a backward that its rank did before its forward, and a W before its B."""
+    for kind, before in (("B", "F"), ("W", "B")):
+        rows = np.flatnonzero(actions.kind == KIND[kind])
+        columns = [actions.iteration, found.worker[: len(actions)], actions.kind]
+        columns += [actions.chunk, actions.microbatch]
+        wanted = [column[rows] for column in columns]
+        wanted[2] = np.full(len(rows), KIND[before])
+        places = find_rows(columns, wanted)
+        wrong = np.flatnonzero(places > rows)
+        if len(wrong):
+            raise TraceError(
+                f"{found.describe(int(rows[wrong[0]]))} ran before its own "
+                f"{NAMES[(FORWARD, BACKWARD)[before == 'B']]}; the trace or its clock is damaged"
+            )
 
 
 _GATHER = NAMES.index("params-all-gather")
