@@ -225,7 +225,6 @@ class Rank(GptRank):
         from megatron.adaptive.engine.forward_backward import ForwardBackward
         from megatron.adaptive.engine.orders import Orders
         from megatron.adaptive.gpt.setup import payload_shape
-        from megatron.adaptive.schedule.registry import is_rule
 
         run, config = self._run, self._job.config
         wiring = build_executor(
@@ -238,15 +237,14 @@ class Rank(GptRank):
             transport=TransportConfig(**transport),
         )
         self._wirings.append(wiring)
-        # As the trainer chooses it: a fixed order does each weight gradient in one go.
-        pieces = config.schedule.weight_pieces if is_rule(name) else 1
         return ForwardBackward(
             executor=wiring.executor,
             orders=Orders(
                 schedule=name,
                 placement=run.placement,
                 pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-                weight_pieces=pieces if self._stores else 0,
+                splits=bool(self._stores),
+                pieces=config.schedule.weight_pieces,
             ),
             stores=self._stores,
         )

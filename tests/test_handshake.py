@@ -89,9 +89,9 @@ def test_messages_pass_both_ways(door: Door) -> None:
             side.socket.settimeout(WATCHDOG_S)
             with _thread(functools.partial(side.send, payload)):
                 assert far.receive() == payload
-    sealed.send_pieces([memoryview(b"a lot"), memoryview(b" of it")])
+    sealed.send_memory(memoryview(b"a lot"), memoryview(b" of it"))
     place = bytearray(11)
-    other.receive_pieces([memoryview(place)])
+    other.receive_memory(memoryview(place)[:5], memoryview(place)[5:])
     assert place == b"a lot of it"
     with pytest.raises(ValueError, match="are the most"):
         sealed.send(bytes(LONGEST + 1))

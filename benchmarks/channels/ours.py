@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,48 +52,46 @@ def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
         rdma_device=options.get("device"),
         rdma_queue_pairs=options.get("num_qps", 1),
     )
-    made = Connector(
-        own=own_endpoint(
-            rank,
-            here(rank),
-            device=torch.device("cpu"),
-            own_gpu=False,
-            options=settings,
-            address=options.get("address", "127.0.0.1"),
-        ),
-        peers=[1 - rank],
-        gather=gather,
-        groups=Groups(options.get("slot_bytes") if options.get("fixed") else None),
-        options=settings,
-        payloads=Payloads(shape=None, dtype=_BYTES),
+    own = own_endpoint(
+        rank,
+        here(rank),
         device=torch.device("cpu"),
+        own_gpu=False,
+        options=settings,
+        address=options.get("address", "127.0.0.1"),
+    )
+    made = _Connector(
+        members=[0, 1],
+        gather=gather,
+        accelerator=SimpleNamespace(device=torch.device("cpu")),  # type: ignore[arg-type]
+        payloads=Payloads(shape=None, dtype=_BYTES),
         describe=lambda rank: f"rank {rank}",
         timeout_s=LIMIT_S,
-    ).connect()
+        nbytes=options.get("slot_bytes") if options.get("fixed") else None,
+    ).connect(own, [1 - rank], settings)
     assert made is not None
     return made
 
 
-class Groups:
-    """Makes the transport over gloo.
+@dataclass(frozen=True, kw_only=True)
+class _Connector(Connector):
+    """Connects two ranks.
 
-    Args:
+    Attributes:
         nbytes: size of all messages where it is known beforehand, which gloo gains from.
     """
 
-    def __init__(self, nbytes: int | None) -> None:
-        self._nbytes = nbytes
+    nbytes: int | None
 
-    def make(
+    def over_torch(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        """See ``connect.TorchGroups``."""
         group = dist.new_group([0, 1], backend="gloo")
         return GlooTransport(
             group,
             peers=peers,
             device=torch.device("cpu"),
-            payload_shape=None if self._nbytes is None else (self._nbytes // 4,),
+            payload_shape=None if self.nbytes is None else (self.nbytes // 4,),
             dtype=torch.float32,
         )
 

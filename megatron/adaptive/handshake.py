@@ -19,21 +19,22 @@ this package accepts TCP connections from Python; what it lets through has prove
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
 import resource
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.adaptive.network import is_loopback
 
@@ -47,6 +48,7 @@ HEAD_BYTES = _LENGTH.size + _MAC_BYTES
 """Bytes of a message before its payload."""
 LONGEST = 1 << 22
 """Bytes of the longest payload."""
+_Payload = TypeVar("_Payload", bytes, memoryview)
 
 
 class StrangerError(ConnectionError):
@@ -82,17 +84,20 @@ class Session:
         self._sending, self._receiving = sending, receiving
         self._sent = self._received = 0
 
-    def seal(self, payload: bytes) -> bytes:
-        """Returns the bytes that carry a payload.
+    def head(self, payload: bytes | memoryview) -> bytes:
+        """Returns what goes to the other side before a payload.
 
         Raises:
             ValueError: it is longer than :data:`LONGEST`.
         """
         if len(payload) > LONGEST:
             raise ValueError(f"a message of {len(payload)} bytes: {LONGEST} are the most")
-        mac = self.sending()
-        mac.update(payload)
-        return _LENGTH.pack(len(payload)) + mac.digest() + payload
+        self._sent += 1
+        return _LENGTH.pack(len(payload)) + _mac(self._sending, self._sent, payload)
+
+    def seal(self, payload: bytes) -> bytes:
+        """Returns the bytes that carry a payload; raises as :meth:`head` does."""
+        return self.head(payload) + payload
 
     @staticmethod
     def length(head: bytes) -> int:
@@ -106,36 +111,23 @@ class Session:
             raise StrangerError(f"a message of {length} bytes: {LONGEST} are the most")
         return int(length)
 
-    def open(self, head: bytes, payload: bytes) -> bytes:
+    def open(self, head: bytes, payload: _Payload) -> _Payload:
         """Returns a payload that is what the other side sent next.
 
         Raises:
             StrangerError: it is not.
         """
-        mac = self.receiving()
-        mac.update(payload)
-        self.check(mac, head[_LENGTH.size :])
+        self._received += 1
+        expected = _mac(self._receiving, self._received, payload)
+        if not hmac.compare_digest(expected, head[_LENGTH.size :]):
+            raise StrangerError("a message came changed, twice or out of order")
         return payload
 
-    def sending(self) -> hmac.HMAC:
-        """Returns the MAC of the next message to the other side, to be fed with its payload."""
-        self._sent += 1
-        return hmac.new(self._sending, _COUNT.pack(self._sent), hashlib.sha256)
 
-    def receiving(self) -> hmac.HMAC:
-        """Returns the MAC of the next message from there, to be fed with its payload."""
-        self._received += 1
-        return hmac.new(self._receiving, _COUNT.pack(self._received), hashlib.sha256)
-
-    @staticmethod
-    def check(mac: hmac.HMAC, shown: bytes) -> None:
-        """Compares a MAC with the one that came.
-
-        Raises:
-            StrangerError: they differ.
-        """
-        if not hmac.compare_digest(mac.digest(), shown):
-            raise StrangerError("a message came changed, twice or out of order")
+def _mac(key: bytes, number: int, payload: bytes | memoryview) -> bytes:
+    mac = hmac.new(key, _COUNT.pack(number), hashlib.sha256)
+    mac.update(payload)
+    return mac.digest()
 
 
 class Handshake:
@@ -206,6 +198,7 @@ class SealedSocket:
     """
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.session = session
 
@@ -232,25 +225,27 @@ class SealedSocket:
             raise StrangerError(f"a message of {length} bytes: {most} are the most here")
         return self.session.open(head, read_exactly(self.socket, length))
 
-    def send_pieces(self, pieces: list[memoryview]) -> None:
-        """Sends memory as one message of a length that both sides know."""
-        mac = self.session.sending()
-        for piece in pieces:
-            mac.update(piece)
+    def send_memory(self, *parts: memoryview) -> None:
+        """Sends memory of a size that both sides know, in as many messages as it needs."""
+        for piece in _pieces(parts):
+            self.socket.sendall(self.session.head(piece))
             self.socket.sendall(piece)
-        self.socket.sendall(mac.digest())
 
-    def receive_pieces(self, pieces: list[memoryview]) -> None:
-        """Fills memory with what :meth:`send_pieces` sent; it counts once this has returned.
+    def receive_memory(self, *parts: memoryview) -> None:
+        """Fills memory with what :meth:`send_memory` sent; it counts once this has returned.
 
         Raises:
             OSError: the connection ended, or what came is not of the other side.
         """
-        mac = self.session.receiving()
-        for piece in pieces:
+        for piece in _pieces(parts):
+            head = read_exactly(self.socket, HEAD_BYTES)
             _fill(self.socket, piece)
-            mac.update(piece)
-        self.session.check(mac, read_exactly(self.socket, _MAC_BYTES))
+            self.session.open(head, piece)
+
+
+def _pieces(parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        yield from (part[at : at + LONGEST] for at in range(0, len(part), LONGEST))
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
@@ -272,7 +267,9 @@ def _fill(connection: socket.socket, place: memoryview) -> None:
         place = place[count:]
 
 
-def dial(place: tuple[str, int], secret: str, purpose: str, within_s: float) -> SealedSocket:
+def dial(
+    place: tuple[str, int], secret: str, purpose: str, within_s: float, *, is_early: bool = False
+) -> SealedSocket:
     """Connects to a listener of the job; whoever crowds it may get between for a while.
 
     Args:
@@ -280,6 +277,7 @@ def dial(place: tuple[str, int], secret: str, purpose: str, within_s: float) -> 
         secret: of the job.
         purpose: of the connection.
         within_s: for all of it; the socket has it as timeout afterwards.
+        is_early: whether the listener may not know the secret yet.
 
     Raises:
         StrangerError: what listens there does not know the secret.
@@ -298,7 +296,7 @@ def dial(place: tuple[str, int], secret: str, purpose: str, within_s: float) -> 
             return SealedSocket(connection, shake.session)
         except OSError as error:
             connection.close()
-            if isinstance(error, StrangerError):
+            if isinstance(error, StrangerError) and not is_early:
                 raise
             if time.monotonic() + _AGAIN_S > end_s:
                 raise StrangerError(_NO_PROOF) from None
@@ -349,18 +347,8 @@ _MOST_WAITING = 4096
 _SHARE = 4
 """Visitors take no more than one of so many of the files that the process may have open."""
 _PROVE_S = 5.0
-_LOOK_S = 0.5
+_CLOSE_S = 1.0
 _REPORT_S = 60.0
-
-
-class _Visitor:
-    """Holds what has come of a visitor's handshake."""
-
-    def __init__(self, secret: str, purpose: str, peer: str) -> None:
-        self.shake = Handshake(secret, purpose, visiting=False)
-        self.peer = peer
-        self.until_s = time.monotonic() + _PROVE_S
-        self.data = b""
 
 
 class Gate:
@@ -393,91 +381,97 @@ class Gate:
         self._listening = listening
         self._secret, self._purpose = secret, purpose
         self._admit, self._report = admit, report
-        self._selector = selectors.DefaultSelector()
-        self._waiting: dict[socket.socket, _Visitor] = {}
+        self._waiting: dict[asyncio.Task[Session | None], str] = {}  # addresses, the oldest first
         self._refused, self._reported_s = 0, float("-inf")
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = files == resource.RLIM_INFINITY
         self.most = _MOST_WAITING if unlimited else max(1, min(_MOST_WAITING, files // _SHARE))
-        self._is_closed = threading.Event()
         self.port = int(listening.getsockname()[1])
+        self._loop = asyncio.new_event_loop()
+        self._accepting = self._loop.create_task(self._accept())
         self._thread = threading.Thread(target=self._run, name=f"{purpose}-gate", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stops listening; connections that were let in stay. Idempotent."""
-        self._is_closed.set()
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
         if threading.current_thread() is not self._thread:
-            self._thread.join(2 * _LOOK_S)
+            self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        listening = self._listening
-        listening.setblocking(False)
-        with self._selector, listening:
-            self._selector.register(listening, selectors.EVENT_READ)
-            while not self._is_closed.is_set():
-                for key, _ in self._selector.select(_LOOK_S):
-                    if key.fileobj is listening:
-                        self._accept()
-                    elif (one := self._waiting.get(key.fileobj)) is not None:  # type: ignore[call-overload]
-                        self._advance(key.fileobj, one)  # type: ignore[arg-type]
-                now_s = time.monotonic()
-                while self._waiting and next(iter(self._waiting.values())).until_s < now_s:
-                    why = f"it did not prove the secret in {_PROVE_S:g} s"
-                    self._refuse(next(iter(self._waiting)), why)
-            for connection in list(self._waiting):
-                self._forget(connection).close()
+        ended = contextlib.suppress(asyncio.CancelledError)
+        with self._listening, contextlib.closing(self._loop), ended:
+            self._loop.run_until_complete(self._accepting)
 
-    def _accept(self) -> None:
+    async def _accept(self) -> None:
+        self._listening.setblocking(False)
         try:
-            connection, peer = self._listening.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # it went away again
-        except OSError:
-            if not self._is_closed.is_set():  # no descriptor is left
-                self._refuse_one()
-                self._is_closed.wait(0.01)
-            return
-        if len(self._waiting) >= self.most:
-            self._refuse_one()
-        connection.setblocking(False)
-        self._waiting[connection] = _Visitor(self._secret(), self._purpose, str(peer[0]))
-        self._selector.register(connection, selectors.EVENT_READ)
+            while True:
+                try:
+                    connection, peer = await self._loop.sock_accept(self._listening)
+                except ConnectionError:
+                    continue  # it went away again
+                except OSError:  # no descriptor is left
+                    self._make_room()
+                    await asyncio.sleep(0.01)
+                    continue
+                if len(self._waiting) >= self.most:
+                    self._make_room()
+                address = str(peer[0]).removeprefix("::ffff:")
+                task = self._loop.create_task(self._attend(connection, address))
+                self._waiting[task] = address
+                task.add_done_callback(functools.partial(self._end, connection))
+        finally:
+            for task in list(self._waiting):
+                task.cancel()
+            await asyncio.gather(*self._waiting, return_exceptions=True)
 
-    def _advance(self, connection: socket.socket, visitor: _Visitor) -> None:
-        shake = visitor.shake
+    async def _attend(self, connection: socket.socket, address: str) -> Session | None:
+        """Returns the session of a visitor that proves the secret in time."""
         try:
-            came = connection.recv(shake.wanted - len(visitor.data))
-            visitor.data += came
-            if came and len(visitor.data) < shake.wanted:
-                return
-            if not came and not visitor.data:
-                self._forget(connection).close()  # who only looks whether somebody listens
-                return
-            answer, visitor.data = shake.advance(visitor.data), b""
-            if answer:
-                connection.sendall(answer)  # so short that a fresh socket has room for it
-        except BlockingIOError:
-            return
+            return await asyncio.wait_for(self._prove(connection), _PROVE_S)
+        except asyncio.TimeoutError:
+            self._refuse(address, f"it did not prove the secret in {_PROVE_S:g} s")
         except OSError as error:
-            self._refuse(connection, str(error))
-            return
-        if shake.session is not None:
-            self._forget(connection)
+            self._refuse(address, str(error))
+        return None
+
+    def _end(self, connection: socket.socket, task: asyncio.Task[Session | None]) -> None:
+        """Lets a visitor in, or ends its connection."""
+        self._waiting.pop(task, None)
+        session = None if task.cancelled() else task.result()
+        if session is None:
+            connection.close()
+        else:
             connection.setblocking(True)
-            self._admit(SealedSocket(connection, shake.session))
+            self._admit(SealedSocket(connection, session))
 
-    def _refuse_one(self) -> None:
-        """Makes room: the oldest visitor from where most come, which seldom is the job's own."""
+    async def _prove(self, connection: socket.socket) -> Session | None:
+        """Returns a visitor's session; ``None`` for who only looks whether somebody listens."""
+        shake = Handshake(self._secret(), self._purpose, visiting=False)
+        while shake.wanted:
+            data = b""
+            while len(data) < shake.wanted:
+                came = await self._loop.sock_recv(connection, shake.wanted - len(data))
+                data += came
+                if not came and not data:
+                    return None
+                if not came:
+                    break
+            await self._loop.sock_sendall(connection, shake.advance(data))
+        return shake.session
+
+    def _make_room(self) -> None:
+        """Ends the oldest visit from where most come, which seldom is the job's own."""
         if self._waiting:
-            crowd = Counter(one.peer for one in self._waiting.values()).most_common(1)[0][0]
-            oldest = next(at for at, one in self._waiting.items() if one.peer == crowd)
-            self._refuse(oldest, "too many came at once")
+            crowd = Counter(self._waiting.values()).most_common(1)[0][0]
+            oldest = next(task for task, address in self._waiting.items() if address == crowd)
+            del self._waiting[oldest]
+            oldest.cancel()
+            self._refuse(crowd, "too many came at once")
 
-    def _refuse(self, connection: socket.socket, why: str) -> None:
-        peer = self._waiting[connection].peer.removeprefix("::ffff:")
+    def _refuse(self, address: str, why: str) -> None:
         self._refused += 1
         now_s = time.monotonic()
         if now_s - self._reported_s >= _REPORT_S:
@@ -485,15 +479,9 @@ class Gate:
             self._reported_s = now_s
             with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
                 self._report(
-                    f"warning: a visitor from {peer} to port {self.port} ({self._purpose}) is not"
-                    f" of this job and was refused: {why}{more}"
+                    f"warning: a visitor from {address} to port {self.port} ({self._purpose}) is"
+                    f" not of this job and was refused: {why}{more}"
                 )
-        self._forget(connection).close()
-
-    def _forget(self, connection: socket.socket) -> socket.socket:
-        self._selector.unregister(connection)
-        del self._waiting[connection]
-        return connection
 
 
 def to_log(log: Any) -> Callable[[str], None]:

@@ -7,6 +7,8 @@ import socket
 
 import psutil
 
+from megatron.adaptive.errors import ConfigError, SetupError
+
 # Reserved for documentation: a socket connected to it finds the default route, nothing is sent.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
@@ -35,7 +37,45 @@ def interface_of(address: str) -> str | None:
     return next((name for name, own in addresses().items() if address in own), None)
 
 
-def source_towards(host: str = _ANYWHERE) -> str | None:
+def own_address(interface: str | None, peer: str | None = None, *, alone: bool = False) -> str:
+    """Returns the address of this node that others reach it by.
+
+    Args:
+        interface: the network interface to use; by default the one towards ``peer``, or that of
+            the default route, or the first that is up.
+        peer: another node.
+        alone: all is on this machine, so that a loopback address will do.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no address.
+        SetupError: the node has no address but the loopback.
+    """
+    if interface is not None:
+        known = addresses()
+        if interface not in known:
+            raise ConfigError(
+                f"network interface {interface} is unknown on {socket.gethostname()} or has no"
+                f" address: name one of {', '.join(sorted(known))}"
+            )
+        return known[interface][0]
+    routed = None
+    if peer is not None:
+        routed = _source_towards(peer)
+        if routed is not None and (alone or is_loopback(peer) or not is_loopback(routed)):
+            return routed
+    every = (address for own in addresses().values() for address in own)
+    far = _source_towards() or next((one for one in every if not is_loopback(one)), None)
+    if far is None and alone:
+        far = "127.0.0.1"
+    if found := far or routed:
+        return found
+    raise SetupError(
+        f"{socket.gethostname()} has no network address but the loopback: other nodes cannot reach "
+        "it; bring an interface up, or name one with IFNAME or --ifname"
+    )
+
+
+def _source_towards(host: str = _ANYWHERE) -> str | None:
     """Returns the address that packets to ``host`` leave from, ``None`` without a route."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(
@@ -45,9 +85,3 @@ def source_towards(host: str = _ANYWHERE) -> str | None:
                 probe.connect(target)
                 return str(probe.getsockname()[0])
     return None
-
-
-def outside_address() -> str | None:
-    """Returns the first address that is not the loopback's, ``None`` if there is none."""
-    every = (address for own in addresses().values() for address in own)
-    return next((address for address in every if not is_loopback(address)), None)

@@ -36,7 +36,6 @@ def write_out(source: SnapshotSource, folder: Path, *, is_pipeline: bool = False
     common = {"checkpoints": str(folder), "is_pipeline": is_pipeline, "step": source.step}
     common["lease"] = 0
     restore._folder(common).begin(source.step)
-    parts = [{**vars(one), "needs": needs} for one, needs in source.parts]
-    order = {**common, "what": "write", "index": 0, "parts": parts, "has_common": True}
+    order = {**common, "what": "write", "index": 0, "parts": source.parts, "has_common": True}
     assert restore.main([json.dumps(order)]) == 0
     assert restore.main([json.dumps({**common, "what": "assemble", "count": 1})]) == 0

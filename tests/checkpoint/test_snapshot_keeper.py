@@ -36,22 +36,20 @@ class Sender:
         self.sealed = dial(("127.0.0.1", keeper.port), secret, "snapshots", 1.0)
         self.sealed.socket.settimeout(10.0)
         self.sealed.send(json.dumps(about).encode())
-        self.sealed.send_pieces([memoryview(head)])
+        self.sealed.send_memory(memoryview(head))
 
     def send(
         self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
     ) -> bool:
         """Send a step; whether it is said to be kept."""
-        body = bytes(range(extra)) + b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
+        body = b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
         try:
             self.sealed.send(struct.pack("<QQQ", step, slot, extra))
-            mac = self.sealed.session.sending()
-            mac.update(body)
+            self.sealed.send(bytes(range(extra)))
+            head = self.sealed.session.head(body)
+            self.sealed.socket.sendall(head[:-1] + bytes([head[-1] ^ wrong]))
             self.sealed.socket.sendall(body if whole else body[:-1])
-            if whole:
-                shown = mac.digest()
-                self.sealed.socket.sendall(bytes([shown[0] ^ wrong]) + shown[1:])
-            else:
+            if not whole:
                 self.sealed.socket.shutdown(socket.SHUT_WR)
             return self.sealed.receive() == struct.pack("<Q", step)
         except ConnectionError:  # it may be refused at any point

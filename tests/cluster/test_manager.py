@@ -75,6 +75,27 @@ def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> 
     assert manager._judge(killed) == (1, "")
 
 
+@pytest.mark.parametrize("order", [("killed", "fails"), ("fails", "killed")])
+def test_a_killed_rank_is_named_though_its_peer_is_seen_to_end_first(
+    tmp_path: Path, order: tuple[str, str]
+) -> None:
+    """What a peer says of a rank that it lost arrived before the kill, and was named instead."""
+    manager = managed(tmp_path)
+    for name in "ab":
+        manager._members.nodes[name] = Node(name=name, slots=1, status="present")
+    running = ended(2)
+    running.fault, running.statuses = "", {}
+    running.where = {"1/0": "a", "1/1": "b"}
+    events = {
+        "killed": Event("ended", "a", {"key": "1/0", "status": -9}),
+        "fails": Event("ended", "b", {"key": "1/1", "status": 2}),
+    }
+    for which in order:
+        manager._rank_ended(running, events[which])
+    assert running.fault == "rank 0 on a was killed by signal SIGKILL"
+    assert running.statuses == {"1/0": -9, "1/1": 2}
+
+
 @pytest.mark.parametrize("first", ["b", "a"])
 def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
     tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]

@@ -190,7 +190,4 @@ def test_a_plan_that_takes_too_long_is_done_without(
         assert layout is not None
         assert [name for name, _ in layout.places] == ["a"]
         assert said().endswith("] warning: left out: x: in no file of --plan-with\n")
-        chooser._process.kill()
-        assert chosen("b") is not None
-        assert "warning: no plan: the planner ended with status -9" in said()
         chooser.close()  # idempotent

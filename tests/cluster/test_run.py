@@ -129,7 +129,7 @@ def test_the_state_tells_parts_of_a_morph(
     assert "load 1.00 s, first_step 1.00 s: 7.00 s" in render_state(read)
     # Another manager goes on from the checkpoint of 8.
     file = StateFile(tmp_path / "elastic")
-    assert file.take_over(tmp_path) == told["machines"]
+    assert file.take_over(tmp_path) == 1
     file.write(
         {**told, "iteration": 12, "epochs": [{**incarnation.to_dict(), "resumed_iteration": 8}]}
     )

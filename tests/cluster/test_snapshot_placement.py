@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.cluster.snapshot_placement import (
-    HeldSnapshot,
-    SnapshotSource,
-    buddies,
-    newest,
-)
+from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, buddies, newest
 
 
-def held(node: str, rank: int, *steps: int, kind: str = "own", generation: int = 1) -> HeldSnapshot:
-    return HeldSnapshot(
-        node=node,
-        socket=node,
-        run="run",
-        rank=rank,
-        generation=generation,
-        kind=kind,
-        steps=steps,
-        has_common=True,
-    )
+def held(
+    node: str, rank: int, *steps: int, kind: str = "own", generation: int = 1
+) -> dict[str, Any]:
+    found = {"node": node, "socket": node, "run": "run", "rank": rank, "generation": generation}
+    return {**found, "kind": kind, "steps": steps, "has_common": True}
 
 
 def need(*ranks: int, is_sent: bool = False) -> dict[str, Any]:
@@ -35,10 +23,10 @@ def need(*ranks: int, is_sent: bool = False) -> dict[str, Any]:
 
 
 def newest_of(
-    held: Sequence[HeldSnapshot], needs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
+    held: Sequence[Mapping[str, Any]], needs: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 ) -> SnapshotSource:
-    stores = [{**asdict(one), "needs": needs[one.run, one.generation]} for one in held]
-    return newest([(store.pop("node"), [store]) for store in stores])
+    stores = [{**one, "needs": needs[one["run"], one["generation"]]} for one in held]
+    return newest([(store["node"], [store]) for store in stores])
 
 
 def test_the_newest_step_that_is_whole_is_taken() -> None:
@@ -46,12 +34,12 @@ def test_the_newest_step_that_is_whole_is_taken() -> None:
     own, other = held("a", 0, 6, 7), held("b", 1, 6, 7)
     found = newest_of([own, other], needs)
     assert (found.step, found.seen, found.why) == (7, 7, "")
-    assert dict(found.parts) == {own: (0, 2), other: (1,)}
+    assert found.parts == ({**own, "needs": [0, 2]}, {**other, "needs": [1]})
     # The node of rank 1 is lost: its buddy has the step before.
     sent = held("a", 1, 5, 6, kind="sent")
     found = newest_of([own, sent], needs)
     assert (found.step, found.seen) == (6, 7)
-    assert dict(found.parts) == {own: (0, 2), sent: (1,)}
+    assert found.parts == ({**own, "needs": [0, 2]}, {**sent, "needs": [1]})
     # What was not sent is not in what was.
     found = newest_of([sent], {("run", 1): [need(1)]})
     assert found.step == 0

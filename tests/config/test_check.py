@@ -141,7 +141,7 @@ GROWS --micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2
     --pipeline-model-parallel-size 2 --pipeline-schedule interleaved @2
     => 3 microbatches (global batch 3)
 --sequence-parallel => --tensor-model-parallel-size 1
-PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of 2
+PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of | size 1 = 2
 --context-parallel-size 2 --seq-length 30 @2
     => --seq-length 30 is not a multiple of 2 x --context-parallel-size 2 = 4
 --context-parallel-size 2 --window-size 8,0 @2 => --window-size | local layers | --context
@@ -174,8 +174,8 @@ PP2 --model-chunks 2 --decoder-last-pipeline-num-layers 2 @2 => 2 with the stage
 PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
 --moe-grouped-gemm => --moe-grouped-gemm needs --num-experts
 --expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 needs --num-experts
---num-experts 0 => --num-experts 0 | 1 at least
---num-experts 4 --moe-router-topk 5 => --moe-router-topk 5 of --num-experts 4
+--num-experts 0 => --num-experts | 0 is too small
+--num-experts 4 --moe-router-topk 5 => --moe-router-topk 5 is above --num-experts 4
 --num-experts 4 --moe-expert-capacity-factor 0 => --moe-expert-capacity-factor 0 | above 0
 --num-experts 4 --moe-layer-freq [1]*3 => --moe-layer-freq [1]*3 says of 3 layers | --num-layers 4
 --num-experts 4 --moe-layer-freq 0 => --moe-layer-freq 0 | 1 at least

@@ -53,7 +53,8 @@ def run_random(name: str, cases: int) -> None:
                     placement=placement,
                     pp_rank=rank,
                     cap=cap,
-                    weight_pieces=pieces,
+                    splits=pieces > 0,
+                    pieces=pieces,
                     beside=case % 4 == 0,
                 )
                 for rank in range(placement.num_ranks)

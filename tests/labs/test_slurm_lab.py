@@ -447,31 +447,31 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
         wall = submit(
             lab, conf, *where, "--set", "MASTER_PORT=25999", "--set", "MEETING_TIMEOUT_S=8"
         )
-        text = finish(lab, conf, wall)
-        expected = r"error: n4 did not reach the first node at 10.66.0.13:25999 within 8 s \(timed"
-        assert re.search(expected, text), text
-        status = status_of(lab, conf, wall)
-        assert any("firewall" in line for one in status["nodes"] for line in one["errors"])
+        finish(lab, conf, wall)
+        (far,) = (one for one in status_of(lab, conf, wall)["nodes"] if one["name"] == "n4")
+        expected = r"error: the processes of the job cannot meet at 10.66.0.13:25999 .* firewall"
+        assert re.search(expected, "\n".join(far["errors"])), far
     finally:
         lab.run(["ip", *rule.format("del").split()], on="n3")
     wait_until_no_process(lab)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words",
     [
-        ("SLURM_PARTITION=v10", "SLURM_PARTITION=v10: Slurm has no such one; the nearest is v100"),
-        ("SLURM_PARTITION=a10 NNODES=4", "NNODES=4: partition a10 has 2 nodes; ask for fewer"),
-        ("DEVICE=gpu SLURM_GRES=gpu:h100", "SLURM_GRES=gpu:h100: the cluster has none of it"),
-        ("DEVICE=gpu NPROC_PER_NODE=4", "NPROC_PER_NODE=4: a node of the cluster has at most 2"),
-        ("SLURM_TIME=soon", "Slurm refuses the job"),
+        "SLURM_PARTITION=v10",
+        "SLURM_PARTITION=a10 NNODES=4",
+        "DEVICE=gpu SLURM_GRES=gpu:h100",
+        "DEVICE=gpu NPROC_PER_NODE=4",
+        "SLURM_TIME=soon",
     ],
 )
-def test_what_slurm_does_not_have_is_named(words: str, expected: str, lab: Lab, conf: Path) -> None:
+def test_what_slurm_does_not_have_is_named(words: str, lab: Lab, conf: Path) -> None:
     changes = [word for change in words.split() for word in ("--set", change)]
     done = adaptive(lab, "submit", str(conf), *changes)
     assert done.returncode == 2, done.stdout
-    assert done.stderr.startswith(f"error: {expected}"), done.stderr
+    assert done.stderr.startswith("error: Slurm refuses the job (sbatch: "), done.stderr
+    assert all(word.partition("=")[0] in done.stderr for word in changes[1::2] if word[0] != "D")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -15,7 +15,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.settings import Settings, add_arguments, megatron_arguments
 
 CHOICES = next(
-    spec.flag.choices for spec in fields_of(ScheduleConfig) if spec.dest == "pipeline_schedule"
+    spec.choices for spec in fields_of(ScheduleConfig) if spec.dest == "pipeline_schedule"
 )
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -18,7 +19,6 @@ from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
-from megatron.adaptive.transport.gloo import ProcessGroups
 from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
 
@@ -78,19 +78,18 @@ class Rank:
         config = TransportConfig(transport=kind, **options)
         payloads = Payloads(shape=shape, dtype=dtype)
         place = here(self.rank)
-        made = Connector(
-            own=own_endpoint(
-                self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
-            ),
-            peers=peers,
+        own = own_endpoint(
+            self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
+        )
+        made = LateConnector(
+            members=list(range(self.num_ranks)),
             gather=self._gather("open"),
-            groups=Groups(self, payloads),
-            options=config,
+            accelerator=SimpleNamespace(device=CPU),  # type: ignore[arg-type]
             payloads=payloads,
-            device=CPU,
             describe=describe,
             timeout_s=LIMIT_S,
-        ).connect()
+            rank=self,
+        ).connect(own, peers, config)
         assert made is not None
         self._transports.append(made)
         return made, peers[0]
@@ -148,26 +147,17 @@ class StoreGather:
         return [pickle.loads(self._store.get(key)) for key in keys]
 
 
-class Groups:
-    """Makes gloo's transports, as a job does once its process group is there."""
+@dataclass(frozen=True, kw_only=True)
+class LateConnector(Connector):
+    """Joins the process group only where gloo needs it."""
 
-    def __init__(self, rank: Rank, payloads: Payloads) -> None:
-        self._rank = rank
-        self._payloads = payloads
+    rank: Rank
 
-    def make(
+    def over_torch(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        self._rank.join_group()
-        groups = ProcessGroups(
-            members=list(range(self._rank.num_ranks)),
-            gather=self._rank._gather("group"),
-            accelerator=SimpleNamespace(device=CPU),  # type: ignore[arg-type]
-            payloads=self._payloads,
-            describe=describe,
-            timeout_s=LIMIT_S,
-        )
-        return groups.make(kind, peers, completions)
+        self.rank.join_group()
+        return super().over_torch(kind, peers, completions)
 
 
 def describe(rank: int) -> str:

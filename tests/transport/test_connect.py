@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,16 @@ import psutil
 import pytest
 import torch
 
-from megatron.adaptive import extension
+from megatron.adaptive import extension, network
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.errors import SetupError, TransportError
+from megatron.adaptive.errors import ConfigError, SetupError, TransportError
+from megatron.adaptive.network import own_address
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport import connect
 from megatron.adaptive.transport.connect import (
     CompositeTransport,
     Connector,
     Payloads,
-    network_address,
     own_endpoint,
 )
 from megatron.adaptive.transport.interface import (
@@ -86,15 +87,17 @@ class Wire:
         self.is_closed = True
 
 
-class Wires:
-    def __init__(self, net: dict[int, Wire], rank: int, calls: list[Any]) -> None:
-        self._net, self._rank, self._calls = net, rank, calls
+@dataclass(frozen=True, kw_only=True)
+class Wired(Connector):
+    net: dict[int, Wire]
+    rank: int
+    calls: list[Any]
 
-    def make(
+    def over_torch(
         self, kind: str, peers: Sequence[int], completions: Completions | None
     ) -> Transport | None:
-        self._calls.append((self._rank, kind, list(peers)))
-        return Wire(self._net, self._rank, completions) if peers else None
+        self.calls.append((self.rank, kind, list(peers)))
+        return Wire(self.net, self.rank, completions) if peers else None
 
 
 class Outcome:
@@ -126,17 +129,18 @@ def connect_all(
         )
         own.lacks.update((lacks or {}).get(rank, {}))  # type: ignore[attr-defined]
         try:
-            outcome.made[rank] = Connector(
-                own=own,
-                peers=peers[rank],
+            connector = Wired(
+                members=list(range(len(peers))),
                 gather=gather.of(rank),
-                groups=Wires(net, rank, outcome.calls),
-                options=config,
+                accelerator=SimpleNamespace(device=CPU),  # type: ignore[arg-type]
                 payloads=Payloads(shape=(4,), dtype=torch.float32, in_flight=2),
-                device=CPU,
                 describe=lambda peer: f"rank {peer}",
                 timeout_s=LIMIT_S,
-            ).connect(outcome.log.append)
+                net=net,
+                rank=rank,
+                calls=outcome.calls,
+            )
+            outcome.made[rank] = connector.connect(own, peers[rank], config, outcome.log.append)
         except Exception as error:
             outcome.made[rank] = error
 
@@ -265,22 +269,25 @@ def test_no_rdma_says_why() -> None:
 
 
 def test_the_address_is_that_of_the_interface() -> None:
-    assert network_address("lo", None, alone=False) == "127.0.0.1"
-    with pytest.raises(SetupError, match="network interface eth77 is unknown on .*it has .*lo"):
-        network_address("eth77", None, alone=True)
+    assert own_address("lo") == "127.0.0.1"
+    with pytest.raises(ConfigError, match="network interface eth77 is unknown on .*one of .*lo"):
+        own_address("eth77", alone=True)
 
 
 def test_the_address_is_that_of_the_way_to_the_store() -> None:
-    assert network_address(None, "127.0.0.1", alone=True) == "127.0.0.1"
-    assert network_address(None, None, alone=True) is not None
-    assert network_address(None, "no-such-host.invalid", alone=True) is not None
+    assert own_address(None, "127.0.0.1") == "127.0.0.1"
+    for peer in (None, "no-such-host.invalid"):
+        assert own_address(None, peer, alone=True)
 
 
 def test_a_job_of_several_machines_has_no_use_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"master": "127.0.1.1", "": "10.1.2.3"}
-    monkeypatch.setattr(connect, "source_towards", lambda host="": ways.get(host))
-    assert network_address(None, "master", alone=True) == "127.0.1.1"
-    assert network_address(None, "master", alone=False) == "10.1.2.3"
+    monkeypatch.setattr(network, "_source_towards", lambda host="": ways.get(host))
+    assert own_address(None, "master", alone=True) == "127.0.1.1"
+    assert own_address(None, "master") == "10.1.2.3"
     ways.clear()
-    monkeypatch.setattr(connect, "outside_address", lambda: "10.9.9.9")
-    assert network_address(None, "master", alone=False) == "10.9.9.9"
+    monkeypatch.setattr(network, "addresses", lambda: {"lo": ["127.0.0.1"], "e": ["10.9.9.9"]})
+    assert own_address(None, "master") == "10.9.9.9"
+    monkeypatch.setattr(network, "addresses", lambda: {"lo": ["127.0.0.1"]})
+    with pytest.raises(SetupError, match="no network address but the loopback"):
+        own_address(None, "master")

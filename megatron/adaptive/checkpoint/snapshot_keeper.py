@@ -16,8 +16,8 @@ ends. A rank writes its steps into the two slots by turns, and what it writes in
 once both marks bear the same step: whatever moment it is killed at, the older step is whole. A node
 that keeps snapshots for another one holds the same file without the last part.
 
-What a rank has copied is sent behind training, by a thread for each rank, in frames that end with
-their MAC; the rank gets an answer once the buddy has a step whole. Both keep a checksum of what was
+What a rank has copied is sent behind training, by a thread for each rank, in messages with their
+MAC; the rank gets an answer once the buddy has a step whole. Both keep a checksum of what was
 sent with the step, and who makes a checkpoint of it checks it before. Ranks and whoever restores
 come over a local socket of this machine, which gives way to the same user alone; buddies over TCP,
 once they have proved the job's secret. Snapshots live as long as the process that keeps them.
@@ -44,7 +44,7 @@ from typing import Any
 import xxhash
 
 from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.handshake import Gate, SealedSocket, StrangerError, bind, dial, to_log
+from megatron.adaptive.handshake import Gate, SealedSocket, bind, dial, to_log
 
 _LOG = logging.getLogger(__name__)
 _PURPOSE = "snapshots"
@@ -56,9 +56,7 @@ _MARKS = struct.Struct("<QQQ")  # step begun, step done, bytes of extra
 _SENT = struct.Struct("<QQ")  # after the marks: step whose checksum is known, and that
 _MARKS_BYTES = ALIGN
 _STEP_S = 30.0  # for a buddy to take in a piece
-_CONNECT_S = 10.0
 _RUN_S = 30.0  # for the buddy to hear of the same start
-_PIECE = 4 << 20
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
@@ -387,7 +385,7 @@ class SnapshotKeeper:
         if not 0 < about["head_bytes"] <= _MOST_HEAD:
             raise ValueError("a head of no such size")
         head = bytearray(about["head_bytes"])
-        sealed.receive_pieces(_pieces(memoryview(head)))
+        sealed.receive_memory(memoryview(head))
         file = SnapshotFile.create(bytes(head), whole=False)
         store = _Store.of(about, "sent", file)
         if not self._add(store):
@@ -402,7 +400,7 @@ class SnapshotKeeper:
             file.begin(slot, step)
             start = file.extra_offset(slot)
             extra = memoryview(file.memory)[start : start + extra_bytes]
-            sealed.receive_pieces(_pieces(extra, file.sent(slot)))
+            sealed.receive_memory(extra, file.sent(slot))
             file.finish(slot, step, extra_bytes)
             file.keep_sum(slot)
             sealed.send(_KEPT.pack(step))
@@ -447,32 +445,20 @@ class _Stream:
 
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
-        until_s = time.monotonic() + _RUN_S
-        while True:
-            try:
-                self._sealed = dial((buddy.address, buddy.port), secret, _PURPOSE, _CONNECT_S)
-                break
-            except StrangerError:  # it has not heard of this start yet
-                if time.monotonic() > until_s:
-                    raise
-            time.sleep(_AGAIN_S)
+        place = buddy.address, buddy.port  # which may not have heard of this start yet
+        self._sealed = dial(place, secret, _PURPOSE, _RUN_S, is_early=True)
         self._sealed.socket.settimeout(_STEP_S)
-        self._sealed.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         head = store.file.raw_head
         self._sealed.send(json.dumps({**store.key, "head_bytes": len(head)}).encode())
-        self._sealed.send_pieces(_pieces(memoryview(head)))
+        self._sealed.send_memory(memoryview(head))
 
     def send(self, step: int, slot: int) -> None:
         """Send a step and wait until the buddy has it whole."""
         extra = self._file.extra(slot)
         self._sealed.send(_FRAME.pack(step, slot, len(extra)))
-        self._sealed.send_pieces(_pieces(extra, self._file.sent(slot)))
+        self._sealed.send_memory(extra, self._file.sent(slot))
         self._file.keep_sum(slot)
         self._sealed.receive(_KEPT.size)
 
     def close(self) -> None:
         self._sealed.socket.close()
-
-
-def _pieces(*parts: memoryview) -> list[memoryview]:
-    return [part[at : at + _PIECE] for part in parts for at in range(0, len(part), _PIECE)]

@@ -105,11 +105,13 @@ def _read_options(argv: Sequence[str]) -> Any:
 
 
 def _no_meeting(options: Any, error: Exception) -> SetupError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     place = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return SetupError(
         f"the processes of the job cannot meet at {place} ({reason}): the port may be in use or "
-        "the host out of reach; give --standalone on one machine, or another port"
+        "the host out of reach; give --standalone on one machine, or another port, and let it, and "
+        "all above 1023 between the nodes, through the firewall; doctor --master-addr HOST on both "
+        "nodes checks the way"
     )
 
 

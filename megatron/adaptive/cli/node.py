@@ -38,7 +38,6 @@ from megatron.adaptive.cluster.host import (
     count_gpus,
     interface_variables,
     loopback_variables,
-    own_address,
     rdma_ports,
     rdma_variables,
     resolve,
@@ -56,7 +55,7 @@ from megatron.adaptive.config.environment import FROM_CONF, SECRET_VARIABLE, WOR
 from megatron.adaptive.config.outside import parse_json, printable, read_json
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.handshake import new_secret, write_private
-from megatron.adaptive.network import interface_of, is_loopback
+from megatron.adaptive.network import interface_of, is_loopback, own_address
 
 _PORT = 29500
 _FOUND_NAME = "master.json"
@@ -266,8 +265,7 @@ def _slurm(argv: Sequence[str]) -> int:
     )
     interface = conf["IFNAME"] or interface_of(address if rank == 0 else own)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-    reach_s = conf["MEETING_TIMEOUT_S"] if rank else None
-    return _run(conf, place, options.run_dir, interface, name=name, echo=False, reach_s=reach_s)
+    return _run(conf, place, options.run_dir, interface, name=name, echo=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -533,7 +531,6 @@ def _run(
     *,
     name: str | None = None,
     echo: bool = True,
-    reach_s: float | None = None,
 ) -> int:
     active = [port for port in rdma_ports() if port.state == "ACTIVE"]
     rdma = ", ".join(
@@ -551,9 +548,7 @@ def _run(
         variables |= loopback_variables(given)
     if name is None:
         name = f"{place.node_rank}-{socket.gethostname().partition('.')[0]}"
-    return run_node(
-        conf, place, run_dir, name=name, variables=variables, echo=echo, reach_s=reach_s
-    )
+    return run_node(conf, place, run_dir, name=name, variables=variables, echo=echo)
 
 
 def _place(answer: dict[str, Any], rank: int, address: str) -> NodePlace:

@@ -26,7 +26,7 @@ from megatron.adaptive.config.command_parser import CommandParser, count, last_v
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.forms import read_file
-from megatron.adaptive.config.refused import REFUSED
+from megatron.adaptive.config.refused import IDLE, REFUSED
 from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 
 _USAGE = """\
@@ -233,10 +233,14 @@ def flags_markdown() -> str:
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")
         for flag, default, text in rows:
             parts.append(f"| `{_cell(flag)}` | {_cell(default)} | {_cell(text)} |\n")
-    parts.append("\n## Refused\n\n| Flags | Why, and what to do |\n| --- | --- |\n")
-    for reason, family in itertools.groupby(REFUSED, REFUSED.__getitem__):
-        names = [f"`--{name}`" for name in sorted(family, key=lambda one: one.endswith("*"))]
-        parts.append(f"| {', '.join(names)} | {_cell(reason)} |\n")
+    for title, column, table in (
+        ("Refused", "Why, and what to do", REFUSED),
+        ("Taken without any effect", "Why", IDLE),
+    ):
+        parts.append(f"\n## {title}\n\n| Flags | {column} |\n| --- | --- |\n")
+        for reason, family in itertools.groupby(table, table.__getitem__):
+            names = [f"`--{name}`" for name in sorted(family, key=lambda one: one.endswith("*"))]
+            parts.append(f"| {', '.join(names)} | {_cell(reason)} |\n")
     return "".join(parts)
 
 

@@ -179,7 +179,7 @@ def _settings(status: JobStatus) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "meaning": SETTINGS[name].meaning if name in SETTINGS else "environment variable",
+            "meaning": SETTINGS[name].help if name in SETTINGS else "environment variable",
             "requested": status.requested.get(name, ""),
             "effective": effective.get(name, ""),
             "differs": name in differ,

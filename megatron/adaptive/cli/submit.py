@@ -1,8 +1,7 @@
-"""Writes the script of a Slurm job, checks what the cluster offers, and submits."""
+"""Writes the script of a Slurm job and submits it."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -10,10 +9,8 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron.adaptive.cluster.conf import LaunchConf, LaunchGroup, load_conf
 from megatron.adaptive.cluster.node import (
@@ -51,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    check_cluster(conf)
+    slurm(["sbatch", "--version"])  # nothing is written where there is no Slurm
     make_folder(settings.parent)
     job = submit(conf, script, settings)
     print(f"job {job}: logs in {logs / str(job)}")
@@ -114,14 +111,6 @@ _END = """if [[ -n $again ]]; then
   echo "$again: the job ends, as REQUEUE=false says"
 fi
 """
-
-
-class _Partition(NamedTuple):
-    """Holds ``sinfo``'s line about some nodes of a partition."""
-
-    name: str
-    gres: str
-    nodes: int
 
 
 def slurm(words: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
@@ -267,61 +256,6 @@ def settings_text(conf: LaunchConf) -> str:
     return json.dumps(settings, indent=2) + "\n"
 
 
-def check_cluster(conf: LaunchConf) -> None:
-    """Checks that the partitions exist and have the nodes and GPUs that are asked for.
-
-    Raises:
-        ConfigError: one has not; names the nearest partition, or what it has.
-        SetupError: Slurm is not here or does not answer.
-    """
-    offers = []
-    for line in slurm(["sinfo", "-h", "-a", "-o", "%R|%G|%D"]).splitlines():
-        name, gres, nodes = line.rsplit("|", 2)
-        offers.append(_Partition(name, gres, int(nodes)))
-    names = sorted({offer.name for offer in offers})
-    for group in conf.groups:
-        if group.partition and group.partition not in names:
-            nearest = difflib.get_close_matches(group.partition, names, n=1)
-            hint = f"the nearest is {nearest[0]}" if nearest else f"there are {', '.join(names)}"
-            raise ConfigError(f"SLURM_PARTITION={group.partition}: Slurm has no such one; {hint}")
-        _check_group(conf, group, [one for one in offers if group.partition in ("", one.name)])
-
-
-def _check_group(conf: LaunchConf, group: LaunchGroup, offers: Sequence[_Partition]) -> None:
-    place = f"partition {group.partition}" if group.partition else "the cluster"
-    sums: Counter[str] = Counter()
-    for offer in offers:
-        sums[offer.name] += offer.nodes
-    most = max(sums.values(), default=0)
-    if group.nodes is not None and group.nodes > most:
-        raise ConfigError(f"NNODES={group.nodes}: {place} has {most} nodes; ask for fewer")
-    if conf["DEVICE"] != "gpu" or group.gres == "none" or group.processes is None:
-        return
-    counts = [_gpus(offer.gres, group.gres) for offer in offers]
-    if max(counts, default=0) >= group.processes:
-        return
-    known = sorted({offer.gres for offer in offers if offer.gres != "(null)"})
-    if not any(counts):
-        raise ConfigError(
-            f"SLURM_GRES={group.gres}: {place} has none of it, only {', '.join(known) or 'CPUs'}; "
-            "name what it has, or set DEVICE=cpu"
-        )
-    raise ConfigError(
-        f"NPROC_PER_NODE={group.processes}: a node of {place} has at most {max(counts)} of "
-        f"{group.gres}; ask for fewer on more nodes"
-    )
-
-
-def _gpus(offered: str, wanted: str) -> int:
-    """Counts what of ``wanted``, as ``gpu:a10``, a node's list holds, as ``gpu:a10:4(S:0)``."""
-    count = 0
-    for word in re.sub(r"\([^)]*\)", "", offered).split(","):
-        name, _, number = word.rpartition(":")
-        if number.isdigit() and f"{name}:".startswith(f"{wanted}:"):
-            count += int(number)
-    return count
-
-
 def submit(conf: LaunchConf, script: str, settings: Path) -> int:
     """Writes settings and script, and gives the script to ``sbatch``.
 
@@ -340,11 +274,9 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
     try:
         said = slurm(["sbatch", "--parsable", str(path)], conf.secrets)
     except SetupError as error:
-        if shutil.which("sbatch") is None:
-            raise
         raise ConfigError(
-            f"Slurm refuses the job ({error}); see SLURM_PARTITION, SLURM_GRES, SLURM_ACCOUNT, "
-            f"SLURM_TIME and SLURM_FLAGS, and the script {path}"
+            f"Slurm refuses the job ({error}); see NNODES, NPROC_PER_NODE, SLURM_PARTITION, "
+            f"SLURM_GRES, SLURM_ACCOUNT, SLURM_TIME and SLURM_FLAGS, sinfo, and the script {path}"
         ) from error
     match = _SUBMITTED.match(said.strip())
     if match is None:

@@ -20,12 +20,12 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 from megatron.adaptive.cluster.connection import Connection
-from megatron.adaptive.cluster.host import count_gpus, loopback_variables, own_address
+from megatron.adaptive.cluster.host import count_gpus, loopback_variables
 from megatron.adaptive.cluster.membership import PURPOSE
 from megatron.adaptive.cluster.ranks import NodeWork
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import StrangerError
-from megatron.adaptive.network import is_loopback
+from megatron.adaptive.network import is_loopback, own_address
 
 _CONNECT_S = 20.0
 _END_S = 20.0

@@ -6,7 +6,6 @@ its default. Rules of the trainer itself are checked by the trainer's own parser
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import re
@@ -15,98 +14,89 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 from megatron.adaptive.config.environment import FROM_CONF, is_secret
+from megatron.adaptive.config.flags import FieldSpec, Limits, Positive, spec_of
 from megatron.adaptive.config.plan import load_plan, plan_variables
 from megatron.adaptive.errors import ConfigError, SetupError
 
-Kind = Literal["count", "number", "switch", "choice", "text", "port"]
+_Port = Annotated[int, Limits(minimum=1, maximum=65535)]
+_Number = Annotated[int, Limits(minimum=1, maximum=1e9)]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Describes one variable.
-
-    Attributes:
-        kind: how its text is read; ``count`` is a whole number from 1 on.
-        default: its text where it is not set; empty for none.
-        meaning: one line.
-        choices: allowed texts of a ``choice``.
-    """
-
-    kind: Kind
-    default: str
-    meaning: str
-    choices: tuple[str, ...] = ()
+def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
+    """Describes variables, given the type, the default as a text, the meaning and the choices."""
+    return {
+        name: spec_of(name, kind, default, help=meaning, choices=tuple(choices))
+        for name, (kind, default, meaning, *choices) in table.items()
+    }
 
 
-SETTINGS: Mapping[str, Setting] = {
-    "JOB_NAME": Setting("text", "megatron-adaptive", "name of the job"),
-    "PLAN": Setting("text", "", "plan file; see docs/plan.md"),
-    "MODEL": Setting("text", "small", "name of a model, or a file of the trainer's flags"),
-    "GLOBAL_BATCH_SIZE": Setting("count", "", "samples of each step over all ranks"),
-    "MICRO_BATCH_SIZE": Setting("count", "1", "samples of each microbatch"),
-    "TENSOR_MP_SIZE": Setting("count", "1", "ranks that share each layer"),
-    "PIPELINE_MP_SIZE": Setting("count", "1", "ranks that the layers are spread over"),
-    "DP_SIZE": Setting("count", "", "copies of the model"),
-    "STAGE_DP_SIZES": Setting("text", "", "ranks of each stage where they differ, as in 2-1"),
-    "MODEL_CHUNKS": Setting("count", "1", "model chunks of each pipeline rank"),
-    "EXPERT_MP_SIZE": Setting("count", "", "copies that the experts of a layer are spread over"),
-    "CONTEXT_MP_SIZE": Setting("count", "", "ranks that share each sequence"),
-    "PARTITION": Setting("text", "", "layers of each stage, as in 0-11-8-8"),
-    "SCHEDULE": Setting("text", "adaptive", "order of work in the pipeline"),
-    "RECOMPUTE": Setting(
-        "choice", "none", "what backwards compute again", ("none", "selective", "full")
-    ),
-    "DISTRIBUTED_OPTIMIZER": Setting("switch", "false", "copies divide the optimizer state"),
-    "OVERLAP_GRAD_REDUCE": Setting("switch", "false", "reduce gradients while backwards run"),
-    "SEQUENCE_PARALLEL": Setting("switch", "false", "split the sequence outside the matrices"),
-    "PRECISION": Setting("choice", "", "type of parameters", ("fp32", "fp16", "bf16")),
-    "TRAIN_ITERS": Setting("count", "100", "iterations of the whole training"),
-    "LR": Setting("number", "1e-4", "highest learning rate"),
-    "DATA": Setting("text", "mock", "prefix of .bin and .idx, or mock for made-up samples"),
-    "VOCAB_FILE": Setting("text", "", "vocabulary; vocab.json beside DATA by default"),
-    "MERGE_FILE": Setting("text", "", "merges; merges.txt beside DATA by default"),
-    "TRAINER_FLAGS": Setting("text", "", "further flags of pretrain_gpt.py; the last of one wins"),
-    "CHECKPOINT_DIR": Setting("text", "", "folder of checkpoints to save and to go on from"),
-    "LOCAL_CHECKPOINT_DIR": Setting("text", "", "folder on each node's own disk, written first"),
-    "SAVE_INTERVAL": Setting("count", "100", "iterations between checkpoints"),
-    "LOG_DIR": Setting("text", "logs", "folder that holds a folder of logs for each job"),
-    "TRACE": Setting("switch", "false", "write traces of the pipeline"),
-    "HOMOGENEOUS_CLUSTER": Setting("switch", "true", "all nodes are equal"),
-    "NNODES": Setting("count", "", "number of nodes"),
-    "NPROC_PER_NODE": Setting("count", "", "processes of each node, one for each GPU"),
-    "WORLD_SIZE": Setting("count", "", "number of all processes"),
-    "NODES": Setting("text", "", "mixed nodes in order of the ranks, as in a10:2x4 v100:1x2"),
-    "DEVICE": Setting("choice", "gpu", "what a process computes on", ("gpu", "cpu")),
-    "MASTER_ADDR": Setting("text", "", "address of the first node, where it is not found"),
-    "MASTER_PORT": Setting("port", "", "port of the first node on which all meet"),
-    "IFNAME": Setting("text", "", "network interface, where it is not found"),
-    "MEETING_TIMEOUT_S": Setting("number", "600", "how long nodes wait for each other"),
-    "SLURM_PARTITION": Setting("text", "", "partition, or TYPE=PARTITION for each node type"),
-    "SLURM_GRES": Setting("text", "gpu", "kind of GPU, or TYPE=GRES for each type; none"),
-    "SLURM_TIME": Setting("text", "", "time limit of the job, as in 2:00:00"),
-    "SLURM_ACCOUNT": Setting("text", "", "account that is charged"),
-    "SLURM_FLAGS": Setting("text", "", "further options of sbatch"),
-    "CPUS_PER_TASK": Setting("count", "", "processors of each node that the job takes"),
-    "REQUEUE": Setting(
-        "switch", "true", "go on in the same job after an early stop or the loss of a node"
-    ),
-    "CONTAINER": Setting(
-        "choice", "none", "what runs the image", ("none", "pyxis", "enroot", "apptainer")
-    ),
-    "IMAGE": Setting("text", "", "container image"),
-    "CONTAINER_MOUNTS": Setting("text", "", "further folders in the container, FROM:TO,..."),
-    "RELOAD_CONTAINER": Setting("switch", "false", "make the container anew"),
-    "PROFILE": Setting("switch", "false", "PyTorch profiler, into LOG_DIR"),
-    "NSYS": Setting("switch", "false", "Nsight Systems around each node's processes"),
-    "NCU": Setting("switch", "false", "Nsight Compute around each node's processes"),
-    "PYTHON": Setting("text", "", "Python of the nodes; this one by default"),
-}
-
-_SWITCH = dict.fromkeys(("true", "1", "yes", "on"), True)
-_SWITCH |= dict.fromkeys(("false", "0", "no", "off"), False)
+SETTINGS = _specs(
+    {
+        "JOB_NAME": (str, "megatron-adaptive", "name of the job"),
+        "PLAN": (str, "", "plan file; see docs/plan.md"),
+        "MODEL": (str, "small", "name of a model, or a file of the trainer's flags"),
+        "GLOBAL_BATCH_SIZE": (_Number, "", "samples of each step over all ranks"),
+        "MICRO_BATCH_SIZE": (_Number, "1", "samples of each microbatch"),
+        "TENSOR_MP_SIZE": (_Number, "1", "ranks that share each layer"),
+        "PIPELINE_MP_SIZE": (_Number, "1", "ranks that the layers are spread over"),
+        "DP_SIZE": (_Number, "", "copies of the model"),
+        "STAGE_DP_SIZES": (str, "", "ranks of each stage where they differ, as in 2-1"),
+        "MODEL_CHUNKS": (_Number, "1", "model chunks of each pipeline rank"),
+        "EXPERT_MP_SIZE": (_Number, "", "copies that the experts of a layer are spread over"),
+        "CONTEXT_MP_SIZE": (_Number, "", "ranks that share each sequence"),
+        "PARTITION": (str, "", "layers of each stage, as in 0-11-8-8"),
+        "SCHEDULE": (str, "adaptive", "order of work in the pipeline"),
+        "RECOMPUTE": (str, "none", "what backwards compute again", "none", "selective", "full"),
+        "DISTRIBUTED_OPTIMIZER": (bool, "false", "copies divide the optimizer state"),
+        "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients while backwards run"),
+        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside the matrices"),
+        "PRECISION": (str, "", "type of parameters", "fp32", "fp16", "bf16"),
+        "TRAIN_ITERS": (_Number, "100", "iterations of the whole training"),
+        "LR": (Positive, "1e-4", "highest learning rate"),
+        "DATA": (str, "mock", "prefix of .bin and .idx, or mock for made-up samples"),
+        "VOCAB_FILE": (str, "", "vocabulary; vocab.json beside DATA by default"),
+        "MERGE_FILE": (str, "", "merges; merges.txt beside DATA by default"),
+        "TRAINER_FLAGS": (str, "", "further flags of pretrain_gpt.py; the last of one wins"),
+        "CHECKPOINT_DIR": (str, "", "folder of checkpoints to save and to go on from"),
+        "LOCAL_CHECKPOINT_DIR": (str, "", "folder on each node's own disk, written first"),
+        "SAVE_INTERVAL": (_Number, "100", "iterations between checkpoints"),
+        "LOG_DIR": (str, "logs", "folder that holds a folder of logs for each job"),
+        "TRACE": (bool, "false", "write traces of the pipeline"),
+        "HOMOGENEOUS_CLUSTER": (bool, "true", "all nodes are equal"),
+        "NNODES": (_Number, "", "number of nodes"),
+        "NPROC_PER_NODE": (_Number, "", "processes of each node, one for each GPU"),
+        "WORLD_SIZE": (_Number, "", "number of all processes"),
+        "NODES": (str, "", "mixed nodes in order of the ranks, as in a10:2x4 v100:1x2"),
+        "DEVICE": (str, "gpu", "what a process computes on", "gpu", "cpu"),
+        "MASTER_ADDR": (str, "", "address of the first node, where it is not found"),
+        "MASTER_PORT": (_Port, "", "port of the first node on which all meet"),
+        "IFNAME": (str, "", "network interface, where it is not found"),
+        "MEETING_TIMEOUT_S": (Positive, "600", "how long nodes wait for each other"),
+        "SLURM_PARTITION": (str, "", "partition, or TYPE=PARTITION for each node type"),
+        "SLURM_GRES": (str, "gpu", "kind of GPU, or TYPE=GRES for each type; none"),
+        "SLURM_TIME": (str, "", "time limit of the job, as in 2:00:00"),
+        "SLURM_ACCOUNT": (str, "", "account that is charged"),
+        "SLURM_FLAGS": (str, "", "further options of sbatch"),
+        "CPUS_PER_TASK": (_Number, "", "processors of each node that the job takes"),
+        "REQUEUE": (
+            bool,
+            "true",
+            "go on in the same job after an early stop or the loss of a node",
+        ),
+        "CONTAINER": (str, "none", "what runs the image", "none", "pyxis", "enroot", "apptainer"),
+        "IMAGE": (str, "", "container image"),
+        "CONTAINER_MOUNTS": (str, "", "further folders in the container, FROM:TO,..."),
+        "RELOAD_CONTAINER": (bool, "false", "make the container anew"),
+        "PROFILE": (bool, "false", "PyTorch profiler, into LOG_DIR"),
+        "NSYS": (bool, "false", "Nsight Systems around each node's processes"),
+        "NCU": (bool, "false", "Nsight Compute around each node's processes"),
+        "PYTHON": (str, "", "Python of the nodes; this one by default"),
+    }
+)
+"""Variables of ``conf.sh``; an empty default is none."""
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
@@ -139,23 +129,10 @@ def read_value(name: str, text: str) -> object:
     text = text.strip() or setting.default
     if not text:
         return None
-    value: object = text
-    rule = f"one of {', '.join(setting.choices)}"
-    if setting.kind in ("count", "port"):
-        most = 65535 if setting.kind == "port" else 10**9
-        rule = "a port from 1 to 65535" if setting.kind == "port" else "a whole number from 1 on"
-        value = int(text) if text.isascii() and text.isdigit() and 1 <= int(text) <= most else None
-    elif setting.kind == "number":
-        rule, value = "a number above 0", None
-        with contextlib.suppress(ValueError):
-            value = number if 0 < (number := float(text)) < float("inf") else None
-    elif setting.kind == "switch":
-        rule, value = "true or false", _SWITCH.get(text.lower())
-    elif setting.kind == "choice" and text not in setting.choices:
-        value = None
-    if value is None:
-        raise ConfigError(f"{name}={text}: it must be {rule} ({setting.meaning})")
-    return value
+    try:
+        return setting.convert(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}={text}: {error} ({setting.help})") from None
 
 
 _LIMIT_S = 20.0

@@ -25,14 +25,8 @@ from typing import Any
 
 import psutil
 
-from megatron.adaptive.errors import ConfigError, SetupError
-from megatron.adaptive.network import (
-    addresses,
-    interface_of,
-    is_loopback,
-    outside_address,
-    source_towards,
-)
+from megatron.adaptive.errors import SetupError
+from megatron.adaptive.network import interface_of, is_loopback
 from megatron.adaptive.trace.files import BestEffortFile, Outage
 
 _RDMA = Path("/sys/class/infiniband")
@@ -75,37 +69,6 @@ def resolve(host: str) -> str:
         ) from error
     every = [str(entry[4][0]) for entry in found]
     return next((one for one in every if not is_loopback(one)), every[0])
-
-
-def own_address(interface: str | None, peer: str | None = None) -> str:
-    """Returns the address of this node that others reach it by.
-
-    Args:
-        interface: the network interface to use; by default the one towards ``peer``, or that of
-            the default route, or the first that is up.
-        peer: address of another node.
-
-    Raises:
-        ConfigError: there is no such interface, or it has no address.
-        SetupError: the node has no address but the loopback.
-    """
-    if interface is not None:
-        known = addresses()
-        if interface not in known:
-            raise ConfigError(
-                f"IFNAME={interface}: {socket.gethostname()} has no such interface with an "
-                f"address; it has {', '.join(known)}"
-            )
-        return known[interface][0]
-    routed = source_towards() if peer is None else source_towards(peer)
-    if routed is not None and (peer is not None or not is_loopback(routed)):
-        return routed
-    if far := outside_address():
-        return far
-    raise SetupError(
-        f"{socket.gethostname()} has no network address but the loopback: other nodes cannot reach "
-        "it; bring an interface up, or name one with IFNAME or --ifname"
-    )
 
 
 def interface_variables(interface: str | None, given: Mapping[str, str]) -> dict[str, str]:

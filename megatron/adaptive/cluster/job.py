@@ -286,18 +286,19 @@ class StateFile:
         self._before: dict[str, Any] = {}
         self._earlier: list[Any] = []
 
-    def take_over(self, checkpoints: Path) -> list[dict[str, Any]]:
+    def take_over(self, checkpoints: Path) -> int:
         """Takes over the state that the manager before wrote of the job of a folder.
 
         Returns:
-            Its machines, empty where there was none.
+            How many machines took part then, 0 where there was none.
         """
         try:
             self._before = read_state(checkpoints)
         except ConfigError:
-            return []
+            return 0
         self._earlier = [*self._before.get("earlier", []), *self._before.get("epochs", [])]
-        return [dict(machine) for machine in self._before.get("machines", [])]
+        machines = self._before.get("machines", [])
+        return sum(machine.get("status") == "present" for machine in machines)
 
     def _of_all(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Combines the state with that under earlier managers."""

@@ -134,7 +134,7 @@ class Manager:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
             raise self._not_writable(error) from error
-        self._before_us = self._stragglers.recall(self._state.take_over(self._spec.checkpoints))
+        self._before_us = self._state.take_over(self._spec.checkpoints)
         loop.add_signal_handler(signal.SIGHUP, self._members.reread_file)
         ticking = loop.create_task(self._tick())
         status = 2
@@ -355,7 +355,8 @@ class Manager:
             # What ends with a node that leaves is no failure.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
-            running.at_fault(fault, _GRACE_S, gone=gone)
+            kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
+            running.at_fault(fault, _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
         """Kills what is left of an incarnation, and gives up nodes that do not even report that."""
@@ -457,7 +458,7 @@ class Manager:
             return event
         now_s = time.monotonic()
         if event.kind == "joined":
-            self._stragglers.joined(node, pid=self._members.lasting_pid(node))
+            self._stragglers.joined(node.name)
         elif event.kind == "ready":  # training need not wait for what a new node imports
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S

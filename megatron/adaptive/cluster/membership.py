@@ -29,12 +29,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron.adaptive.cluster.connection import Connection, Listener
-from megatron.adaptive.cluster.host import own_address
 from megatron.adaptive.cluster.job import say
 from megatron.adaptive.config.environment import OVER_SSH
 from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import ConfigError, SetupError
-from megatron.adaptive.network import interface_of
+from megatron.adaptive.network import interface_of, own_address
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _KEYS = ("slots", "name")
@@ -319,11 +318,6 @@ class Membership:
     def are_starting(self) -> bool:
         """Returns whether an agent has not answered yet."""
         return any(node.status == "starting" for node in self.nodes.values())
-
-    def lasting_pid(self, node: Node) -> int:
-        """Returns the process on a node that stays when another node manages the job."""
-        is_own = self._own is not None and node.name == self._own.name
-        return os.getpid() if is_own else node.pid
 
     def address_of(self, node: Node) -> str:
         """Returns the address at which the other nodes reach a node."""

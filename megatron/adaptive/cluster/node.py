@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -147,6 +148,7 @@ def node_command(conf: LaunchConf, place: NodePlace, run_dir: Path) -> list[str]
     command += ["--nnodes", str(len(place.processes)), "--node-rank", str(place.node_rank)]
     command += ["--nproc-per-node", str(place.processes[place.node_rank])]
     command += ["--master-addr", place.master_addr, "--master-port", str(place.master_port)]
+    command += ["--rdzv-conf", f"timeout={math.ceil(conf['MEETING_TIMEOUT_S'])}"]
     return [*command, str(SCRIPTS / "pretrain_gpt.py"), *trainer_flags(conf, run_dir)]
 
 
@@ -196,9 +198,6 @@ EXIT_STOPPED_EARLY = 75
 _STOPPED = re.compile(rb"^training ends: signal SIGUSR1")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 1.0
-_ASK_S = 3.0
-_KILL_S = 5.0
-_EXIT_UNREACHED = 2
 _OUTPUTS = ("out", "err")
 _SHORTEST_SECRET = 8
 """A shorter value, such as the 1 of a switch, is found in every other line."""
@@ -212,7 +211,6 @@ def run_node(
     name: str,
     variables: Mapping[str, str],
     echo: bool,
-    reach_s: float | None = None,
 ) -> int:
     """Starts a node's processes and waits for their end.
 
@@ -225,8 +223,6 @@ def run_node(
         name: of the node, for its files.
         variables: environment of the processes besides this one's.
         echo: whether to print their output here as well.
-        reach_s: end the node if its first connection to the first node does not come about within
-            this time, ``None`` where it is known that it does.
 
     Returns:
         Exit status: :data:`EXIT_STOPPED_EARLY` if the run was stopped in good order.
@@ -261,21 +257,15 @@ def run_node(
             start_new_session=True,
         )
         sampler = ResourceSampler(os.getpid(), run_dir / f"{name}.gpu")
-        over, is_cut, stopped = threading.Event(), threading.Event(), threading.Event()
+        stopped = threading.Event()
         with _signals_to(job), contextlib.closing(sampler):
             threads = [
                 _in_thread(_copy, job.stdout, out, sys.stdout if echo else None, stopped, hidden),
                 _in_thread(_copy, job.stderr, err, sys.stderr if echo else None, stopped, hidden),
             ]
-            if reach_s is not None:
-                reach = job, place, name, reach_s, err, over, is_cut
-                threads.append(_in_thread(_end_unreached, *reach))
             status = job.wait()
-            over.set()
             for thread in threads:
                 thread.join(10.0)
-    if is_cut.is_set():
-        return _EXIT_UNREACHED
     if status == 0 and stopped.is_set():
         # Nodes that end a moment later must not be taken for those left behind.
         time.sleep(_GRACE_S)
@@ -325,45 +315,6 @@ def _in_thread(work: Callable[..., None], *given: object) -> threading.Thread:
     thread = threading.Thread(target=work, args=given, daemon=True)
     thread.start()
     return thread
-
-
-def _end_unreached(
-    job: subprocess.Popen[bytes],
-    place: NodePlace,
-    name: str,
-    limit_s: float,
-    err: BestEffortFile,
-    over: threading.Event,
-    is_cut: threading.Event,
-) -> None:
-    """Sees whether the first node listens; if not, says so and ends the node's processes.
-
-    torchrun itself waits for a quarter of an hour and then does not say what for.
-    """
-    end_s = time.monotonic() + limit_s
-    host, port = place.master_addr, place.master_port
-    why = ""
-    while time.monotonic() < end_s:
-        try:
-            with socket.create_connection((host, port), timeout=_ASK_S):
-                return
-        except OSError as error:
-            why = error.strerror or str(error)
-        if over.wait(0.5):
-            return
-    is_cut.set()
-    line = (
-        f"error: {name} did not reach the first node at {host}:{port} within "
-        f"{limit_s:g} s ({why}): let this port, and all above 1023 between the nodes, "
-        f"through the firewall; python -m megatron.adaptive doctor --master-addr {host} on "
-        "both nodes checks the way\n"
-    )
-    print(line, end="", file=sys.stderr, flush=True)
-    err.append(line.encode())
-    job.terminate()
-    if not over.wait(_KILL_S):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
 
 
 def _copy(

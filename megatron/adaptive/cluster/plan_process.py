@@ -1,20 +1,17 @@
 """Runs the planner of a job in a process of its own, so that a long search stops nothing.
 
-It is started once, and loads what it needs while machines are still coming. Questions and answers
-are numbered: an answer that comes after its time limit is passed over.
+It is started once, and loads what it needs while machines are still coming. An answer that comes
+after its time limit is passed over.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import multiprocessing
 import signal
-import threading
-import time
 import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +53,8 @@ class PlannerChooser(Chooser):
         self._within_s = within_s
         self._model = model
         self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
-        spawn = multiprocessing.get_context("spawn")
-        self._link, theirs = spawn.Pipe()
-        self._process = spawn.Process(
-            target=_serve, args=(theirs, paths, arguments, unequal, model), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self._number = 0
-        self._lock = threading.Lock()
+        self._given = tuple(paths), tuple(arguments), unequal, model
+        self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
 
     def check(self, machines: Path | None) -> str:
         """Checks the files, and that a plan is possible for all machines that may come. Blocks.
@@ -86,9 +76,7 @@ class PlannerChooser(Chooser):
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
-        self._process.kill()
-        self._process.join()
-        self._link.close()
+        self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
         """Asks for a layout on the nodes that are there. Blocks up to the limit.
@@ -98,29 +86,24 @@ class PlannerChooser(Chooser):
         """
         try:
             layout: ParallelLayout = self._ask(within_s, "plan", offers, within_s * _SEARCH)
+            if self._model is not None:
+                return layout, ""
             unknown: str = self._ask(within_s, "unknown", offers)
         except ConfigError as error:
             return None, str(error)
         return layout, unknown and f"{unknown}: in no file of --plan-with"
 
     def _ask(self, within_s: float, name: str, *given: Any) -> Any:
-        until_s = time.monotonic() + within_s
-        with self._lock:
-            self._number += 1
-            try:
-                self._link.send((self._number, name, given))
-                while self._link.poll(max(0.0, until_s - time.monotonic())):
-                    number, answer = self._link.recv()
-                    if number != self._number:
-                        continue
-                    if isinstance(answer, AdaptiveError):
-                        raise answer
-                    return answer
-            except (EOFError, OSError):
-                self._process.join(1.0)
-                status = self._process.exitcode
-                raise SetupError(f"the planner ended with status {status}") from None
-        raise SetupError(f"the planner did not answer within {within_s:g} s")
+        asked = self._pool.apply_async(_answer, (self._given, name, given))
+        try:
+            return asked.get(within_s)
+        except multiprocessing.TimeoutError:
+            raise SetupError(f"the planner did not answer within {within_s:g} s") from None
+        except AdaptiveError as error:
+            raise ConfigError(str(error)) from None
+        except Exception as error:  # a bug: printed with its traceback, and the job goes on
+            traceback.print_exc()
+            raise SetupError(f"the planner failed: {error!r}") from None
 
     async def choose(
         self, arguments: Sequence[str], offers: Sequence[Offer]
@@ -168,26 +151,19 @@ class PlannerChooser(Chooser):
         return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
 
 
-def _serve(
-    link: Connection,
-    paths: Sequence[Path],
-    arguments: Sequence[str],
-    unequal: bool,
-    model: Path | None,
-) -> None:
-    """Answers, in the process of the planner, until the other one closes the link."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is not for it
-    planning: Any = None if model is None else ScriptPlanning(model)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            number, name, given = link.recv()
-            answer: Any
-            try:
-                planning = planning or Planning(paths, arguments, unequal=unequal)
-                answer = getattr(planning, name)(*given)
-            except AdaptiveError as error:
-                answer = ConfigError(str(error))
-            except Exception as error:  # a bug: printed with its traceback, and the job goes on
-                traceback.print_exc()
-                answer = SetupError(f"the planner failed: {error!r}")
-            link.send((number, answer))
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is not for the planner
+
+
+@functools.cache
+def _planning(
+    paths: Sequence[Path], arguments: Sequence[str], unequal: bool, model: Path | None
+) -> Planning | ScriptPlanning:
+    if model is not None:
+        return ScriptPlanning(model)
+    return Planning(paths, arguments, unequal=unequal)
+
+
+def _answer(of: tuple[Any, ...], name: str, given: Sequence[Any]) -> Any:
+    """Answers a question, in the process of the planner."""
+    return getattr(_planning(*of), name)(*given)

@@ -354,21 +354,19 @@ class Planning:
     def _named_by_file(self, path: Path) -> list[Offer]:
         """Returns the nodes of a machines file; none where their slots are not known."""
         machines = read_machines(path)
-        offers = [Offer(name=one.name, hosts=(one.host,), slots=one.slots or 1) for one in machines]
+        if not self._has_cluster and not all(one.slots for one in machines):
+            return []
+        offers = [
+            Offer(name=one.name, hosts=(one.host,), slots=one.slots or _ANY_NUMBER)
+            for one in machines
+        ]
         if missing := self.unknown(offers):
             raise ConfigError(
                 f"--machines {path}: {missing} {'are' if ',' in missing else 'is'}"
                 f" not in {self._where}: add to the hosts of a node type, or have one type without"
                 " hosts"
             )
-        if self._has_cluster:
-            types = map(self._type_of, offers)
-            return [
-                replace(offer, slots=one.slots or type_.gpus)
-                for offer, one, type_ in zip(offers, machines, types, strict=True)
-                if type_ is not None
-            ]
-        return offers if all(one.slots for one in machines) else []
+        return offers
 
     def unknown(self, offers: Sequence[Offer]) -> str:
         """Returns names of nodes that the cluster file does not have; empty for none."""
@@ -559,10 +557,6 @@ class ScriptPlanning:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-
-    def unknown(self, offers: Sequence[Offer]) -> str:
-        """Returns nodes that cannot be planned with: none."""
-        return ""
 
     def plan(
         self, offers: Sequence[Offer], most_cpu_s: float = 0.0, *, timed: bool = True

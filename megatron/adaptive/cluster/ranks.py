@@ -26,6 +26,7 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
+from megatron.adaptive.config.command_parser import last_value
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError, SetupError
@@ -33,11 +34,11 @@ from megatron.adaptive.planner.measured_module import MeasuredModule
 
 _TRAINER = "pretrain_gpt"
 _MODEL = "model.json"
+_TRACES = "--trace-dir"
 _MOST_MEASURED = 3
 # How a run begins that has a checkpoint of another one; not how it goes on from its own.
-_PATH_FLAGS = ("--save", "--load", "--progress-dir", "--trace-dir")
+_PATH_FLAGS = ("--save", "--load", "--progress-dir", _TRACES)
 _FIRST_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
-_OF_EPOCHS = ("--trace-dir",)
 
 
 class Program(ABC):
@@ -114,19 +115,16 @@ class TrainerProgram(Program):
     ) -> tuple[list[str], dict[str, str]]:
         words: list[str] = []
         skip = 0
-        for at, word in enumerate(self._arguments):
-            name, equals, value = word.partition("=")
+        for word in self._arguments:
+            name, equals, _ = word.partition("=")
             if skip:
                 skip -= 1
             elif resumed and name in _FIRST_ONLY:
                 skip = 0 if equals else _FIRST_ONLY[name]
             else:
                 words.append(word)
-                if name in _OF_EPOCHS:
-                    base = value if equals else self._arguments[at + 1]
-                    words += [] if equals else [base]
-                    skip = 0 if equals else 1
-                    words += [name, f"{base}/epoch-{incarnation}"]
+        if traces := last_value(words, _TRACES):
+            words += [_TRACES, f"{traces}/epoch-{incarnation}"]
         checkpoints = str(self.folder.path)
         words += [*layout.flags, "--save", checkpoints, "--progress-dir", str(progress)]
         if resumed:
@@ -357,7 +355,8 @@ class RunningRanks:
         where: the node of each rank, by key.
         statuses: of the ranks that ended, by key.
         stopping: why they were asked to save and end.
-        fault: what went wrong first.
+        fault: what went wrong first, or the kill that came to light soon after.
+        has_kill: whether that is a signal from outside.
         gone: the first node that was lost, or went with notice and took a rank along, in words.
         deadline_s: when the rest is killed.
         killed: whether it was.
@@ -370,6 +369,7 @@ class RunningRanks:
     statuses: dict[str, int] = field(default_factory=dict)
     stopping: str = ""
     fault: str = ""
+    has_kill: bool = False
     gone: str = ""
     deadline_s: float | None = None
     killed: bool = False
@@ -379,17 +379,20 @@ class RunningRanks:
         """Returns the ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
-    def at_fault(self, fault: str, grace_s: float, *, gone: str = "") -> None:
+    def at_fault(self, fault: str, grace_s: float, *, gone: str = "", kill: bool = False) -> None:
         """Records what went wrong first; the other ranks get a moment to report it.
 
         Args:
             fault: what went wrong.
             grace_s: that moment.
+            kill: whether a signal from outside ended a rank. It is the cause also where a rank that
+                lost this peer was seen to end before it.
             gone: what became of a node, where that is why. Ranks that cannot reach it may end, and
                 be seen to, before it counts as lost.
         """
         self.gone = self.gone or gone
-        self.fault = self.fault or fault
+        if not self.fault or (kill and not self.killed and not self.has_kill):
+            self.fault, self.has_kill = fault, kill
         if not self.killed:
             self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
@@ -26,29 +26,6 @@ _NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldSnapshot:
-    """A rank's snapshots on a node.
-
-    Attributes:
-        node: that keeps them.
-        socket: address of its keeper.
-        run, rank, generation: what they are of.
-        kind: ``own`` of the rank's node, ``sent`` of its buddy.
-        steps: that are whole.
-        has_common: whether what all ranks have in common is in it.
-    """
-
-    node: str
-    socket: str
-    run: str
-    rank: int
-    generation: int
-    kind: str
-    steps: tuple[int, ...]
-    has_common: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class SnapshotSource:
     """Names a step that can be restored, or why none can.
 
@@ -56,13 +33,14 @@ class SnapshotSource:
         step: the newest whole one, 0 for none.
         seen: the newest one of which anything is left.
         why: in words, where there is none.
-        parts: copies to restore it from, with the indices of the needs that each meets.
+        parts: copies to restore it from, as keepers list them, with the ``node`` of each and as
+            ``needs`` the indices of those that it meets.
     """
 
     step: int = 0
     seen: int = 0
     why: str = ""
-    parts: tuple[tuple[HeldSnapshot, tuple[int, ...]], ...] = ()
+    parts: tuple[Mapping[str, Any], ...] = ()
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
@@ -87,38 +65,36 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
             ``needs`` any of ``ranks`` is enough, and ``is_sent`` says whether a copy that was sent
             is enough as well.
     """
-    held: list[HeldSnapshot] = []
+    held: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
     for node, stores in kept:
         for one in stores:
-            values = {**one, "steps": tuple(one["steps"])}
-            if "needs" in values:
-                needs[one["run"], one["generation"]] = values.pop("needs")
-            held.append(HeldSnapshot(node=node, **values))
-    steps = {(step, one.run, one.generation) for one in held for step in one.steps}
+            held.append({**one, "node": node})
+            if "needs" in one:
+                needs[one["run"], one["generation"]] = one["needs"]
+    steps = {(step, one["run"], one["generation"]) for one in held for step in one["steps"]}
     seen, why = max((step for step, _, _ in steps), default=0), ""
     for step, run, generation in sorted(steps, reverse=True):
-        here = [
-            one
+        here: list[dict[str, Any]] = [
+            {**one, "needs": []}
             for one in held
-            if (one.run, one.generation) == (run, generation) and step in one.steps
+            if (one["run"], one["generation"]) == (run, generation) and step in one["steps"]
         ]
-        met: dict[HeldSnapshot, list[int]] = {}
         missing: set[int] = set()
         for index, need in enumerate(needs.get((run, generation), ())):
             fitting = [
                 one
                 for one in here
-                if one.rank in need["ranks"] and (one.kind == "own" or need["is_sent"])
+                if one["rank"] in need["ranks"] and (one["kind"] == "own" or need["is_sent"])
             ]
             if fitting:
                 # What is at hand already, and the rank's own before one that was sent.
-                best = min(fitting, key=lambda one: (one not in met, one.kind != "own"))
-                met.setdefault(best, []).append(index)
+                best = min(fitting, key=lambda one: (not one["needs"], one["kind"] != "own"))
+                best["needs"].append(index)
             else:
                 missing |= set(need["ranks"])
-        if not missing and any(one.has_common for one in met):
-            parts = tuple((one, tuple(indices)) for one, indices in met.items())
+        parts = tuple(one for one in here if one["needs"])
+        if not missing and any(one["has_common"] for one in parts):
             return SnapshotSource(step=step, seen=seen, parts=parts)
         if not why:
             ranks = ", ".join(map(str, sorted(missing)))
@@ -264,11 +240,10 @@ class JobSnapshots:
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
         """Lets the nodes write a step; returns which of them failed."""
-        by_node: dict[str, list[dict[str, Any]]] = {}
-        common = next(one for one, _ in source.parts if one.has_common)
-        for one, indices in source.parts:
-            part = {**asdict(one), "needs": indices}
-            by_node.setdefault(one.node, []).append(part)
+        by_node: dict[str, list[Mapping[str, Any]]] = {}
+        for one in source.parts:
+            by_node.setdefault(one["node"], []).append(one)
+        common = next(one["node"] for one in source.parts if one["has_common"])
         common_order = {
             "checkpoints": str(self._folder.path),
             "is_pipeline": isinstance(self._folder, PipelineFolder),
@@ -281,7 +256,7 @@ class JobSnapshots:
                 "what": "write",
                 "index": index,
                 "parts": parts,
-                "has_common": name == common.node,
+                "has_common": name == common,
             }
             for index, (name, parts) in enumerate(by_node.items())
         }
@@ -289,7 +264,7 @@ class JobSnapshots:
         if why:
             return why
         last = {**common_order, "what": "assemble", "count": len(orders)}
-        return await self._run({common.node: last}, until_s)
+        return await self._run({common: last}, until_s)
 
     async def _run(self, orders: Mapping[str, Mapping[str, Any]], until_s: float) -> str:
         """Runs the program on nodes at once and waits for all; returns which of them failed."""

@@ -2,16 +2,14 @@
 
 The diagnosis of the running job names a slow rank; two diagnoses in a row make it a slow node. How
 slow it is goes into every later layout: its stage gets fewer layers. The job moves for it once for
-each node, three times within an hour, and only where the new layout should be faster. A node that
-joins anew is as good as any; one that only comes to another manager of the job is the same as ever.
+each node, and only where the new layout should be faster. A node that joins anew, or comes to
+another manager of the job, is as good as any.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +29,6 @@ _LEAST = 1.1
 """A slowdown of less than this, beside what the planner knew of it, is left alone."""
 _MOST_SLOW = 8.0
 _LEFT_OUT = "left out: slow"
-_MOST_MOVES, _WITHIN_S = 3, 3600.0
 
 
 class Stragglers:
@@ -48,10 +45,8 @@ class Stragglers:
         self._chooser = chooser
         self._arguments = arguments
         self._slowness: dict[str, float] = {}
-        self._aside: dict[str, str] = {}
+        self._aside: set[str] = set()
         self._judged: set[str] = set()
-        self._moves: deque[float] = deque(maxlen=_MOST_MOVES)
-        self._recalled: dict[str, Mapping[str, Any]] = {}
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
         """Chooses a layout; nodes that were left out take part only where there is none without.
@@ -69,45 +64,20 @@ class Stragglers:
         """Lists nodes that were not left out."""
         return [node for node in nodes if node.name not in self._aside]
 
-    def recall(self, machines: Sequence[Mapping[str, Any]]) -> int:
-        """Takes over what the manager before knew.
-
-        Args:
-            machines: what :meth:`to_dict` said of each node under it.
-
-        Returns:
-            How many nodes took part then.
-        """
-        self._recalled = {one["name"]: one for one in machines if one.get("slowness", 1.0) > 1}
-        return sum(one["status"] == "present" for one in machines)
-
-    def joined(self, node: Node, *, pid: int) -> None:
-        """Forgets what was known of a node: it may have been mended.
-
-        Args:
-            node: which.
-            pid: of what joined for it; the same as under the manager before where only that is new.
-        """
-        name = node.name
+    def joined(self, name: str) -> None:
+        """Forgets what was known of a node: it may have been mended."""
         self._slowness.pop(name, None)
-        self._aside.pop(name, None)
+        self._aside.discard(name)
         self._judged.discard(name)
-        known = self._recalled.pop(name, None)
-        if known is None or (known["host"], known["pid"]) != (node.host, pid):
-            return
-        self._slowness[name] = known["slowness"]
-        self._judged.add(name)
-        if known.get("is_left_out"):
-            self._aside[name] = _LEFT_OUT
 
     def to_dict(self, node: Node) -> dict[str, Any]:
         """Returns a node's entry in the state of the job."""
-        why = self._aside.get(node.name, "") if node.status == "present" else ""
+        is_left_out = node.name in self._aside
         return {
             **node.to_dict(),
             "slowness": round(self._slowness.get(node.name, 1.0), 3),
-            "is_left_out": node.name in self._aside,
-            **({"why": why} if why else {}),
+            "is_left_out": is_left_out,
+            "why": _LEFT_OUT if is_left_out and node.status == "present" else node.why,
         }
 
     async def handle(
@@ -161,10 +131,6 @@ class Stragglers:
         text = f"{name} is slow, rank {found.slow_rank} takes {excess:.2f} times as long"
         self._slowness[name] = self._slowness.get(name, 1.0) * excess
         _slow_down(running, name, excess)
-        now_s = time.monotonic()
-        if len(self._moves) == _MOST_MOVES and now_s - self._moves[0] < _WITHIN_S:
-            say(f"warning: {text}; it stays: the job has moved {_MOST_MOVES} times for such")
-            return ""
         others = [
             node for node in self.wanted(nodes) if self._policy == "replan" or node.name != name
         ]
@@ -174,8 +140,7 @@ class Stragglers:
             say(f"warning: {text}; it stays: no layout {other} is faster")
             return ""
         if self._policy == "exclude":
-            self._aside[name] = _LEFT_OUT
-        self._moves.append(now_s)
+            self._aside.add(name)
         return text
 
     async def _choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,13 @@ from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.layers import lay_out
 from megatron.adaptive.config.outside import read_text
-from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
+from megatron.adaptive.config.plan import (
+    LOOKS_LIKE_FLAG,
+    PLAN_FLAG,
+    PLAN_HELP,
+    expand_plan,
+    flags_where,
+)
 from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
 from megatron.adaptive.config.rules import Given
 from megatron.adaptive.config.trainer import TrainerConfig, groups
@@ -29,7 +33,6 @@ from megatron.adaptive.errors import ConfigError
 
 _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM's flags."
 _HELP_FLAGS = ("-h", "--help")
-_LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 _SECONDS_PER_MINUTE = 60
 
 # Settings that say the same thing twice or contradict each other where both are given.
@@ -108,10 +111,9 @@ def parse(
         SystemExit: ``--help`` was given and answered.
     """
     specs = _all_specs()
-    argv = expand_plan(_flags_where(argv, _is_active), specs, world_size)
-    argv = expand_model(argv, specs)
-    _scan(argv, specs, last_wins=last_wins)
-    given = _read_values(argv)
+    argv = flags_where(argv, _is_active)
+    _scan(argv, {PLAN_FLAG: PLAN_FLAG} | _dests(specs), last_wins=last_wins)
+    given = _read_values(expand_model(expand_plan(argv, specs, world_size), specs))
     Given(given, specs).require(_EXCLUSIVE)
     _require_needed(given, specs)
     installed = installed or Installed.detect()
@@ -154,25 +156,24 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
             raise ConfigError(f"{word}: {key} {rule}")
         given[key] = value
     base = dict(_mapping(content, where))
+    variants = _mapping(base.pop("variants", {}), f"{where}: variants")
+    everywhere = _by_field(base, where)
+    places = dict.fromkeys(everywhere, "the top")
     settings: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    for axis, options in _mapping(base.pop("variants", {}), f"{where}: variants").items():
+    for axis, options in variants.items():
         place = f"variants.{axis}"
-        named = {str(name): part for name, part in _mapping(options, f"{where}: {place}").items()}
-        choice = given.pop(axis, next(iter(named), ""))
-        if choice not in named:
-            raise ConfigError(f"{axis}={choice}: {where} has {', '.join(named)}; choose of them")
-        for name, part in named.items():
-            found = _by_field(part or {}, f"{where}: {place}.{name}")
-            for field in found:
-                if places.setdefault(field, place) != place:
-                    raise _set_twice(where, field, places[field], place)
-            settings |= found if name == choice else {}
-    for field, value in _by_field(base, where).items():
-        if field in places:
-            raise _set_twice(where, field, "the top", places[field])
-        settings[field] = value
-    settings |= _by_field(given, "the command line")
+        found = {
+            str(name): _by_field(part or {}, f"{where}: {place}.{name}")
+            for name, part in _mapping(options, f"{where}: {place}").items()
+        }
+        choice = given.pop(axis, next(iter(found), ""))
+        if choice not in found:
+            raise ConfigError(f"{axis}={choice}: {where} has {', '.join(found)}; choose of them")
+        for field in set().union(*found.values()):
+            if places.setdefault(field, place) != place:
+                raise _set_twice(where, field, places[field], place)
+        settings |= found[choice]
+    settings |= everywhere | _by_field(given, "the command line")
     counts = []
     for name in _PROCESSES:
         value = str(settings.pop(name, None) or 1)
@@ -240,7 +241,7 @@ def _words_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
     texts = [str(one) for one in listed]
     return (
         [spec.name, *texts]
-        if spec.many and not spec.flag.convert
+        if spec.many and not spec.reader
         else [spec.name, "-".join(texts) if isinstance(value, list) else str(value)]
     )
 
@@ -257,11 +258,10 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
         ConfigError: a flag is unknown or one that this trainer refuses.
     """
     specs = _all_specs()
-    argv = _flags_where(argv, _is_active)
-    _scan(argv, specs, last_wins=True)
+    argv, dests = flags_where(argv, _is_active), _dests(specs)
+    _scan(argv, dests, last_wins=True)
     wanted = {spec.dest for kind in kinds for spec in _flagged(kind)}.union(more)
-    names = {name for spec in specs.values() if spec.dest in wanted for name in spec.names}
-    return _flags_where(argv, names.__contains__)
+    return flags_where(argv, lambda name: dests.get(name) in wanted)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -302,23 +302,16 @@ def _is_active(name: str) -> bool:
     return not is_idle(name)
 
 
-def _flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
-    """Keeps the flags whose names are wanted, with their values."""
-    kept, keeping = [], is_wanted("")
-    for word in argv:
-        if _LOOKS_LIKE_FLAG.match(word):
-            keeping = is_wanted(word.split("=", 1)[0])
-        if keeping:
-            kept.append(word)
-    return kept
+def _dests(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
+    """Returns the field of each spelling of a flag."""
+    return {name: spec.dest for spec in specs.values() for name in spec.names}
 
 
-def _scan(argv: Sequence[str], specs: Mapping[str, FieldSpec], *, last_wins: bool) -> None:
+def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -> None:
     """Refuse flags that are unknown, not supported or repeated, before any value is read."""
-    dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
     seen: dict[str, str] = {}
     for word in argv:
-        if not _LOOKS_LIKE_FLAG.match(word):
+        if not LOOKS_LIKE_FLAG.match(word):
             continue
         name = word.split("=", 1)[0]
         if name in _HELP_FLAGS:
@@ -363,16 +356,9 @@ def _require_needed(given: Mapping[str, Any], specs: Mapping[str, FieldSpec]) ->
 
 def _resolve(given: dict[str, Any], *, world_size: int, installed: Installed) -> None:
     """Fill in values that depend on other flags, on the world size or on installed packages."""
-    tensor = given.get("tensor_model_parallel_size", 1)
-    pipeline = given.get("pipeline_model_parallel_size", 1)
-    context = given.get("context_parallel_size", 1)
-    widths = given.get("stage_data_parallel_sizes")
-    check.check_world_size(
-        world_size, tensor=tensor, pipeline=pipeline, context=context, widths=widths
-    )
+    replicas = check.replicas_of(world_size, given)
     given["world_size"] = world_size
-    data_parallel = math.lcm(*widths) if widths else world_size // (tensor * pipeline * context)
-    given.setdefault("global_batch_size", given["micro_batch_size"] * data_parallel)
+    given.setdefault("global_batch_size", given["micro_batch_size"] * replicas)
     given.setdefault(
         "transformer_impl", "transformer_engine" if installed.transformer_engine else "local"
     )

@@ -8,10 +8,11 @@ behind.
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megatron.adaptive.config.adapters import adapted_parts, linear_names
 from megatron.adaptive.config.core import EXPERT_SETTINGS, LATENT_SETTINGS, parse_pattern
@@ -43,6 +44,11 @@ global_batch_size within train_samples
 tensor_model_parallel_size divides num_attention_heads ffn_hidden_size
     | every rank takes an equal share
 expert_model_parallel_size divides num_moe_experts | every rank takes as many experts
+expert_tensor_parallel_size divides moe_ffn_hidden_size | every rank takes an equal share
+sequence_parallel+tensor_model_parallel_size*context_parallel_size divides seq_length
+    | these ranks take an equal share of each sequence
+context_parallel_size>1+2*context_parallel_size divides seq_length
+    | every rank takes an early and a late part
 num_query_groups divides num_attention_heads | every group serves the same number of heads
 stage_data_parallel_sizes excludes tensor_model_parallel_size>1 context_parallel_size>1
     num_virtual_stages_per_pipeline_rank>1 use_distributed_optimizer mtp_num_layers num_moe_experts
@@ -76,6 +82,10 @@ pack_to excludes micro_batch_size>1 context_parallel_size>1 pipeline_schedule=fi
     multi_latent_attention | a microbatch is one row of whole documents on one rank, with plain
     attention, and their number differs from step to step
 balance_replicas=lengths needs variable_seq_lengths | speed does not
+balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
+    expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
+    ddp_average_in_collective pipeline_schedule=file,megatron
+    | every replica has the same number of microbatches there
 use_distributed_optimizer excludes optimizer=sgd | megatron-core splits only the state of adam
 overlap_param_gather needs use_distributed_optimizer overlap_grad_reduce
 fp16_lm_cross_entropy loss_scale needs fp16
@@ -106,6 +116,11 @@ position_embedding_type=learned_absolute excludes add_position_embedding=False |
 multi_latent_attention excludes group_query_attention | it has a key and value for each head
 {" ".join(EXPERT_SETTINGS)} expert_model_parallel_size expert_tensor_parallel_size
     needs num_moe_experts
+moe_router_topk within num_moe_experts
+num_moe_experts excludes moe_expert_capacity_factor=0.0
+    | it leaves experts no token: give a factor above 0, or drop the flag so that none is dropped
+num_moe_experts+expert_tensor_parallel_size>1 needs add_bias_linear=False
+    | the ranks of an expert would add its bias once each
 num_moe_experts+moe_token_dispatcher_type=allgather excludes variable_seq_lengths
     | rows differ from rank to rank; use alltoall
 moe_grouped_gemm+transformer_impl=local needs bf16 | these compute in bf16 alone
@@ -140,11 +155,9 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _shape(config, given, installed),
         _experts(config, given, installed),
         _expert_ranks(config, given),
-        _parallel(config, given),
         layer_rules(config, given),
         _batch(config, given),
         _lengths(config, given),
-        _balance(config, given),
         _microbatch_groups(config, given),
         _learning_rate(config, given),
         _adapters(config, given),
@@ -167,50 +180,64 @@ def _given(config: TrainerConfig) -> Given:
     # Equal sizes and a single chunk are what runs without these flags.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
+    if config.core.num_moe_experts is not None:
+        for own, of_layers in (
+            ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+            ("moe_ffn_hidden_size", "ffn_hidden_size"),
+        ):
+            values[own] = values[own] or values[of_layers]
     if config.core.heterogeneous_layers_config_encoded_json:
         values[_UNLIKE] = values[_UNLIKE] or "JSON"
     return Given(values, specs)
 
 
-def check_world_size(
-    world_size: int,
-    *,
-    tensor: int,
-    pipeline: int,
-    context: int,
-    widths: tuple[int, ...] | None = None,
-) -> None:
-    """The processes must make up whole copies of the model, or the stages of given widths.
+def replicas_of(world_size: int, given: Mapping[str, Any]) -> int:
+    """Returns the data-parallel size of so many processes.
+
+    Args:
+        world_size: number of all processes.
+        given: values of flags by the names of their settings.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they make up no whole copies of the model, or not the stages of given widths.
     """
+    tensor: int = given.get("tensor_model_parallel_size", 1)
+    pipeline: int = given.get("pipeline_model_parallel_size", 1)
+    context: int = given.get("context_parallel_size", 1)
+    widths: tuple[int, ...] | None = given.get("stage_data_parallel_sizes")
     if widths is None:
-        size = tensor * pipeline * context
-        if world_size < 1 or world_size % size != 0:
-            raise ConfigError(
-                f"world size {world_size} is not a multiple of tensor {tensor} x pipeline "
-                f"{pipeline} x context {context} = {size}: start a multiple of {size} processes "
-                "or change the parallel sizes"
-            )
-        return
-    given = f"--stage-data-parallel-sizes {format_partition(widths)}"
+        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context}
+        _require_whole(world_size, sizes, "the parallel sizes")
+        return world_size // math.prod(sizes.values())
+    flag = f"--stage-data-parallel-sizes {format_partition(widths)}"
     if len(widths) != pipeline:
         raise ConfigError(
-            f"{given} gives the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
+            f"{flag} gives the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
             f"{pipeline}: give one number for each stage"
         )
     needed = sum(widths) * tensor * context
     if needed != world_size:
         raise ConfigError(
-            f"{given} needs {needed} processes, this run has {world_size}: start as many or "
+            f"{flag} needs {needed} processes, this run has {world_size}: start as many or "
             "change the sizes"
+        )
+    return math.lcm(*widths)
+
+
+def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> None:
+    """Refuses processes that do not divide into groups of the product of some sizes."""
+    unit = math.prod(sizes.values())
+    if world_size < 1 or world_size % unit != 0:
+        factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"world size {world_size} is not a multiple of {factors} = {unit}: start a multiple of "
+            f"{unit} processes or change {remedy}"
         )
 
 
 def _shape(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
     model = config.model
-    heads = model.num_attention_heads
+    heads, tensor = model.num_attention_heads, config.parallel.tensor_model_parallel_size
     yield (
         model.transformer_impl == "transformer_engine" and not installed.transformer_engine,
         "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
@@ -226,28 +253,22 @@ def _shape(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
         f"--swiglu with {given.hidden_size} makes a feed-forward block of width 0, rounded down "
         "to a multiple of 64: give --ffn-hidden-size",
     )
+    yield (
+        model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
+        f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
+        f"{given.tensor_model_parallel_size}: change one of them",
+    )
 
 
 def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules:
     core, experts = config.core, config.core.num_moe_experts
     if experts is None:
         return
-    yield experts < 1, f"{given.num_moe_experts}: give 1 at least, or drop the flag"
-    yield (
-        not 1 <= core.moe_router_topk <= experts,
-        f"{given.moe_router_topk} of {given.num_moe_experts}: a token goes to 1 expert at least "
-        "and to all at most; change one of them",
-    )
     groups, best = core.moe_router_num_groups, config.model.moe_router_group_best
     yield (
         best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
         f"{given.moe_router_group_best} needs groups of as many experts (--moe-router-num-groups) "
         "and no --moe-router-fusion: change one of them",
-    )
-    yield (
-        core.moe_expert_capacity_factor == 0,
-        f"{given.moe_expert_capacity_factor} leaves experts no token: give a factor above 0, or "
-        "drop the flag so that none is dropped",
     )
     pattern, layers = parse_pattern(core.moe_layer_freq), config.model.num_layers
     if isinstance(pattern, list):
@@ -269,13 +290,6 @@ def _experts(config: TrainerConfig, given: Given, installed: Installed) -> Rules
         f"{given.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs: "
         "install it, or use alltoall",
     )
-    parallel = config.parallel
-    ranks = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    yield (
-        config.model.add_bias_linear and ranks > 1,
-        f"experts on {ranks} tensor parallel ranks (--expert-tensor-parallel-size) with biases: "
-        "add --disable-bias-linear",
-    )
 
 
 def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
@@ -285,45 +299,14 @@ def _expert_ranks(config: TrainerConfig, given: Given) -> Rules:
     if experts is None:
         return
     tensor = tensor or parallel.tensor_model_parallel_size
-    unit = tensor * spread * parallel.pipeline_model_parallel_size
-    yield (
-        config.world_size % unit != 0,
-        f"world size {config.world_size} is not a multiple of expert tensor {tensor} x expert "
-        f"{spread} x pipeline {parallel.pipeline_model_parallel_size} = {unit}: start a multiple "
-        f"of {unit} processes or change --expert-model-parallel-size",
-    )
+    sizes = {"expert tensor": tensor, "expert": spread}
+    sizes["pipeline"] = parallel.pipeline_model_parallel_size
+    _require_whole(config.world_size, sizes, "--expert-model-parallel-size")
     yield (
         spread == 1 and tensor != parallel.tensor_model_parallel_size,
         f"{given.expert_tensor_parallel_size} with {given.tensor_model_parallel_size} and "
         f"{given.expert_model_parallel_size}: megatron-core adds up experts' gradients over the "
         "wrong ranks; make the first two equal, or raise --expert-model-parallel-size",
-    )
-    width = config.core.moe_ffn_hidden_size or config.model.ffn_hidden_size
-    yield (
-        width % tensor != 0,
-        f"experts of width {width} (--moe-ffn-hidden-size) on {tensor} expert tensor parallel "
-        "ranks: every rank takes an equal share; change one of them",
-    )
-
-
-def _parallel(config: TrainerConfig, given: Given) -> Rules:
-    model = config.model
-    tensor = config.parallel.tensor_model_parallel_size
-    context = config.parallel.context_parallel_size
-    yield (
-        model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
-        f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
-        f"{given.tensor_model_parallel_size}: change one of them",
-    )
-    yield (
-        config.parallel.sequence_parallel and model.seq_length % (tensor * context) != 0,
-        f"{given.seq_length} is not a multiple of {tensor * context}, the ranks that "
-        "--sequence-parallel splits it over: change one of them",
-    )
-    yield (
-        context > 1 and model.seq_length % (2 * context) != 0,
-        f"{given.seq_length} is not a multiple of 2 x {given.context_parallel_size} = "
-        f"{2 * context}: change one of them",
     )
 
 
@@ -369,17 +352,6 @@ def _lengths(config: TrainerConfig, given: Given) -> Rules:
         f"a multiple of {unit}, so that the microbatches of each replica fill groups of "
         f"{config.microbatch_group}; change it or the schedule",
     )
-
-
-def _balance(config: TrainerConfig, given: Given) -> Rules:
-    """Microbatches that are dealt to replicas."""
-    how = config.schedule.balance_replicas
-    for what in () if how in (None, "off") else config.fixes_replicas:
-        yield (
-            True,
-            f"{given.balance_replicas} with {what}, under which every replica has the same number "
-            "of microbatches: drop one of them",
-        )
 
 
 def _microbatch_groups(config: TrainerConfig, given: Given) -> Rules:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.adaptive.config.data import BatchConfig, DataConfig
-from megatron.adaptive.config.flags import Flag, fields_of, flag
+from megatron.adaptive.config.flags import Count, fields_of, flag
 from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
 from megatron.adaptive.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
@@ -66,6 +66,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "rotary_scaling_factor": 1.0,
 }
 _CHOICES = {"rope_type": ("rope", "yarn")}
+_BOUNDED = {"num_moe_experts": Count, "moe_router_topk": Count}
 _DTYPES = ("fp32", "bf16", "fp16", "fp8")
 _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "int": (int, {}),
@@ -184,11 +185,11 @@ def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
     if kind.startswith("Literal["):
         base, options = str, {"choices": tuple(ast.literal_eval(f"({kind[8:-1]},)"))}
     elif kind == "Union[int, list[int]]":
-        base, options = str, {"convert": _pattern, "unit": "N|LIST"}
+        base, options = str, {"reader": _pattern, "unit": "N|LIST"}
     elif kind.startswith("Union[") and kind.endswith(("list[str]]", "list[float]]")):
         base = tuple[float, ...] if "float" in kind else tuple[str, ...]
     elif kind == "Tuple[int, int]":
-        base, options = tuple[int, ...], {"convert": _window, "unit": "LEFT,RIGHT"}
+        base, options = tuple[int, ...], {"reader": _window, "unit": "LEFT,RIGHT"}
     elif kind in _TYPES:
         base, options = _TYPES[kind]
     else:
@@ -212,6 +213,7 @@ def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
         detail=setting.text,
         **options,
     )
+    base = _BOUNDED.get(setting.name, base)
     return setting.name, base if default is not None else base | None, described
 
 
@@ -226,10 +228,8 @@ def _fields() -> tuple[tuple[str, Any, Any], ...]:
         field = None if setting.name in taken else _field_of(setting)
         if field is None or setting.name.startswith("_"):
             continue
-        described: Flag = field[2].metadata["flag"]
-        if used.isdisjoint(described.names) and not any(
-            reason_for(name) or is_idle(name) for name in described.names
-        ):
+        names = field[2].metadata["flag"]["names"]
+        if used.isdisjoint(names) and not any(reason_for(name) or is_idle(name) for name in names):
             taken.add(setting.name)
             fields.append(field)
     return tuple(fields)

@@ -102,15 +102,6 @@ class DataConfig(TokenizerConfig):
         "Folder for the index files made from the data.", derived="next to the data"
     )
     mock_data: bool = switch("Made-up samples, no files.")
-    data_impl: str = flag(
-        "No effect: indexed files are the only kind there is.",
-        "mmap",
-        choices=("mmap", "infer"),
-        refused_choices={
-            "lazy": "this old file format is gone from Megatron-LM; preprocess the data again",
-            "cached": "this old file format is gone from Megatron-LM; preprocess the data again",
-        },
-    )
     mmap_bin_files: bool = switch(
         "Read .bin files instead of mapping them into memory.", off="--no-mmap-bin-files"
     )

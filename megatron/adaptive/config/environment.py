@@ -17,7 +17,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -310,12 +310,9 @@ class JobOrder:
         """
         try:
             values = parse_json(text)
-        except ValueError:
-            values = None
-        names = {one.name for one in fields(cls)}
-        if not isinstance(values, dict) or set(values) != names:
+            return cls(**{**values, "partition": tuple(values["partition"])})
+        except (ValueError, TypeError, KeyError):
             raise ConfigError(
                 f"environment variable {JOB_VARIABLE} is {text[:60]!r}: it is set by python -m"
                 " megatron.adaptive run alone; unset it"
-            )
-        return cls(**{**values, "partition": tuple(values["partition"])})
+            ) from None

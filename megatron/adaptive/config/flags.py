@@ -78,42 +78,15 @@ Folder = Annotated[str, Limits(unit="DIR")]
 File = Annotated[str, Limits(unit="FILE")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """Describes one field to the command line.
-
-    Attributes:
-        help: one sentence for ``--help`` and the README.
-        names: every spelling, the first one being shown; made from the field's name when empty.
-        choices: allowed values, if they are a fixed set.
-        refused_choices: values that Megatron-LM takes and we do not, each with the reason.
-        unit: the word shown in place of the value; that of the type's limits when empty.
-        derived: how the value is found when the flag is absent, for fields that depend on others.
-        takes_value: a truth value that is written out (``--profile-execution True``).
-        convert: own conversion from one word; raises ``ValueError`` with the rule.
-        detail: text for ``--help`` in place of ``help``.
-    """
-
-    help: str
-    names: tuple[str, ...] = ()
-    choices: tuple[str | int, ...] = ()
-    refused_choices: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    unit: str = ""
-    derived: str = ""
-    takes_value: bool = False
-    convert: Callable[[str], Any] | None = None
-    detail: str = ""
-
-
 def flag(help_text: str, default: Any = None, **options: Any) -> Any:
     """Declares a field that is a command line flag.
 
     Args:
         help_text: one sentence for ``--help`` and the README.
         default: the value when the flag is absent.
-        **options: the other attributes of :class:`Flag`.
+        **options: attributes of :class:`FieldSpec`.
     """
-    return field(default=default, metadata={_METADATA_KEY: Flag(help=help_text, **options)})
+    return field(default=default, metadata={_METADATA_KEY: {"help": help_text, **options}})
 
 
 def required(help_text: str, **options: Any) -> Any:
@@ -121,9 +94,9 @@ def required(help_text: str, **options: Any) -> Any:
 
     Args:
         help_text: one sentence for ``--help`` and the README.
-        **options: the other attributes of :class:`Flag`.
+        **options: attributes of :class:`FieldSpec`.
     """
-    return field(metadata={_METADATA_KEY: Flag(help=help_text, **options)})
+    return field(metadata={_METADATA_KEY: {"help": help_text, **options}})
 
 
 def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str, ...] = ()) -> Any:
@@ -155,7 +128,15 @@ class FieldSpec:
         length: the tuple's length, ``None`` where it is free.
         optional: ``None`` is allowed.
         default: the default, ``MISSING`` where there is none.
-        flag: the command line's view.
+        help: one sentence for ``--help`` and the README; empty where no flag sets the field.
+        names: every spelling of the flag, the first one being shown.
+        choices: allowed values, if they are a fixed set.
+        refused_choices: values that Megatron-LM takes and we do not, each with the reason.
+        unit: the word shown in place of the value, empty for none.
+        derived: how the value is found when the flag is absent, for fields that depend on others.
+        takes_value: a truth value that is written out (``--profile-execution True``).
+        reader: own conversion from one word; raises ``ValueError`` with the rule.
+        detail: text for ``--help`` in place of ``help``.
     """
 
     dest: str
@@ -165,19 +146,20 @@ class FieldSpec:
     length: int | None
     optional: bool
     default: Any
-    flag: Flag
+    help: str = ""
+    names: tuple[str, ...] = ()
+    choices: tuple[str | int, ...] = ()
+    refused_choices: Mapping[str, str] = field(default_factory=dict)
+    unit: str = ""
+    derived: str = ""
+    takes_value: bool = False
+    reader: Callable[[str], Any] | None = None
+    detail: str = ""
 
     @property
     def has_flag(self) -> bool:
         """True if a flag sets the field."""
-        return bool(self.flag.help)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every spelling of the flag, the shown one first; empty where there is no flag."""
-        if not self.has_flag:
-            return ()
-        return self.flag.names or ("--" + self.dest.replace("_", "-"),)
+        return bool(self.help)
 
     @property
     def name(self) -> str:
@@ -185,25 +167,20 @@ class FieldSpec:
         return self.names[0]
 
     @property
-    def unit(self) -> str:
-        """The word shown in place of the value, empty for none."""
-        return self.flag.unit or self.limits.unit
-
-    @property
     def is_switch(self) -> bool:
         """True if the flag takes no value: its presence turns the default around."""
-        return self.has_flag and self.base is bool and not self.flag.takes_value
+        return self.has_flag and self.base is bool and not self.takes_value
 
     @property
     def is_required(self) -> bool:
         """True if the command line must name the flag."""
-        return self.has_flag and self.default is MISSING and not self.flag.derived
+        return self.has_flag and self.default is MISSING and not self.derived
 
     @property
     def default_text(self) -> str:
         """The default as shown in ``--help`` and the README."""
-        if self.flag.derived:
-            return self.flag.derived
+        if self.derived:
+            return self.derived
         words = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))
         for value, text in words:
             if self.default is value:
@@ -215,14 +192,14 @@ class FieldSpec:
     @property
     def help_text(self) -> str:
         """The sentence of the documentation, with the choices."""
-        if not self.flag.choices:
-            return self.flag.help
-        return f"{self.flag.help} One of: {', '.join(map(str, self.flag.choices))}."
+        if not self.choices:
+            return self.help
+        return f"{self.help} One of: {', '.join(map(str, self.choices))}."
 
     @property
     def takes_any_number(self) -> bool:
         """True if one or more words follow the flag."""
-        return self.many and self.length is None and not self.flag.convert
+        return self.many and self.length is None and not self.reader
 
     @property
     def metavar(self) -> str:
@@ -232,7 +209,7 @@ class FieldSpec:
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``add_argument``; an absent flag is absent from the result."""
-        text = (self.flag.detail or self.help_text).replace("%", "%%")
+        text = (self.detail or self.help_text).replace("%", "%%")
         options: dict[str, Any] = {"dest": self.dest, "default": argparse.SUPPRESS}
         if self.is_switch:
             action = "store_false" if self.default is True else "store_true"
@@ -263,7 +240,7 @@ class FieldSpec:
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
             # A tuple with a conversion of its own is one word.
-            separator = "-" if self.flag.convert else " "
+            separator = "-" if self.reader else " "
             value = separator.join(map(str, value))
         return f"{self.name} {value}"
 
@@ -273,8 +250,8 @@ class FieldSpec:
         Raises:
             ValueError: the word breaks a rule; the text names the word and the rule.
         """
-        if self.flag.convert is not None:
-            return self.flag.convert(word)
+        if self.reader is not None:
+            return self.reader(word)
         value = _convert_base(self.base, word)
         self.check(value)
         return value
@@ -285,9 +262,9 @@ class FieldSpec:
         Raises:
             ValueError: it breaks one; the text names it and the rule.
         """
-        choices = self.flag.choices
+        choices = self.choices
         if choices and value not in choices:
-            reason = self.flag.refused_choices.get(str(value))
+            reason = self.refused_choices.get(str(value))
             wrong = f"refused: {reason}" if reason else f"not one of {', '.join(map(str, choices))}"
             raise ValueError(f"{value!r} is {wrong}")
         self.limits.check(value)
@@ -322,12 +299,7 @@ def fields_of(group: type) -> tuple[FieldSpec, ...]:
     """Every field of a group in the order of its definition."""
     hints = typing.get_type_hints(group, include_extras=True)
     return tuple(
-        FieldSpec(
-            dest=item.name,
-            default=item.default,
-            flag=item.metadata.get(_METADATA_KEY, Flag(help="")),
-            **_take_apart(hints[item.name]),
-        )
+        spec_of(item.name, hints[item.name], item.default, **item.metadata.get(_METADATA_KEY, {}))
         for item in dataclasses.fields(group)
     )
 
@@ -350,19 +322,36 @@ def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> N
             raise ConfigError(f"{name}: {error}") from None
 
 
-def _take_apart(hint: Any) -> dict[str, Any]:
-    """Split an annotation into the attributes of :class:`FieldSpec` that it gives."""
+def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldSpec:
+    """Describes a field.
+
+    Args:
+        name: of the field.
+        hint: its type.
+        default: its default, ``MISSING`` for none.
+        options: the other attributes of :class:`FieldSpec`.
+    """
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
         (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
     many = typing.get_origin(hint) is tuple
     parts = typing.get_args(hint) if many else (hint,)
-    length = len(parts) if many and Ellipsis not in parts else None
     base, limits = parts[0], Limits()
     if typing.get_origin(base) is Annotated:
         base, limits = typing.get_args(base)
     assert base in (int, float, str, bool), f"a flag cannot have the type {hint}"
-    return {"base": base, "limits": limits, "many": many, "length": length, "optional": optional}
+    if "help" in options and not options.get("names"):
+        options["names"] = ("--" + name.replace("_", "-"),)
+    return FieldSpec(
+        dest=name,
+        base=base,
+        limits=limits,
+        many=many,
+        length=len(parts) if many and Ellipsis not in parts else None,
+        optional=optional,
+        default=default,
+        **{"unit": limits.unit, **options},
+    )
 
 
 def _convert_base(base: type, word: str) -> Any:

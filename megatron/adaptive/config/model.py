@@ -153,9 +153,6 @@ class ModelConfig:
     use_flash_attn: bool = switch(
         "Needs Transformer Engine, which picks flash attention by itself where it can."
     )
-    deprecated_use_mcore_models: bool = switch(
-        "No effect: the model always is megatron-core's.", names=("--use-mcore-models",)
-    )
     masked_softmax_fusion: bool = _fusion("scale, mask and softmax", "--no-masked-softmax-fusion")
     bias_gelu_fusion: bool = _fusion("bias and GELU", "--no-bias-gelu-fusion")
     bias_swiglu_fusion: bool = _fusion("bias and SwiGLU", "--no-bias-swiglu-fusion")

@@ -25,7 +25,7 @@ class ParallelConfig:
     stage_data_parallel_sizes: tuple[int, ...] | None = flag(
         "Ranks of each pipeline stage where they differ, joined by '-': its microbatches are dealt "
         "out to them in turn.",
-        convert=parse_widths,
+        reader=parse_widths,
         unit="2-1",
         derived="the same number for each stage",
     )
@@ -57,9 +57,6 @@ class ParallelConfig:
     )
     sequence_parallel: bool = switch(
         "Split the sequence over tensor parallel ranks outside the matrices."
-    )
-    async_tensor_model_parallel_allreduce: bool = switch(
-        "No effect, as in Megatron-LM.", off="--no-async-tensor-model-parallel-allreduce"
     )
     use_distributed_optimizer: bool = switch("Split optimizer state over data parallel ranks.")
     overlap_grad_reduce: bool = switch("Reduce gradients while backward still runs.")

@@ -7,7 +7,8 @@ its own flags; both mean the same run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +191,12 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
     Raises:
         ConfigError: the plan cannot be read, contradicts a flag, or is for other processes.
     """
-    path, rest = _take(argv)
-    if path is None:
-        return rest
+    given = flags_in(argv)
+    if PLAN_FLAG not in given:
+        return list(argv)
+    path = " ".join(given.pop(PLAN_FLAG))
+    if not path:
+        raise ConfigError(f"{PLAN_FLAG}: expected one argument, the plan file")
     content = load_plan(Path(path), f"{PLAN_FLAG} ")
     flags = plan_flags(content, path)
     needed = world_size_of(content)
@@ -201,42 +205,27 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
             f"{PLAN_FLAG} {path} is for {needed} processes, this run has {world_size}: start as"
             " many, or plan for these nodes"
         )
+    for half in ("fp16", "bf16"):
+        if f"--{half}" in given and content.get("precision", half) != half:
+            raise ConfigError(
+                f"--{half}: {PLAN_FLAG} {path} says {content['precision']}; leave one of them out"
+            )
     dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
-    given = {dest_of[word]: words for word, words in flags_in(rest).items() if word in dest_of}
-    half = next((name for name in ("fp16", "bf16") if name in given), None)
-    if content.get("precision", half) not in (half, None) and half is not None:
-        raise ConfigError(
-            f"--{half}: {PLAN_FLAG} {path} says {content['precision']}; leave one of them out"
-        )
-    added: list[str] = []
-    for word, words in flags_in(flags).items():
-        said = given.get(dest_of[word])
+    by_dest = {dest_of.get(name, ""): words for name, words in given.items()}
+    rest = flags_where(argv, lambda name: name != PLAN_FLAG)
+    for name, words in flags_in(flags).items():
+        said = by_dest.get(dest_of[name])
         if said is None:
-            added += [word, *words]
+            rest += [name, *words]
         elif said != words:
             raise ConfigError(
-                f"{word} {' '.join(said)}: {PLAN_FLAG} {path} says {' '.join(words) or 'so'};"
+                f"{name} {' '.join(said)}: {PLAN_FLAG} {path} says {' '.join(words) or 'so'};"
                 " leave one of them out"
             )
-    return [*rest, *added]
+    return rest
 
 
-def _take(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Part ``--plan FILE`` from the rest."""
-    rest: list[str] = []
-    path: str | None = None
-    words = iter(argv)
-    for word in words:
-        if word != PLAN_FLAG and not word.startswith(f"{PLAN_FLAG}="):
-            rest.append(word)
-            continue
-        value = word.partition("=")[2] or next(words, "")
-        if not value or value.startswith("--"):
-            raise ConfigError(f"{PLAN_FLAG}: expected one argument, the plan file")
-        if path is not None and path != value:
-            raise ConfigError(f"{PLAN_FLAG} is given twice: a run has one plan; keep one")
-        path = value
-    return path, rest
+LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
@@ -244,9 +233,20 @@ def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     name = ""
     for word in argv:
-        if word.startswith("--"):
+        if LOOKS_LIKE_FLAG.match(word):
             name, equals, value = word.partition("=")
             found[name] = [value] if equals else []
         elif name:
             found[name].append(word)
     return found
+
+
+def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
+    """Keeps the flags whose names are wanted, with their values."""
+    kept, keeping = [], is_wanted("")
+    for word in argv:
+        if LOOKS_LIKE_FLAG.match(word):
+            keeping = is_wanted(word.split("=", 1)[0])
+        if keeping:
+            kept.append(word)
+    return kept

@@ -143,6 +143,8 @@ it belongs to tokenizers that are not built
     tiktoken-special-tokens special-tokens legacy-tokenizer trust-remote-code null-tokenizer-*
     sentencepiece-*
 what it turns on or off is always so here
+    data-impl use-mcore-models no-async-tensor-model-parallel-allreduce exit-signal-handler
+    no-manual-gc-eval ckpt-fully-parallel-save use-dist-ckpt
     disable-msc use-persistent-ckpt-worker ckpt-assume-constant-structure auto-detect-ckpt-format
     dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient async-ckpt-*
     mid-level-dataset-surplus no-scatter-gather-tensors-in-pipeline onnx-safe cache-mla-latents
@@ -162,7 +164,7 @@ def _reasons(table: str) -> dict[str, str]:
     return found
 
 
-REFUSED, _IDLE = _reasons(_TABLE), _reasons(_IDLE_TABLE)
+REFUSED, IDLE = _reasons(_TABLE), _reasons(_IDLE_TABLE)
 """Reasons by flags without leading dashes; a prefix ends in a star."""
 
 
@@ -184,7 +186,7 @@ def is_idle(name: str) -> bool:
         name: the flag with its dashes.
     """
     bare = name.removeprefix("--")
-    return bare not in REFUSED and (bare in _IDLE or _by_prefix(bare, _IDLE) is not None)
+    return bare not in REFUSED and (bare in IDLE or _by_prefix(bare, IDLE) is not None)
 
 
 def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:

@@ -9,14 +9,16 @@ A line has the settings, a verb, the others, and a reason::
 
 Each on the left is held against each on the right. A setting is meant where it is not at its
 default, ``name=a,b`` where it has one of these values, ``name>1`` where it is larger; ``+`` joins
-those on the left that are meant together, ``/`` those on the right of which one is enough. A rule
-about a setting that is not known does not count, so that front ends can share a table.
+those on the left that are meant together, ``/`` those on the right of which one is enough, ``*``
+makes a product of those that divide another one. A rule about a setting that is not known does not
+count, so that front ends can share a table.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -101,15 +103,18 @@ class Given:
 
     def _broken(self, verb: str, one: str, other: str) -> str:
         """Returns how settings break a rule, empty if they do not."""
-        if verb in ("within", "divides"):
-            low, high = self._values.get(one), self._values.get(other)
-            if low is None or high is None:
-                return ""
-            if verb == "within":
-                return f"{self._text(one)} is above {self._text(other)}" if low > high else ""
-            whole = f"{self._text(other)} is not a multiple of {self._text(one)}"
-            return whole if high % low else ""
         together, options = one.split("+"), other.split("/")
+        if verb in ("within", "divides"):
+            factors, high = together.pop().split("*"), self._values.get(other)
+            numbers: list[Any] = [int(n) if n.isdigit() else self._values.get(n) for n in factors]
+            if high is None or None in numbers or not all(map(self._holds, together)):
+                return ""
+            text = " x ".join(n if n.isdigit() else self._text(n) for n in factors)
+            if verb == "within":
+                return f"{text} is above {self._text(other)}" if numbers[0] > high else ""
+            least = math.prod(numbers)
+            text += f" = {least}" * (len(factors) > 1)
+            return f"{self._text(other)} is not a multiple of {text}" if high % least else ""
         is_met = any(self._holds(option, verb == "needs") for option in options)
         if is_met == (verb == "needs") or not all(map(self._holds, together)):
             return ""
@@ -125,7 +130,10 @@ class Given:
         value, spec = self._values[name], self._specs[name]
         if sign == ">":
             return value is not None and value > float(given)
-        return str(value) in given.split(",") if sign else value not in (None, spec.default)
+        if not sign:
+            return value not in (None, spec.default)
+        values = value if isinstance(value, tuple) else (value,)
+        return not {str(one) for one in values}.isdisjoint(given.split(","))
 
     def _text(self, term: str) -> str:
         return str(getattr(self, _parts(term)[0]))

@@ -27,15 +27,10 @@ class RunConfig:
     sample_tokens: Count = flag("Tokens of that continuation.", 32)
     exit_interval: Iterations | None = flag("Save and end at the next iteration that this divides.")
     exit_duration_in_mins: Count | None = flag("Save and end after this time.", unit="MINUTES")
-    exit_signal_handler: bool = switch("No effect: the run always saves and ends on SIGTERM.")
     seed: Count = flag("Seed of all random numbers.", 1234)
     manual_gc: bool = switch("Collect Python's garbage only as --manual-gc-interval says.")
     manual_gc_interval: Natural = flag(
         "Iterations between collections with --manual-gc; 0 for none.", 0, unit="ITERATIONS"
-    )
-    manual_gc_eval: bool = switch(
-        "No effect: with --manual-gc nothing is collected around validation.",
-        off="--no-manual-gc-eval",
     )
     profile: bool = switch("Profile some iterations.")
     use_pytorch_profiler: bool = switch(
@@ -109,12 +104,6 @@ class CheckpointConfig:
         "Do not share the writing among data parallel ranks.", off="--no-ckpt-fully-parallel-save"
     )
     ckpt_fully_parallel_load: bool = switch("Share the reading among data parallel ranks.")
-    ckpt_fully_parallel_save_deprecated: bool = switch(
-        "No effect: it is the default.", names=("--ckpt-fully-parallel-save",)
-    )
-    use_dist_ckpt_deprecated: bool = switch(
-        "No effect: it is the default.", names=("--use-dist-ckpt",)
-    )
 
     @property
     def saves_behind(self) -> bool:

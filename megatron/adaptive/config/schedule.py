@@ -214,14 +214,14 @@ class ScheduleConfig:
     replay_schedule: File | None = flag("Follow the orders that --record-schedule wrote.")
     partition: tuple[int, ...] | None = flag(
         "Layers of each stage in pipeline order, joined by '-'; 0 is allowed.",
-        convert=parse_partition,
+        reader=parse_partition,
         unit="0-11-8-8",
         derived="the same number for each stage, until auto has chosen",
     )
     pipeline_model_parallel_layout: str | None = flag(
         "Layers of each stage in Megatron-LM's letters: E embedding, t transformer, m multi-token "
         "prediction, L loss.",
-        convert=_layout,
+        reader=_layout,
         unit="'Et|(tt|)*2mL'",
     )
     decoder_first_pipeline_num_layers: Layers | None = flag(

@@ -128,22 +128,14 @@ class TrainerConfig:
         return "off" if is_alone and not self.data.variable_seq_lengths else given
 
     @property
-    def fixes_replicas(self) -> tuple[str, ...]:
-        """Settings under which microbatches can only be dealt in turns, as on the command line."""
-        schedule, parallel = self.schedule.pipeline_schedule, self.parallel
-        return tuple(
-            name
-            for name, is_set in (
-                ("--stage-data-parallel-sizes", parallel.unequal_sizes is not None),
-                ("--expert-model-parallel-size", parallel.expert_model_parallel_size > 1),
-                (
-                    "--moe-router-load-balancing-type global_aux_loss",
-                    "global_aux_loss" in self.core.moe_router_load_balancing_type,
-                ),
-                ("--ddp-average-in-collective", parallel.ddp_average_in_collective),
-                (f"--pipeline-schedule {schedule}", schedule in ("file", "megatron")),
-            )
-            if is_set
+    def fixes_replicas(self) -> bool:
+        """True if microbatches can only be dealt in turns."""
+        return (
+            self.parallel.unequal_sizes is not None
+            or self.parallel.expert_model_parallel_size > 1
+            or "global_aux_loss" in self.core.moe_router_load_balancing_type
+            or self.parallel.ddp_average_in_collective
+            or self.schedule.pipeline_schedule in ("file", "megatron")
         )
 
     def in_elastic_job(self) -> TrainerConfig:
@@ -230,12 +222,23 @@ def _read_group(group: str, kind: type, saved: Mapping[str, Any]) -> Any:
                 f"saved {group} settings have no {name!r}: they are incomplete or not of this "
                 "program"
             )
-    return kind(**{name: specs[name].from_json(value) for name, value in values.items()})
+    return kind(
+        **{name: specs[name].from_json(value) for name, value in values.items() if name in specs}
+    )
+
+
+# Settings without effect that earlier versions wrote.
+_FORMER = frozenset(
+    """
+    data_impl deprecated_use_mcore_models async_tensor_model_parallel_allreduce exit_signal_handler
+    manual_gc_eval ckpt_fully_parallel_save_deprecated use_dist_ckpt_deprecated
+    """.split()
+)
 
 
 def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     for name in given:
-        if name not in known:
+        if name not in known and name not in _FORMER:
             raise ConfigError(
                 f"saved settings hold the unknown {what} {name!r}: they were written by another "
                 "version; use the version that wrote them"

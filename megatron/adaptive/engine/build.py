@@ -21,7 +21,7 @@ from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, connect
-from megatron.adaptive.engine.decision_channel import Describe, Links, MemoryLinks
+from megatron.adaptive.engine.decision_channel import Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.job import Job, from_first, gather, process_groups
 from megatron.adaptive.engine.tracing import Tracing
@@ -32,10 +32,9 @@ from megatron.adaptive.trace.clock import start_clock_sync
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.transport.connect import Payloads
-from megatron.adaptive.transport.gloo import ProcessGroups, gloo_group
+from megatron.adaptive.transport.connect import Connector, Payloads, gloo_group
 from megatron.adaptive.transport.interface import Transport
-from megatron.adaptive.transport.liveness import here
+from megatron.adaptive.transport.liveness import describe, here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +102,6 @@ def build_executor(
         pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     rank, before = dist.get_rank(), process_groups()
     pp_rank = pp_ranks.index(rank)
-
-    def describe(rank: int) -> str:
-        place = places[rank]
-        return f"rank {rank} (stage {place['pp_rank']}, pid {place['pid']} on {place['host']})"
-
     if widths is None:
         members = list(pp_ranks)
         peers = [pp_ranks[place] for place in placement.neighbours_of(pp_ranks.index(rank))]
@@ -120,19 +114,19 @@ def build_executor(
     channels = None
     if len(members) > 1:
         options = transport or TransportConfig()
-        groups = ProcessGroups(
+        connector = Connector(
             members=members,
             gather=gather,
             accelerator=accelerator,
             payloads=Payloads(
                 shape=payload_shape, dtype=payload_dtype, varies=payload_varies, in_flight=in_flight
             ),
-            describe=describe,
+            describe=partial(describe, places),
             timeout_s=timeout_s,
         )
-        own = groups.own_end(places, options, _store_host())
-        channels = groups.connect(own, peers, options, lambda line: print(line, flush=True))
-    agreement = _build_agreement(model, places, describe, channels, timeout_s)
+        own = connector.own_end(places, options, _store_host())
+        channels = connector.connect(own, peers, options, lambda line: print(line, flush=True))
+    agreement = _build_agreement(model, places, channels, timeout_s)
     executor = Executor(
         placement=placement,
         pp_rank=pp_rank,
@@ -268,11 +262,7 @@ def decision_group(model: Any = None) -> list[int]:
 
 
 def _build_agreement(
-    model: Any,
-    places: list[dict[str, Any]],
-    describe: Describe,
-    transport: Transport | None,
-    timeout_s: float,
+    model: Any, places: list[dict[str, Any]], transport: Transport | None, timeout_s: float
 ) -> Agreement:
     """Connect this rank with its decision group. Collective over all ranks."""
     if transport is None:
@@ -284,5 +274,6 @@ def _build_agreement(
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()
     usable = all(gather(module is not None and on_one_host, group))
-    links = MemoryLinks(module, group, describe) if usable else Links(group, describe)
+    names = partial(describe, places)
+    links = MemoryLinks(module, group, names) if usable else Links(group, names)
     return connect(links, members, dist.get_rank(), transport.completions, timeout_s)

@@ -18,7 +18,7 @@ import datetime
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,16 +32,31 @@ _CLOSE_S = 30.0
 _SETUP_TIMEOUT_S = 120.0
 # Numbers that the slowest reader in shared memory may be behind.
 _CAPACITY = 256
-# gloo matches messages of two ranks by tag and order; so many receives are posted ahead.
-_SLOTS = 8
+# The same of messages.
+_BEHIND = 8
 _CLOSED = -1
 # gloo counts whole milliseconds, takes 0 for no limit and overflows at large ones.
 _SHORTEST_S = 0.001
 _LONGEST_S = 20 * 86400.0
 
 
-class Writer(Protocol):
-    """The end that numbers go into."""
+class Writer:
+    """The end that numbers go into, as small gloo messages.
+
+    Args:
+        group: a gloo group of the members, used by channels of this kind alone, at most one in
+            each direction between two members.
+        readers: global ranks of the readers.
+        describe: names a rank in errors.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, readers: Sequence[int], describe: Describe
+    ) -> None:
+        self._group = group
+        self._readers = [(describe(rank), dist.get_group_rank(group, rank)) for rank in readers]
+        # gloo's ``Work`` must be waited for before it is dropped, and its tensor kept until then.
+        self._sent: deque[tuple[str, Any, torch.Tensor]] = deque()
 
     def publish(self, value: int, timeout_s: float) -> None:
         """Append a number; returns at once unless a reader is far behind. One thread at a time.
@@ -50,6 +65,11 @@ class Writer(Protocol):
             DeadlineError: the slowest reader did not make room within ``timeout_s``.
             PeerLostError: a member of the group is gone, or gave up.
         """
+        message = torch.tensor([value], dtype=torch.int64)
+        for name, index in self._readers:
+            with _lost(f"{name}, of the same decision group, took no word", timeout_s):
+                self._sent.append((name, self._group.send([message], index, 0), message))
+        self._wait(_BEHIND * len(self._readers), timeout_s)
 
     def close(self) -> None:
         """Let go of the channel; readers still get what was published.
@@ -57,10 +77,26 @@ class Writer(Protocol):
         Raises:
             DeadlineError, PeerLostError: as of :meth:`publish`, after 30 s.
         """
+        self.publish(_CLOSED, _CLOSE_S)
+        self._wait(0, _CLOSE_S)
+
+    def _wait(self, most: int, timeout_s: float) -> None:
+        """Waits for the oldest messages until at most so many are under way."""
+        while len(self._sent) > most:
+            name, work, _ = self._sent.popleft()
+            with _lost(f"{name}, of the same decision group, took no word", timeout_s):
+                work.wait(_limit(timeout_s))
 
 
-class Reader(Protocol):
-    """The end that numbers come out of."""
+class Reader:
+    """The end that numbers of a :class:`Writer` come out of; a receive is posted ahead."""
+
+    def __init__(self, group: dist.ProcessGroup, writer: int, describe: Describe) -> None:
+        self._group = group
+        self._index = dist.get_group_rank(group, writer)
+        self._name = describe(writer)
+        self._is_open = True
+        self._post()
 
     def next(self, timeout_s: float) -> int | None:
         """Return the next number, waiting for it without the GIL. One thread at a time.
@@ -72,9 +108,22 @@ class Reader(Protocol):
             DeadlineError: there was none within ``timeout_s``.
             PeerLostError: a member of the group is gone, or gave up.
         """
+        if not self._is_open:
+            return None
+        with _lost(f"no word of {self._name}, of the same decision group,", timeout_s):
+            self._work.wait(_limit(timeout_s))
+        value = int(self._message)
+        self._is_open = value != _CLOSED
+        if not self._is_open:
+            return None
+        self._post()
+        return value
 
     def give_up(self) -> None:
-        """End the channel for all its users, where the kind of channel can. From any thread."""
+        """End the channel for all its users, where the kind of channel can. From any thread.
+
+        Messages cannot: users end with the processes.
+        """
 
     def close(self) -> None:
         """Let go of the channel, which the writer must have closed or close soon.
@@ -82,6 +131,12 @@ class Reader(Protocol):
         Raises:
             PeerLostError: it did not within 30 s.
         """
+        while self.next(_CLOSE_S) is not None:
+            pass
+
+    def _post(self) -> None:
+        self._message = torch.empty(1, dtype=torch.int64)
+        self._work = self._group.recv([self._message], self._index, 0)
 
 
 class _MemoryEnd:
@@ -109,7 +164,7 @@ class _MemoryEnd:
         raise error
 
 
-class _MemoryWriter(_MemoryEnd):
+class _MemoryWriter(_MemoryEnd, Writer):
     def publish(self, value: int, timeout_s: float) -> None:
         try:
             self._log.publish(value, timeout_s)
@@ -121,7 +176,7 @@ class _MemoryWriter(_MemoryEnd):
         self._log.close()
 
 
-class _MemoryReader(_MemoryEnd):
+class _MemoryReader(_MemoryEnd, Reader):
     def next(self, timeout_s: float) -> int | None:
         try:
             value = int(self._log.next(timeout_s))
@@ -134,92 +189,6 @@ class _MemoryReader(_MemoryEnd):
 
     def close(self) -> None:
         pass
-
-
-class _MessageWriter:
-    """A writer of small gloo messages, for members on several nodes or without the extension.
-
-    Args:
-        group: a gloo group of the members, used by channels of this kind alone, at most one in
-            each direction between two members.
-        readers: global ranks of the readers.
-        describe: names a rank in errors.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, readers: Sequence[int], describe: Describe
-    ) -> None:
-        self._group = group
-        self._readers = [(describe(rank), dist.get_group_rank(group, rank)) for rank in readers]
-        self._count = 0
-        # gloo's ``Work`` must be waited for before it is dropped, and its tensor kept until then.
-        self._sent: deque[list[tuple[str, Any, torch.Tensor]]] = deque()
-
-    def publish(self, value: int, timeout_s: float) -> None:
-        message = torch.tensor([value], dtype=torch.int64)
-        tag = self._count % _SLOTS
-        self._count += 1
-        sent = []
-        for name, index in self._readers:
-            with _lost(f"{name}, of the same decision group, took no word", timeout_s):
-                sent.append((name, self._group.send([message], index, tag), message))
-        self._sent.append(sent)
-        if len(self._sent) == _SLOTS:
-            self._wait_for_oldest(timeout_s)
-
-    def close(self) -> None:
-        # One for each receive that a reader has posted, so that none stays behind in gloo.
-        for _ in range(_SLOTS):
-            self.publish(_CLOSED, _CLOSE_S)
-        while self._sent:
-            self._wait_for_oldest(_CLOSE_S)
-
-    def _wait_for_oldest(self, timeout_s: float) -> None:
-        for name, work, _ in self._sent.popleft():
-            with _lost(f"{name}, of the same decision group, took no word", timeout_s):
-                work.wait(_limit(timeout_s))
-
-
-class _MessageReader:
-    """The reader of a :class:`_MessageWriter`; receives are posted ahead."""
-
-    def __init__(self, group: dist.ProcessGroup, writer: int, describe: Describe) -> None:
-        self._group = group
-        self._index = dist.get_group_rank(group, writer)
-        self._name = describe(writer)
-        self._count = 0
-        self._posted: deque[tuple[Any, torch.Tensor]] = deque()
-        for _ in range(_SLOTS):
-            self._post()
-
-    def next(self, timeout_s: float) -> int | None:
-        value = self._take(timeout_s)
-        if value == _CLOSED:
-            return None
-        self._post()
-        return value
-
-    def give_up(self) -> None:
-        pass  # messages cannot: users end with the processes
-
-    def close(self) -> None:
-        while self._posted:
-            if self._take(_CLOSE_S) != _CLOSED:
-                self._post()
-
-    def _post(self) -> None:
-        message = torch.empty(1, dtype=torch.int64)
-        work = self._group.recv([message], self._index, self._count % _SLOTS)
-        self._posted.append((work, message))
-        self._count += 1
-
-    def _take(self, timeout_s: float) -> int:
-        if not self._posted:
-            return _CLOSED
-        work, message = self._posted.popleft()
-        with _lost(f"no word of {self._name}, of the same decision group,", timeout_s):
-            work.wait(_limit(timeout_s))
-        return int(message)
 
 
 class Links:
@@ -238,11 +207,11 @@ class Links:
 
     def writer(self, name: str, readers: Sequence[int]) -> Writer:
         """Return the writing end of a channel to the global ranks ``readers``."""
-        return _MessageWriter(self._group, readers, self.describe)
+        return Writer(self._group, readers, self.describe)
 
     def reader(self, name: str, writer: int, index: int) -> Reader:
         """Return end number ``index`` of a channel from global rank ``writer``."""
-        return _MessageReader(self._group, writer, self.describe)
+        return Reader(self._group, writer, self.describe)
 
     def close(self) -> None:
         """Remove what was needed for setting up; the channels stay. Collective."""

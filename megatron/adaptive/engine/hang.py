@@ -29,6 +29,7 @@ import torch.distributed as dist
 from megatron.adaptive.engine.job import Job, process_groups
 from megatron.adaptive.trace import hang
 from megatron.adaptive.trace.live_state import NowFile
+from megatron.adaptive.transport.liveness import describe
 
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
@@ -121,15 +122,11 @@ class HangGuard:
         on_hang: str,
         page_folder: str | os.PathLike[str] | None,
     ) -> subprocess.Popen[bytes]:
-        names = {
-            rank: f"rank {rank} (stage {at['pp_rank']}, pid {at['pid']} on host {at['host']})"
-            for rank, at in enumerate(places)
-        }
         near = Path(sys.executable).with_name("py-spy")
         job = {
             "parent": os.getpid(),
             "pids": {rank: places[rank]["pid"] for rank in local},
-            "names": names,
+            "names": {rank: describe(places, rank) for rank in range(len(places))},
             "after_s": after_s,
             "on_hang": on_hang,
             "page_folder": os.path.abspath(page_folder or tempfile.gettempdir()),

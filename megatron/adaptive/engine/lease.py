@@ -178,7 +178,7 @@ class Lease:
                 say(f"warning: cannot write {self._files}: {error.strerror}")
             self._is_failing = True
             return True
-        say(f"warning: {self._lost()}")
+        say(f"warning: {self.taken(over=True)}")
         return False
 
     def keep_up(self, say: Callable[[str], None]) -> None:
@@ -203,7 +203,7 @@ class Lease:
             if error.errno not in _GONE:
                 raise
             if self._files.exists():
-                raise self._lost() from None
+                raise self.taken(over=True) from None
 
     def end(self) -> None:
         """Gives the right back, if this process holds it; others need not wait then."""
@@ -212,31 +212,23 @@ class Lease:
             with contextlib.suppress(OSError):  # taken over
                 self._write_beat(_ENDED, 0)
 
-    def taken(self, number: int | None = None) -> LeaseTakenError:
-        """Makes the error of a folder that another job has, by default the newest."""
+    def taken(self, number: int | None = None, *, over: bool = False) -> LeaseTakenError:
+        """Makes the error of a folder that another job has.
+
+        Args:
+            number: of its claim; by default the newest.
+            over: whether it was this job's before.
+        """
         owner = self._facts(self._last() if number is None else number)
-        verb = "managed" if "run" in owner else "written"
+        is_managed, who = "run" in owner, _text(owner)
+        text = f"is {'managed' if is_managed else 'written'} by {who}: two jobs would spoil each"
+        text += " other's checkpoints"
+        if over:
+            text = f"was taken over by {who} while this job stood still, which writes nothing there"
+        see = f"see python -m megatron.adaptive run --status {self._folder}, " if is_managed else ""
         return LeaseTakenError(
-            f"{self._folder} is {verb} by {_text(owner)}: two jobs would spoil each other's"
-            f" checkpoints; {self._remedy(owner)}",
-            owner,
+            f"{self._folder} {text}; {see}end that job, or name another folder", owner
         )
-
-    def _lost(self) -> LeaseTakenError:
-        owner = self._facts(self._last())
-        return LeaseTakenError(
-            f"{self._folder} was taken over by {_text(owner)} while this job stood still, which"
-            f" writes nothing there any more; {self._remedy(owner)}",
-            owner,
-        )
-
-    def _remedy(self, owner: Mapping[str, Any]) -> str:
-        see = (
-            f"see python -m megatron.adaptive run --status {self._folder}, "
-            if "run" in owner
-            else ""
-        )
-        return f"{see}end that job, or name another folder"
 
     def _make_folder(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -25,50 +25,6 @@ from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.widths import Widths
 
 
-def weight_pieces(pieces: int, *, splits: bool, is_rule: bool) -> int:
-    """Returns the parts of each weight gradient, 0 for whole backwards.
-
-    A fixed order does each weight gradient in one go; a rule cuts it to fill short waits.
-
-    Args:
-        pieces: parts under a rule.
-        splits: backwards leave weight gradients.
-        is_rule: the order is chosen at run time.
-    """
-    if not splits:
-        return 0
-    return pieces if is_rule else 1
-
-
-def given_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule:
-    """Reads the order of ``--schedule-file`` and holds it against the run.
-
-    Args:
-        path: of the file.
-        placement: where stages live.
-        splits: the model's layers can put their weight gradients off.
-
-    Raises:
-        ConfigError: it is for another pipeline, or needs split backwards.
-        ScheduleError: the file has no order.
-    """
-    given = load(Path(path))
-    its = given.placement
-    if its != placement:
-        raise ConfigError(
-            f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
-            f"chunks in a {its.kind}, this run has {placement.num_ranks} with "
-            f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
-            "--num-virtual-stages-per-pipeline-rank and --pipeline-placement to match"
-        )
-    if given.weight_pieces and not splits:
-        raise ConfigError(
-            f"--schedule-file {path} has weight gradients as work of their own, which this run's "
-            "layers do within the backward: give --split-backward True"
-        )
-    return given
-
-
 class Orders:
     """Makes policies and states of one rank, one policy per number of microbatches.
 
@@ -78,13 +34,22 @@ class Orders:
         pp_rank: position of this rank in the pipeline.
         cap: most activations a rank may hold, in whole-rank microbatches; chosen from the shape of
             the pipeline where ``None``.
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        splits: backwards leave weight gradients.
+        pieces: parts of each of them under a rule, which fills short waits with them; a fixed order
+            does each in one go.
+        schedule_file: the order to follow where ``schedule`` is ``file``.
         group_size: microbatches that a chunk runs in a row under ``interleaved``; the size of the
             pipeline where ``None``.
-        given: the schedule to follow where ``schedule`` is ``file``.
-        replay: recorded orders to take in training steps; the caller says which step begins.
         widths: of the stages where they are unequal.
         beside: in training steps an action may start while another, of another kind, trades tokens.
+
+    Attributes:
+        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        replay: recorded orders to take in training steps; the caller says which step begins.
+
+    Raises:
+        ConfigError: the given order is for another pipeline, or needs split backwards.
+        ScheduleError: the file has no order, or there is no such schedule.
     """
 
     def __init__(
@@ -94,25 +59,30 @@ class Orders:
         placement: Placement,
         pp_rank: int,
         cap: float | None = None,
-        weight_pieces: int = 0,
+        splits: bool = False,
+        pieces: int = 1,
+        schedule_file: str | None = None,
         group_size: int | None = None,
-        given: Schedule | None = None,
-        replay: Replay | None = None,
         widths: Widths | None = None,
         beside: bool = False,
     ) -> None:
         self.schedule = schedule
         self.placement = placement
         self.pp_rank = pp_rank
-        self.weight_pieces = weight_pieces
         self.widths = widths
         self.beside = beside
         self._cap = cap
         self._shares, self._pace = True, EQUAL
         self._hint: Schedule | None = None
         self._group_size = group_size
-        self._given = given
-        self.replay = replay
+        self._given: Schedule | None = None
+        self.replay: Replay | None = None
+        self.weight_pieces = 0
+        if schedule_file is not None:
+            self._given = _given_schedule(schedule_file, placement, splits=splits)
+            self.weight_pieces = self._given.weight_pieces
+        elif splits:
+            self.weight_pieces = pieces if is_rule(self._name()) else 1
         self._policies: dict[tuple[int, bool], Policy] = {}
 
     def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:
@@ -243,3 +213,22 @@ class Orders:
             hint=self._hint,
         )
         return policies[self.pp_rank]
+
+
+def _given_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule:
+    """Reads the order of ``--schedule-file`` and holds it against the run."""
+    given = load(Path(path))
+    its = given.placement
+    if its != placement:
+        raise ConfigError(
+            f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
+            f"chunks in a {its.kind}, this run has {placement.num_ranks} with "
+            f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
+            "--num-virtual-stages-per-pipeline-rank and --pipeline-placement to match"
+        )
+    if given.weight_pieces and not splits:
+        raise ConfigError(
+            f"--schedule-file {path} has weight gradients as work of their own, which this run's "
+            "layers do within the backward: give --split-backward True"
+        )
+    return given

@@ -23,7 +23,7 @@ from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.forward_backward import ForwardBackward
-from megatron.adaptive.engine.orders import Orders, given_schedule, weight_pieces
+from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, ScheduleRecord
 from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.gpt.initialize import TrainingJob
@@ -45,40 +45,27 @@ _SHORT = 0.5
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
     """Returns the order of work. Collective over all ranks."""
     config, settings = job.config, job.config.schedule
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    pieces, given, replay = _weight_pieces(config), None, None
-    if settings.replay_schedule is not None:
-        path = settings.replay_schedule
-        records = job.on_first(lambda: ScheduleRecord.load(path))
-        replay = Replay(records, _record_shape(config, placement), _recorded_place(config))
-    if settings.schedule_file is not None:
-        path = settings.schedule_file
-        given = given_schedule(path, placement, splits=config.splits_backward)
-        pieces = given.weight_pieces
-    return Orders(
+    orders = Orders(
         schedule=settings.pipeline_schedule,
         placement=placement,
-        pp_rank=pp_rank,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cap=settings.activation_cap,
-        weight_pieces=pieces,
+        splits=config.splits_backward,
+        pieces=settings.weight_pieces,
+        schedule_file=settings.schedule_file,
         group_size=config.parallel.microbatch_group_size_per_vp_stage,
-        given=given,
-        replay=replay,
         widths=widths_of(config),
         beside=settings.overlap_moe_expert_parallel_comm,
     )
+    if (path := settings.replay_schedule) is not None:
+        record = job.on_first(lambda: ScheduleRecord.load(path))
+        orders.replay = Replay(record, _record_shape(config, orders), _recorded_place(config))
+    return orders
 
 
-def _weight_pieces(config: TrainerConfig) -> int:
-    settings = config.schedule
-    return weight_pieces(
-        settings.weight_pieces, splits=config.splits_backward, is_rule=settings.is_rule
-    )
-
-
-def _record_shape(config: TrainerConfig, placement: Placement) -> RecordShape:
+def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
     replicas = 0 if config.balance == "off" else config.parallel.data_parallel_size
-    return RecordShape.of(placement, _weight_pieces(config), replicas)
+    return RecordShape.of(orders.placement, orders.weight_pieces, replicas)
 
 
 def _recorded_place(config: TrainerConfig) -> int:
@@ -101,6 +88,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     path = job.config.schedule.record_schedule
     if path is None:
         return None
+    assert isinstance(run.forward_backward, ForwardBackward)  # checked with the settings
     recorded = (
         (job.config.balance != "off" or parallel_state.get_data_parallel_rank() == 0)
         and parallel_state.get_context_parallel_rank() == 0
@@ -108,7 +96,7 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
     )
     return Recording(
         path,
-        _record_shape(job.config, run.placement),
+        _record_shape(job.config, run.forward_backward.orders),
         place=_recorded_place(job.config) if recorded else None,
         is_writer=job.is_first,
         after_step=after_step,
@@ -203,7 +191,7 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
         layers=config.layers_per_stage,
         work=stage_work(config, rows),
     )
-    if schedule.trace_dir is not None or config.logging.draws_curves:
+    if schedule.trace_dir is not None:
         tracing.experts = measured_experts(chunks, job.accelerator)
     widths = widths_of(config)
     core.finalize_model_grads_func = tracing.around(

@@ -115,12 +115,9 @@ class Step:
             raise
         losses = self._mean_losses([reduced], dealt) | self._further_losses(len(reduced), dealt)
         curves: dict[str, float] = {}
-        if self._run.tracing.experts is not None:
-            curves |= self._imbalance(iteration)
         if self._balancing:
-            balancing, by_layer = self._mean_balancing_losses(len(reduced), dealt)
+            balancing, curves = self._mean_balancing_losses(len(reduced), dealt)
             losses |= balancing
-            curves |= by_layer
         return StepResult(
             losses=losses,
             curves=curves,
@@ -149,23 +146,12 @@ class Step:
         Returns:
             The mean losses, on ranks of the last stage.
         """
-        run = self._run
-        for chunk in run.chunks:
-            chunk.eval()
         steps = []
-        with torch.no_grad():
-            for _ in range(iterations):
-                self._eval_steps += 1
-                microbatches = None if loader is None else loader.step(num_microbatches)
-                steps.append(
-                    self._forward_backward(
-                        microbatches, num_microbatches, step=-self._eval_steps, forward_only=True
-                    )
-                )
-                if run.wiring is not None:
-                    run.wiring.executor.finish_step()
-                if until():
-                    break
+        for _ in range(iterations):
+            microbatches = None if loader is None else loader.step(num_microbatches)
+            steps.append(self._forward_only(microbatches, num_microbatches))
+            if until():
+                break
         return self._mean_losses(steps)
 
     def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
@@ -182,30 +168,39 @@ class Step:
         Returns:
             The tokens that follow, on all ranks.
         """
-        run, length = self._run, self._config.model.seq_length
+        job, length = self._run.job, self._config.model.seq_length
         found = list(tokens)
+        for _ in range(min(count, length - len(found))):
+            rows = torch.zeros(self._config.batch.micro_batch_size, length, dtype=torch.int64)
+            rows[:, : len(found)] = torch.tensor(found)
+            batch = {"tokens": rows, "position_ids": torch.arange(length).expand_as(rows)}
+            forward = NextToken(job.accelerator, len(found) - 1)
+            reduced = self._forward_only([batch] * num_microbatches, num_microbatches, forward)
+            # Only ranks of the last stage know it.
+            last = torch.tensor(int(reduced[0][TOKEN_NAME]) if reduced else -1)
+            dist.all_reduce(last, op=dist.ReduceOp.MAX, group=job.control_group)
+            found.append(int(last))
+        return found[len(tokens) :]
+
+    @torch.no_grad()
+    def _forward_only(
+        self, microbatches: Any, num_microbatches: int, forward: NextToken | None = None
+    ) -> list[Any]:
+        """Runs the forward in evaluation mode."""
+        run = self._run
         for chunk in run.chunks:
             chunk.eval()
-        with torch.no_grad():
-            for _ in range(min(count, length - len(found))):
-                self._eval_steps += 1
-                rows = torch.zeros(self._config.batch.micro_batch_size, length, dtype=torch.int64)
-                rows[:, : len(found)] = torch.tensor(found)
-                batch = {"tokens": rows, "position_ids": torch.arange(length).expand_as(rows)}
-                reduced = self._forward_backward(
-                    [batch] * num_microbatches,
-                    num_microbatches,
-                    step=-self._eval_steps,
-                    forward_only=True,
-                    forward=NextToken(run.job.accelerator, len(found) - 1),
-                )
-                if run.wiring is not None:
-                    run.wiring.executor.finish_step()
-                # Only ranks of the last stage know it.
-                last = torch.tensor(int(reduced[0][TOKEN_NAME]) if reduced else -1)
-                dist.all_reduce(last, op=dist.ReduceOp.MAX, group=run.job.control_group)
-                found.append(int(last))
-        return found[len(tokens) :]
+        self._eval_steps += 1
+        reported = self._forward_backward(
+            microbatches,
+            num_microbatches,
+            step=-self._eval_steps,
+            forward_only=True,
+            forward=forward,
+        )
+        if run.wiring is not None:
+            run.wiring.executor.finish_step()
+        return reported
 
     def _forward_backward(
         self,
@@ -350,31 +345,6 @@ class Step:
             if core.moe_per_layer_logging
         }
         return dict(zip(names, means, strict=True)), curves
-
-    def _imbalance(self, iteration: int) -> dict[str, float]:
-        """Return the largest over the mean number of tokens of each layer's experts, by its curve.
-
-        Only where a logger shows it; then a message between all ranks.
-        """
-        run, settings, core = self._run, self._config.logging, self._run.core
-        load = run.tracing.experts
-        if (
-            load is None
-            or not settings.draws_curves
-            or iteration % settings.tensorboard_log_interval
-        ):
-            return {}
-        num_layers = core.num_layers + (core.mtp_num_layers or 0)
-        tokens = torch.zeros(num_layers, core.num_moe_experts, dtype=torch.float64)
-        for layer, first, *counts in load.tokens():
-            tokens[layer, first : first + len(counts)] += torch.tensor(counts)
-        dist.all_reduce(tokens, group=run.job.control_group)
-        largest, means = tokens.max(dim=1).values.tolist(), tokens.mean(dim=1).tolist()
-        return {
-            f"moe/largest_over_mean_tokens_layer_{layer}": most / mean
-            for layer, (most, mean) in enumerate(zip(largest, means, strict=True))
-            if mean
-        }
 
 
 _GLOBAL_LOSS, _Z_LOSS = "global_load_balancing_loss", "z_loss"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
 from megatron.adaptive.config.schedule import SEVERAL_CHUNKS
 from megatron.adaptive.engine.job import Job
-from megatron.adaptive.engine.orders import Orders, weight_pieces
+from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
 from megatron.adaptive.modules.assembly import PipelineRequest
 from megatron.adaptive.modules.batch import require_whole
@@ -201,8 +201,7 @@ def choose_orders(
         ScheduleError: there is no such schedule.
     """
     placement = choose_placement(schedule, num_ranks, chunks)
-    rule = is_rule(schedule)
-    if rule:
+    if is_rule(schedule):
         splits = num_ranks > 1 and schedule in _SPLITTING_RULES if split is None else split
     else:
         splits = splits_backward(schedule)
@@ -217,7 +216,8 @@ def choose_orders(
         placement=placement,
         pp_rank=pp_rank,
         cap=cap,
-        weight_pieces=weight_pieces(_PIECES, splits=splits, is_rule=rule),
+        splits=splits,
+        pieces=_PIECES,
     )
 
 

@@ -14,13 +14,11 @@ Model, data, optimizer, checkpoints and logging stay Megatron-LM's. Nothing of t
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 from megatron.adaptive.plugin.settings import Settings, add_arguments
 
 if TYPE_CHECKING:
-    from megatron.adaptive.config.schedule import PlacementKind
     from megatron.adaptive.engine.deferred_layers import defer_outer_layers, deferring_spec
 
 __all__ = ["add_arguments", "defer_outer_layers", "deferring_spec", "install", "uninstall"]
@@ -33,23 +31,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def install(
-    schedule: str = "adaptive",
-    *,
-    placement: PlacementKind | None = None,
-    schedule_file: str | os.PathLike[str] | None = None,
-    activation_cap: float | None = None,
-    split_backward: bool | None = None,
-    weight_pieces: int = 4,
-    keyed_dropout: bool = False,
-    trace_dir: str | os.PathLike[str] | None = None,
-    diagnose_interval: int = 100,
-    transport: str = "auto",
-    transport_silence_s: float = 60.0,
-    timeout_s: float = 600.0,
-    hang_after_s: float | None = None,
-    on_hang: str = "report",
-) -> None:
+def install(schedule: str = "adaptive", **more: Any) -> None:
     """Let Megatron-LM run its pipeline steps on the engine of this package.
 
     Call it on every rank, before the first step; on a machine without CUDA before megatron-core is
@@ -58,57 +40,15 @@ def install(
     as no step has run.
 
     Args:
-        schedule: a rule that chooses at run time (``adaptive``, ``hinted``, ``dfc``, ``bfc``), a
-            fixed order (``1f1b``, ``interleaved``, ``gpipe``, ``breadth-first``, ``varuna``,
-            ``zb-h1``, ``zb-v``, ``v-half``), ``auto``, which measures the first steps and takes
-            what is fastest in simulation, ``file``, or ``megatron``: megatron-core's own code.
-        placement: how stages lie over the ranks of the pipeline where each holds two chunks:
-            ``loop``, as in megatron-core, or ``v``, there and back, which must be known before
-            megatron-core's process groups are made. A V where ``None`` only for ``zb-v`` and
-            ``v-half``.
-        schedule_file: the order of ``file``: JSON, or the CSV of ``torch.distributed.pipelining``.
-        activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
-            a rule. Chosen from the shape of the pipeline where ``None``.
-        split_backward: compute weight gradients as work of their own. Of itself with ``zb-h1``, and
-            with ``adaptive`` and ``hinted`` where it costs nothing (see docs/plugin.md).
-        weight_pieces: parts into which a rule may cut each weight gradient, with
-            ``split_backward``.
-        keyed_dropout: draw dropout's numbers from step, microbatch and layer, as our own trainer
-            does, so that the order of work does not change them. Else they are Megatron-LM's own,
-            which depend on that order where a rank has several chunks.
-        trace_dir: folder for a trace of every rank; none is written where ``None``.
-        diagnose_interval: with ``trace_dir``, look every so many steps for what slows the run, and
-            report it once; 0 for never.
-        transport: what connects neighbouring ranks of the pipeline: ``shm``, ``rdma``, ``tcp``,
-            ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
-        transport_silence_s: a rank from which nothing, not even a heartbeat, came for so long is
-            lost.
-        timeout_s: limit of every wait for a message of the pipeline.
-        hang_after_s: name the rank that others wait for when nothing has moved for this long; 0 for
-            never, 10 times the median step and at least 30 s where ``None``.
-        on_hang: ``report``, a page and a line, or ``end`` the job besides.
+        schedule: the order of work.
+        more: the other attributes of :class:`~megatron.adaptive.plugin.settings.Settings`.
 
     Raises:
         ConfigError: a setting is not possible, or differs from those that a step has run with.
         SetupError: megatron-core has another interface than the one this engine calls, or was
             imported too early on a machine without CUDA.
     """
-    settings = Settings(
-        schedule=schedule,
-        placement=placement,
-        schedule_file=None if schedule_file is None else os.fspath(schedule_file),
-        activation_cap=activation_cap,
-        split_backward=split_backward,
-        weight_pieces=weight_pieces,
-        keyed_dropout=keyed_dropout,
-        trace_dir=None if trace_dir is None else os.fspath(trace_dir),
-        diagnose_interval=diagnose_interval,
-        transport=transport,
-        transport_silence_s=transport_silence_s,
-        timeout_s=timeout_s,
-        hang_after_s=hang_after_s,
-        on_hang=on_hang,
-    )
+    settings = Settings(schedule=schedule, **more)
     # Each import needs what is done before it: megatron-core must find its device, and the engine
     # a megatron-core that it can be imported with.
     from megatron.adaptive import accelerator

@@ -36,7 +36,7 @@ from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.hang import HangGuard
 from megatron.adaptive.engine.job import Job, environment_of_rank
-from megatron.adaptive.engine.orders import Orders, given_schedule, weight_pieces
+from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.gpt.forward import DropoutKeys
@@ -394,19 +394,15 @@ class Engine:
 
     def _make_orders(self, config: Any, placement: Placement) -> Orders:
         settings = self._settings
-        given, splits = None, self._splits
-        pieces = weight_pieces(settings.weight_pieces, splits=splits, is_rule=settings.is_rule)
-        if settings.schedule_file is not None:
-            given = given_schedule(settings.schedule_file, placement, splits=splits)
-            pieces = given.weight_pieces
         return Orders(
             schedule=settings.schedule,
             placement=placement,
             pp_rank=self._pp_ranks.index(dist.get_rank()),
             cap=settings.activation_cap,
-            weight_pieces=pieces,
+            splits=self._splits,
+            pieces=settings.weight_pieces,
+            schedule_file=settings.schedule_file,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
-            given=given,
             beside=bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
         )
 

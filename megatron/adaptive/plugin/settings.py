@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive.config.flags import FieldSpec, check_values, fields_of, flag
+from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
 from megatron.adaptive.config.rules import ORDER, Given
@@ -42,7 +43,38 @@ class _PluginFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of :func:`~megatron.adaptive.plugin.install`, which describes them.
+    """The settings of :func:`~megatron.adaptive.plugin.install`.
+
+    Attributes:
+        schedule: a rule that chooses at run time (``adaptive``, ``hinted``, ``dfc``, ``bfc``), a
+            fixed order (``1f1b``, ``interleaved``, ``gpipe``, ``breadth-first``, ``varuna``,
+            ``zb-h1``, ``zb-v``, ``v-half``), ``auto``, which measures the first steps and takes
+            what is fastest in simulation, ``file``, or ``megatron``: megatron-core's own code.
+        placement: how stages lie over the ranks of the pipeline where each holds two chunks:
+            ``loop``, as in megatron-core, or ``v``, there and back, which must be known before
+            megatron-core's process groups are made. A V where ``None`` only for ``zb-v`` and
+            ``v-half``.
+        schedule_file: the order of ``file``: JSON, or the CSV of ``torch.distributed.pipelining``.
+        activation_cap: most activations that a rank keeps, in microbatches over all its chunks; for
+            a rule. Chosen from the shape of the pipeline where ``None``.
+        split_backward: compute weight gradients as work of their own. Of itself with ``zb-h1``, and
+            with ``adaptive`` and ``hinted`` where it costs nothing (see docs/plugin.md).
+        weight_pieces: parts into which a rule may cut each weight gradient, with
+            ``split_backward``.
+        keyed_dropout: draw dropout's numbers from step, microbatch and layer, as our own trainer
+            does, so that the order of work does not change them. Else they are Megatron-LM's own,
+            which depend on that order where a rank has several chunks.
+        trace_dir: folder for a trace of every rank; none is written where ``None``.
+        diagnose_interval: with ``trace_dir``, look every so many steps for what slows the run, and
+            report it once; 0 for never.
+        transport: what connects neighbouring ranks of the pipeline: ``shm``, ``rdma``, ``tcp``,
+            ``gloo``, ``nccl``, or ``auto``, which chooses for each pair.
+        transport_silence_s: a rank from which nothing, not even a heartbeat, came for so long is
+            lost.
+        timeout_s: limit of every wait for a message of the pipeline.
+        hang_after_s: name the rank that others wait for when nothing has moved for this long; 0 for
+            never, 10 times the median step and at least 30 s where ``None``.
+        on_hang: ``report``, a page and a line, or ``end`` the job besides.
 
     Raises:
         ConfigError: one of them is not possible, by itself or with another.
@@ -64,6 +96,9 @@ class Settings:
     on_hang: str = "report"
 
     def __post_init__(self) -> None:
+        for name in ("schedule_file", "trace_dir"):
+            if (path := getattr(self, name)) is not None:
+                assign(self, name, os.fspath(path))
         check_values(vars(self), _flags())
         self.require()
 

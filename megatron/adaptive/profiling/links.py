@@ -30,8 +30,7 @@ from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.profiling.timing import now
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.workload import Link
-from megatron.adaptive.transport.connect import Payloads
-from megatron.adaptive.transport.gloo import ProcessGroups
+from megatron.adaptive.transport.connect import Connector, Payloads
 from megatron.adaptive.transport.interface import Arrival, Label, Transport
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
@@ -127,13 +126,13 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
 
 def process_groups(
     job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
-) -> ProcessGroups:
+) -> Connector:
     """Returns what connects ranks for a measurement, as a run would."""
 
     def describe(other: int) -> str:
         return f"rank {other} on {job.places[other]['host']}"
 
-    return ProcessGroups(
+    return Connector(
         members=list(range(dist.get_world_size())),
         gather=job.gather,
         accelerator=job.accelerator,

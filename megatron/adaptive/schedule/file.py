@@ -92,19 +92,17 @@ def save(schedule: Schedule, path: Path) -> None:
     if path.suffix.lower() != ".json":
         raise ScheduleError(f"schedule file {path}: schedules are written as .json")
     placement = schedule.placement
-    head = {
+    content = {
         "version": VERSION,
         "name": schedule.name,
         "placement": placement.kind,
         "ranks": placement.num_ranks,
         "chunks": placement.num_chunks,
         "microbatches": schedule.num_microbatches,
+        "orders": [" ".join(map(str, order)) for order in schedule.orders],
     }
-    rows = [json.dumps(" ".join(str(action) for action in order)) for order in schedule.orders]
-    fields = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
-    text = "{\n" + fields + ' "orders": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ScheduleError(f"schedule file {path} cannot be written: {error}") from error
 

@@ -49,9 +49,6 @@ class Trainer:
         live: the run.
         profiler: profiles some of the iterations.
         stop: asks for an early end.
-
-    Attributes:
-        validation: runs validation and test.
     """
 
     def __init__(self, live: TrainingRun, profiler: Hook, stop: StopRequest) -> None:
@@ -61,7 +58,7 @@ class Trainer:
             run.replay.record.require_steps(live.progress.iteration + 1, run.samples.iterations)
         self._sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
         self._steps_here = 0
-        self.validation = Validation(live, stop)
+        self._validation = Validation(live, stop)
         recorder = OrderRecorder(live)
         self._hooks: list[Hook] = [
             recorder,
@@ -70,15 +67,12 @@ class Trainer:
             Reporting(live),
             Diagnosing(live),
             GarbageCollection(live),
-            self.validation,
+            self._validation,
             Saving(live, recorder),
         ]
 
-    def train(self) -> str:
-        """Trains until the iterations, the samples or the patience end.
-
-        Returns:
-            Why it ended, one phrase.
+    def train(self) -> None:
+        """Trains until the iterations, the samples or the patience end; then validates and tests.
 
         Raises:
             DeviceMemoryError: the device ran out of memory.
@@ -102,7 +96,9 @@ class Trainer:
             self._live.dealing.finish()
         for hook in self._hooks:
             hook.at_end()
-        return COMPLETE if early is None else early
+        self._live.log.ends(early or COMPLETE)
+        if early is None:
+            self._validation.after_training()
 
     def _train_step(self) -> TrainedStep:
         live, run, begin_s = self._live, self._live.run, time.perf_counter()

@@ -105,7 +105,6 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
     from megatron.adaptive.checkpoint.training import Checkpoints, prepare_folder
-    from megatron.adaptive.engine.progress import COMPLETE
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
@@ -143,11 +142,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
             )
             del run  # another one may take its place
             guard.snapshot = partial(_evidence, live)
-            trainer = Trainer(live, profiler, stop)
-            reason = trainer.train()
-            log.ends(reason)
-            if reason == COMPLETE:
-                trainer.validation.after_training()
+            Trainer(live, profiler, stop).train()
         finally:
             log.close()
         live.run.tracing.close()

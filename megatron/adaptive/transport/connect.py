@@ -1,5 +1,4 @@
-"""Makes the channels of a job: every rank calls :meth:`Connector.connect` at the
-same point.
+"""Makes the channels of a job: every rank calls :meth:`Connector.connect` at the same point.
 
 ::
 
@@ -8,7 +7,7 @@ same point.
     native channels: listen, send addresses     gather
                      open them, pair by pair
                      say whether it worked      gather
-    gloo and NCCL:   groups, made by all        TorchGroups
+    gloo and NCCL:   groups, made by all        over_torch
 
 A native channel that cannot be made after all (a limit on memory, a network that lets nothing
 through) is no reason to stop where the user left the choice to us: all pairs of that kind then use
@@ -17,21 +16,25 @@ gloo. All ranks hear of it and do the same.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.adaptive import extension
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import NATIVE, PINNED, TransportConfig
 from megatron.adaptive.errors import AdaptiveError, SetupError, TransportError
-from megatron.adaptive.network import addresses, is_loopback, outside_address, source_towards
+from megatron.adaptive.network import own_address
+from megatron.adaptive.transport.gloo import GlooTransport, NcclTransport
 from megatron.adaptive.transport.interface import Completions, Endpoint, Label, Transport
 from megatron.adaptive.transport.native import NativeTransport
 from megatron.adaptive.transport.select import (
@@ -73,21 +76,6 @@ class Payloads:
         if self.shape is None:
             return None
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-class TorchGroups(Protocol):
-    """Makes transports over process groups of torch."""
-
-    def make(
-        self, kind: str, peers: Sequence[int], completions: Completions | None
-    ) -> Transport | None:
-        """Make this rank's transport to ``peers``. Collective over all ranks of the job.
-
-        Args:
-            kind: ``gloo`` or ``nccl``.
-            peers: may be empty: the rank then only takes part.
-            completions: the queue to use; one of its own where ``None``.
-        """
 
 
 def own_endpoint(
@@ -143,31 +131,59 @@ class Connector:
     """Connects this rank with its peers.
 
     Attributes:
-        own: what this rank is.
-        peers: global ranks that it exchanges messages with; mutual.
-        gather: exchanges values between all ranks.
-        groups: makes what goes over torch.
-        options: the user's settings.
+        members: global ranks of this rank's pipeline, which send messages to each other alone.
+        gather: exchanges values between all ranks of the job.
+        accelerator: this rank's device, where received tensors go.
         payloads: what the messages are like.
-        device: where received tensors go.
         describe: text for a rank in error messages.
-        timeout_s: limit of sends that must wait.
+        timeout_s: limit of a send that waits because the peer takes no messages.
     """
 
-    own: Endpoint
-    peers: Sequence[int]
+    members: list[int]
     gather: Gather
-    groups: TorchGroups
-    options: TransportConfig
+    accelerator: Accelerator
     payloads: Payloads
-    device: torch.device
     describe: Callable[[int], str]
     timeout_s: float
 
-    def connect(self, log: Callable[[str], None] = lambda line: None) -> Transport | None:
+    def own_end(
+        self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
+    ) -> Endpoint:
+        """Returns this rank's end of connections.
+
+        Args:
+            places: where every rank runs, see ``liveness.here``.
+            options: the user's settings.
+            host: where the job's ranks meet, ``None`` where that is none of the network.
+        """
+        rank, interface = dist.get_rank(), options.transport_interface
+        alone = len({place["machine"] for place in places}) == 1
+        address: str | None = None
+        with contextlib.suppress(SetupError):  # without one there are other transports
+            interface = interface or Environment.read().socket_interface
+            address = own_address(interface, host, alone=alone)
+        return own_endpoint(
+            rank,
+            places[rank],
+            device=self.accelerator.device,
+            own_gpu=self.accelerator.backend == "nccl",
+            options=options,
+            address=address,
+        )
+
+    def connect(
+        self,
+        own: Endpoint,
+        peers: Sequence[int],
+        options: TransportConfig,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> Transport | None:
         """Make the channels. Collective over all ranks of the job.
 
         Args:
+            own: what this rank is.
+            peers: global ranks that it exchanges messages with; mutual.
+            options: the user's settings.
             log: called once per choice, on the job's first rank.
 
         Returns:
@@ -177,16 +193,16 @@ class Connector:
             SetupError: a forced transport cannot connect a pair; on all ranks alike.
             TransportError: it should have been possible, and failed.
         """
-        gathered = self.gather((self.own, list(self.peers), secrets.token_bytes(_SEED_BYTES)))
+        gathered = self.gather((own, list(peers), secrets.token_bytes(_SEED_BYTES)))
         ends = [end for end, _, _ in gathered]
-        pairs = {(min(r, p), max(r, p)) for r, (_, peers, _) in enumerate(gathered) for p in peers}
-        forced = self.options.forced
+        pairs = {(min(r, p), max(r, p)) for r, (_, its, _) in enumerate(gathered) for p in its}
+        forced = options.forced
         choices = {
             (low, high): choose(ends[low], ends[high], forced) for low, high in sorted(pairs)
         }
         native: NativeTransport | None = None
         if any(choice.kind in NATIVE for choice in choices.values()):
-            native, failure, ways = self._open(choices, ends, seed=gathered[0][2])
+            native, failure, ways = self._open(own, options, choices, ends, seed=gathered[0][2])
             if failure is not None:
                 if forced is not None:
                     raise TransportError(failure)
@@ -195,17 +211,25 @@ class Connector:
                         choices[pair] = Choice("gloo", f"no {choice.kind}: {failure}")
             for pair, way in ways.items():
                 choices[pair] = replace(choices[pair], reason=f"{choices[pair].reason}; {way}")
-        if self.own.rank == 0:
+        if own.rank == 0:
             for line in log_lines(choices):
                 log(line)
-        return _assemble(self.own.rank, choices, native, self.groups)
+        return self._assemble(own.rank, choices, native)
 
     def _open(
-        self, choices: Mapping[tuple[int, int], Choice], ends: Sequence[Endpoint], *, seed: bytes
+        self,
+        own: Endpoint,
+        options: TransportConfig,
+        choices: Mapping[tuple[int, int], Choice],
+        ends: Sequence[Endpoint],
+        *,
+        seed: bytes,
     ) -> tuple[NativeTransport | None, str | None, dict[tuple[int, int], str]]:
         """Open the native channels of this rank. Collective over all ranks.
 
         Args:
+            own: what this rank is.
+            options: the user's settings.
             choices: of all pairs.
             ends: all ranks.
             seed: bytes that the job's ranks share: the token of links, the job's number, and the
@@ -215,10 +239,10 @@ class Connector:
             The transport, if this rank has such channels, why they failed somewhere, and by pair
             how tensors of GPUs go.
         """
-        rank, gather = self.own.rank, self.gather
+        rank, gather, device = own.rank, self.gather, self.accelerator.device
         size = size_of_channel(
-            self.payloads.nbytes, self.payloads.in_flight, self.options.transport_slot_bytes,
-            self.options.transport_slots,
+            self.payloads.nbytes, self.payloads.in_flight, options.transport_slot_bytes,
+            options.transport_slots,
         )  # fmt: skip
         kinds = {
             sum(pair) - rank: choice.kind
@@ -226,18 +250,19 @@ class Connector:
             if rank in pair and choice.kind in NATIVE
         }
         node: Any = None
+        who = f"rank {rank} on {own.host}"
         failure: str | None = None
         addresses: dict[str, str] = {}
         try:
             if kinds:
                 module = extension.require("this transport")
                 # Ranks that are bound to processors of their own do not stand in each other's way.
-                here = sum(end.shares_cpus(self.own) for end in ends)
+                here = sum(end.shares_cpus(own) for end in ends)
                 job = int.from_bytes(seed[16:24], "little")
                 node = module.Node(rank, seed[:16], job, here, self.describe)
-                addresses = self._listen(node, set(kinds.values()))
+                addresses = _listen(node, set(kinds.values()), own)
         except AdaptiveError as error:
-            failure = self._failed(error)
+            failure = f"{who}: {error}"
         listening = gather(addresses)
         failures = gather(failure)
         ways: dict[tuple[int, int], str] = {}
@@ -246,10 +271,10 @@ class Connector:
             for peer, kind in sorted(kinds.items()):
                 address = listening[peer]["unix" if kind == "shm" else "tcp"]
                 try:
-                    options = self._channel_options(kind, size, seed)
-                    node.open(kind, peer, address, min(self.timeout_s, _OPEN_S), **options)
+                    given = _channel_options(kind, size, seed, own, options, device)
+                    node.open(kind, peer, address, min(self.timeout_s, _OPEN_S), **given)
                 except (AdaptiveError, ValueError) as error:
-                    failure = failure or self._failed(error)
+                    failure = failure or f"{who}: {error}"
             gathered = gather([failure, [] if failure else _gpu_ways(node, kinds)])
             failures = [one for one, _ in gathered]
             for low, (_, its) in enumerate(gathered):
@@ -262,79 +287,142 @@ class Connector:
         if node is None:
             return None, None, ways
         made = NativeTransport(
-            node, kinds, device=self.device, describe=self.describe, least_free=size.least_free
+            node, kinds, device=device, describe=self.describe, least_free=size.least_free
         )
         return made, None, ways
 
-    def _listen(self, node: Any, kinds: set[str]) -> dict[str, str]:
-        addresses = {}
-        if "shm" in kinds:
-            addresses["unix"] = node.listen("unix")
-        if kinds - {"shm"}:
-            addresses["tcp"] = node.listen("tcp", self.own.addresses["tcp"])
-        return addresses
+    def _assemble(
+        self, rank: int, choices: Mapping[tuple[int, int], Choice], native: NativeTransport | None
+    ) -> Transport | None:
+        """Add what goes over torch, for all ranks together, and make one transport of all."""
+        mine = {sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair}
+        completions: Completions | None = None if native is None else native.completions
+        parts: dict[int, Transport] = {}
+        if native is not None:
+            parts = {peer: native for peer, kind in mine.items() if kind in NATIVE}
+        for kind in sorted({choice.kind for choice in choices.values()} - set(NATIVE)):
+            its_peers = [peer for peer, its in sorted(mine.items()) if its == kind]
+            part = self.over_torch(kind, its_peers, completions)
+            if part is not None and its_peers:
+                completions = completions or part.completions
+                parts.update(dict.fromkeys(its_peers, part))
+        distinct = list({id(part): part for part in parts.values()}.values())
+        if len(distinct) < 2:
+            return distinct[0] if distinct else None
+        assert completions is not None
+        return CompositeTransport(parts, completions)
 
-    def _channel_options(self, kind: str, size: ChannelSize, seed: bytes) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "slot_bytes": size.slot_bytes,
-            "slots": size.slots,
-            "crc": self.options.transport_crc,
-            "reservable": size.reservable,
-            "silent_limit_s": self.options.transport_silence_s,
+    def over_torch(
+        self, kind: str, peers: Sequence[int], completions: Completions | None
+    ) -> Transport | None:
+        """Make this rank's transport over process groups. Collective over all ranks of the job.
+
+        Args:
+            kind: ``gloo`` or ``nccl``.
+            peers: may be empty: the rank then only takes part.
+            completions: the queue to use; one of its own where ``None``.
+        """
+        group = gloo_group(self.members, self.gather)
+        common: dict[str, Any] = {
+            "peers": peers,
+            "device": self.accelerator.device,
+            "describe": self.describe,
+            "timeout_s": self.timeout_s,
+            "completions": completions,
         }
-        if kind == "rdma":
-            options |= self._rdma_options()
-        if kind == "shm":
-            options["turn_name"] = f"megatron-adaptive-{seed[24:].hex()}"
-        if kind == "shm" and self.device.type == "cuda":
-            index = self.device.index
-            options["cuda_device"] = torch.cuda.current_device() if index is None else index
-            if self.options.transport_gpu == PINNED:
-                options["cuda_refusal"] = f"--transport-gpu {PINNED}"
-        return options
+        if kind == "nccl":
+            outgoing, incoming = self._nccl_channels(peers)
+            common |= {"outgoing": outgoing, "incoming": incoming}
+            return NcclTransport(group, **common) if peers else None
+        shape = None if self.payloads.varies else self.payloads.shape
+        common |= {"payload_shape": shape, "dtype": self.payloads.dtype}
+        return GlooTransport(group, **common) if peers else None
 
-    def _rdma_options(self) -> dict[str, Any]:
-        wanted = self.options
-        options: dict[str, Any] = {"num_qps": wanted.rdma_queue_pairs}
-        if wanted.rdma_device is not None:
-            # Else the extension finds the one that carries the link's address.
-            device, _, port = self.own.ports[0].partition(":")
-            options |= {"device": device, "port": int(port)}
-        elif self.device.type == "cuda":
-            options["near_pci"] = _pci_address(self.device)
-        if wanted.rdma_gid_index is not None:
-            options["gid_index"] = wanted.rdma_gid_index
-        if wanted.rdma_mtu_bytes is not None:
-            options["mtu"] = wanted.rdma_mtu_bytes
-        return options
+    def _nccl_channels(
+        self, peers: Sequence[int]
+    ) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
+        """Make a communicator per directed channel, all ranks in one order, and connect each."""
+        device = self.accelerator.device
+        outgoing: dict[int, dist.ProcessGroup] = {}
+        incoming: dict[int, dist.ProcessGroup] = {}
+        me = dist.get_rank()
+        for sender, receivers in enumerate(self.gather(list(peers))):
+            for receiver in receivers:
+                pair = sorted((sender, receiver))
+                group = dist.new_group(pair, backend="nccl", device_id=device)
+                if me == sender:
+                    outgoing[receiver] = group
+                    dist.send(torch.zeros(1, device=device), receiver, group=group)
+                elif me == receiver:
+                    incoming[sender] = group
+                    dist.recv(torch.zeros(1, device=device), sender, group=group)
+        self.accelerator.synchronize()
+        return outgoing, incoming
 
-    def _failed(self, error: Exception) -> str:
-        return f"rank {self.own.rank} on {self.own.host}: {error}"
+
+def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
+    """Make a gloo group for each distinct ``members`` of the job; returns this rank's.
+
+    Collective over all ranks, each of which is one of its own members.
+    """
+    mine = None
+    for ranks in sorted(set(map(tuple, gather(members)))):
+        group = dist.new_group(list(ranks), backend="gloo")
+        if list(ranks) == members:
+            mine = group
+    assert mine is not None
+    return mine
 
 
-def _assemble(
-    rank: int,
-    choices: Mapping[tuple[int, int], Choice],
-    native: NativeTransport | None,
-    groups: TorchGroups,
-) -> Transport | None:
-    """Add what goes over torch, for all ranks together, and make one transport of all."""
-    mine = {sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair}
-    completions: Completions | None = None if native is None else native.completions
-    parts: dict[int, Transport] = {}
-    if native is not None:
-        parts = {peer: native for peer, kind in mine.items() if kind in NATIVE}
-    for kind in sorted({choice.kind for choice in choices.values()} - set(NATIVE)):
-        over_torch = [peer for peer, its in sorted(mine.items()) if its == kind]
-        part = groups.make(kind, over_torch, completions)
-        if part is not None and over_torch:
-            completions = completions or part.completions
-            parts.update(dict.fromkeys(over_torch, part))
-    distinct = list({id(part): part for part in parts.values()}.values())
-    if len(distinct) < 2:
-        return distinct[0] if distinct else None
-    assert completions is not None
-    return CompositeTransport(parts, completions)
+def _listen(node: Any, kinds: set[str], own: Endpoint) -> dict[str, str]:
+    addresses = {}
+    if "shm" in kinds:
+        addresses["unix"] = node.listen("unix")
+    if kinds - {"shm"}:
+        addresses["tcp"] = node.listen("tcp", own.addresses["tcp"])
+    return addresses
+
+
+def _channel_options(
+    kind: str,
+    size: ChannelSize,
+    seed: bytes,
+    own: Endpoint,
+    wanted: TransportConfig,
+    device: torch.device,
+) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "slot_bytes": size.slot_bytes,
+        "slots": size.slots,
+        "crc": wanted.transport_crc,
+        "reservable": size.reservable,
+        "silent_limit_s": wanted.transport_silence_s,
+    }
+    if kind == "rdma":
+        options |= _rdma_options(own, wanted, device)
+    if kind == "shm":
+        options["turn_name"] = f"megatron-adaptive-{seed[24:].hex()}"
+    if kind == "shm" and device.type == "cuda":
+        index = device.index
+        options["cuda_device"] = torch.cuda.current_device() if index is None else index
+        if wanted.transport_gpu == PINNED:
+            options["cuda_refusal"] = f"--transport-gpu {PINNED}"
+    return options
+
+
+def _rdma_options(own: Endpoint, wanted: TransportConfig, device: torch.device) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_qps": wanted.rdma_queue_pairs}
+    if wanted.rdma_device is not None:
+        # Else the extension finds the one that carries the link's address.
+        name, _, port = own.ports[0].partition(":")
+        options |= {"device": name, "port": int(port)}
+    elif device.type == "cuda":
+        options["near_pci"] = _pci_address(device)
+    if wanted.rdma_gid_index is not None:
+        options["gid_index"] = wanted.rdma_gid_index
+    if wanted.rdma_mtu_bytes is not None:
+        options["mtu"] = wanted.rdma_mtu_bytes
+    return options
 
 
 def _gpu_ways(node: Any, kinds: Mapping[int, str]) -> list[tuple[int, str]]:
@@ -377,31 +465,6 @@ def _rdma_ports(module: ModuleType, wanted: str | None) -> tuple[tuple[str, ...]
     if found:
         return (), "its RDMA ports are not active: " + ", ".join(map(" is ".join, found.items()))
     return (), "it has no RDMA device" + (f" {wanted}" if wanted is not None else "")
-
-
-def network_address(interface: str | None, store_host: str | None, *, alone: bool) -> str | None:
-    """Return the numeric address that others reach this process at.
-
-    Args:
-        interface: the network interface to use.
-        store_host: host of the job's store, whose route decides where no interface is given.
-        alone: all ranks are on this machine, so that a loopback address will do.
-
-    Raises:
-        SetupError: there is no such interface, or it has no address.
-    """
-    if interface is not None:
-        known = addresses()
-        if interface not in known:
-            raise SetupError(
-                f"network interface {interface} is unknown on {socket.gethostname()} or has no "
-                f"address: it has {', '.join(sorted(known))}"
-            )
-        return known[interface][0]
-    address = None if store_host is None else source_towards(store_host)
-    if address is None or (is_loopback(address) and not alone):
-        address = source_towards() or outside_address() or address
-    return address or ("127.0.0.1" if alone else None)
 
 
 class CompositeTransport:

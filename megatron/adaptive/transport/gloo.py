@@ -31,27 +31,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.config.environment import Environment
-from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
-from megatron.adaptive.transport.connect import (
-    Connector,
-    Gather,
-    Payloads,
-    network_address,
-    own_endpoint,
-)
 from megatron.adaptive.transport.interface import (
     HEADER_WORDS,
     Arrival,
     CompletionQueue,
     Completions,
-    Endpoint,
     Header,
     HeldArrival,
     Label,
-    Transport,
     settled,
 )
 
@@ -401,121 +389,3 @@ class Packet:
             TransportError: it is no header.
         """
         return Header.decode(self._words.tolist(), peer=peer)
-
-
-def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
-    """Make a gloo group for each distinct ``members`` of the job; returns this rank's.
-
-    Collective over all ranks, each of which is one of its own members.
-    """
-    mine = None
-    for ranks in sorted(set(map(tuple, gather(members)))):
-        group = dist.new_group(list(ranks), backend="gloo")
-        if list(ranks) == members:
-            mine = group
-    assert mine is not None
-    return mine
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessGroups:
-    """Implements :class:`~megatron.adaptive.transport.connect.TorchGroups`.
-
-    Attributes:
-        members: this rank's pipeline, whose ranks exchange messages with each other alone.
-        gather: exchanges values between all ranks of the job.
-        accelerator: this rank's device.
-        payloads: what the messages are like.
-        describe: text for a rank in error messages.
-        timeout_s: limit of a send that waits because the peer takes no messages.
-    """
-
-    members: list[int]
-    gather: Gather
-    accelerator: Accelerator
-    payloads: Payloads
-    describe: Callable[[int], str]
-    timeout_s: float
-
-    def own_end(
-        self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
-    ) -> Endpoint:
-        """Return this rank's end of connections.
-
-        Args:
-            places: where every rank runs, see ``liveness.here``.
-            options: the user's settings.
-            host: where the job's ranks meet, ``None`` where that is none of the network.
-        """
-        rank, interface = dist.get_rank(), options.transport_interface
-        alone = len({place["machine"] for place in places}) == 1
-        return own_endpoint(
-            rank,
-            places[rank],
-            device=self.accelerator.device,
-            own_gpu=self.accelerator.backend == "nccl",
-            options=options,
-            address=network_address(
-                interface or Environment.read().socket_interface, host, alone=alone
-            ),
-        )
-
-    def connect(
-        self,
-        own: Endpoint,
-        peers: Sequence[int],
-        options: TransportConfig,
-        log: Callable[[str], None] = lambda line: None,
-    ) -> Transport | None:
-        """Connect this rank with its peers; see :meth:`Connector.connect`."""
-        return Connector(
-            own=own,
-            peers=peers,
-            gather=self.gather,
-            groups=self,
-            options=options,
-            payloads=self.payloads,
-            device=self.accelerator.device,
-            describe=self.describe,
-            timeout_s=self.timeout_s,
-        ).connect(log)
-
-    def make(
-        self, kind: str, peers: Sequence[int], completions: Completions | None
-    ) -> Transport | None:
-        group = gloo_group(self.members, self.gather)
-        common: dict[str, Any] = {
-            "peers": peers,
-            "device": self.accelerator.device,
-            "describe": self.describe,
-            "timeout_s": self.timeout_s,
-            "completions": completions,
-        }
-        if kind == "nccl":
-            outgoing, incoming = self._nccl_channels(peers)
-            common |= {"outgoing": outgoing, "incoming": incoming}
-            return NcclTransport(group, **common) if peers else None
-        shape = None if self.payloads.varies else self.payloads.shape
-        common |= {"payload_shape": shape, "dtype": self.payloads.dtype}
-        return GlooTransport(group, **common) if peers else None
-
-    def _nccl_channels(
-        self, peers: Sequence[int]
-    ) -> tuple[dict[int, dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
-        """Make a communicator per directed channel, all ranks in one order, and connect each."""
-        device = self.accelerator.device
-        outgoing: dict[int, dist.ProcessGroup] = {}
-        incoming: dict[int, dist.ProcessGroup] = {}
-        me = dist.get_rank()
-        for sender, receivers in enumerate(self.gather(list(peers))):
-            for receiver in receivers:
-                pair = sorted((sender, receiver))
-                group = dist.new_group(pair, backend="nccl", device_id=device)
-                if me == sender:
-                    outgoing[receiver] = group
-                    dist.send(torch.zeros(1, device=device), receiver, group=group)
-                elif me == receiver:
-                    incoming[sender] = group
-                    dist.recv(torch.zeros(1, device=device), sender, group=group)
-        self.accelerator.synchronize()
-        return outgoing, incoming

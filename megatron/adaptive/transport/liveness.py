@@ -64,6 +64,12 @@ def here(pp_rank: int) -> dict[str, Any]:
     return {"host": host, "pid": os.getpid(), "pp_rank": pp_rank, "machine": machine}
 
 
+def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
+    """Return the text for a rank in messages; ``places`` are all ranks' :func:`here`."""
+    at = places[rank]
+    return f"rank {rank} (stage {at['pp_rank']}, pid {at['pid']} on host {at['host']})"
+
+
 class Watcher:
     """Watches every other rank of the job until :meth:`leave`, :meth:`report` or :meth:`close`.
 
@@ -148,7 +154,7 @@ class Watcher:
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
             mark = _KNOWN if known else ""
-            self._board.publish(f"{mark}{self._describe(self._rank)} failed: {line}")
+            self._board.publish(f"{mark}{describe(self._places, self._rank)} failed: {line}")
         self._local.kill_stopped()
 
     def leave(self) -> None:
@@ -218,7 +224,8 @@ class Watcher:
             if self._quiet or self._lost is not None:
                 return
             self._lost = PeerLostError(
-                f"{fact}; this is {self._name(self._rank)}"
+                f"{fact}; this is rank {self._rank}"
+                f" (stage {self._places[self._rank]['pp_rank']})"
                 f"{f' in {self.position}' if self.position else ''}; the job cannot go on without "
                 "it, start again from the last checkpoint"
             )
@@ -240,14 +247,7 @@ class Watcher:
         os._exit(1)
 
     def _fact(self, ranks: set[int], what: str = "ended unexpectedly") -> str:
-        return f"{' and '.join(self._describe(rank) for rank in sorted(ranks))} {what}"
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} (stage {self._places[rank]['pp_rank']})"
-
-    def _describe(self, rank: int) -> str:
-        place = self._places[rank]
-        return f"rank {rank} (stage {place['pp_rank']}, pid {place['pid']} on host {place['host']})"
+        return f"{' and '.join(describe(self._places, rank) for rank in sorted(ranks))} {what}"
 
 
 class _Local:
