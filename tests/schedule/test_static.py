@@ -17,10 +17,9 @@ from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow
 from megatron.adaptive.schedule.registry import make_schedule, placement_for, schedule_names
-from megatron.adaptive.schedule.render import render_schedule
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.simulate import SimResult, StageTimes, simulate
-from megatron.adaptive.schedule.validate import peak_units, validate
+from megatron.adaptive.schedule.validate import peak_units, render_schedule, validate
 
 # Five microbatches in a group of three and one of two.
 GROUPS_OF_3 = """\
