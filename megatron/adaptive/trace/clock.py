@@ -496,18 +496,14 @@ class ClockServer:
         thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        request = b""
         with connection, contextlib.suppress(OSError):
             _prepare(connection)
             while True:
-                data, stamp_ns = _receive(connection, _REQUEST.size - len(request), self._now)
-                request += data
-                if not data:
+                request, stamp_ns = _receive(connection, _REQUEST.size, self._now)
+                if len(request) < _REQUEST.size:
                     return
-                if len(request) == _REQUEST.size:
-                    (number,) = _REQUEST.unpack(request)
-                    connection.sendall(_ANSWER.pack(number, stamp_ns, self._now()))
-                    request = b""
+                (number,) = _REQUEST.unpack(request)
+                connection.sendall(_ANSWER.pack(number, stamp_ns, self._now()))
 
 
 class ClockSampler:
@@ -575,12 +571,9 @@ class ClockSampler:
             request = _REQUEST.pack(self._number)
             sent_ns = self._now()
             connection.sendall(request)
-            answer, back_ns = b"", 0
-            while len(answer) < _ANSWER.size:
-                data, back_ns = _receive(connection, _ANSWER.size - len(answer), self._now)
-                if not data:
-                    raise ConnectionError("rank 0 closed the connection")
-                answer += data
+            answer, back_ns = _receive(connection, _ANSWER.size, self._now)
+            if len(answer) < _ANSWER.size:
+                raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
                 raise ConnectionError("an answer to another request")
@@ -596,11 +589,11 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
-    """Receive up to ``size`` bytes, and when they came on the clock ``now``.
+    """Receive ``size`` bytes, fewer at the end, and when they came on the clock ``now``.
 
     The kernel stamps with the time of day; what it is worth is how long ago that was.
     """
-    data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM)
+    data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
     moment_ns, present_ns = time.time_ns(), now()
     for level, kind, value in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
