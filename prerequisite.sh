@@ -44,26 +44,16 @@ fail() {
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 cd -- "$root"
 venv=$root/.venv
-test=0
-rdma=0
-views=0
-lab=0
-slurm=0
-versions=0
-benchmarks=0
-examples=0
+declare -A asked=(
+  [test]=0 [rdma]=0 [views]=0 [lab]=0 [slurm]=0 [versions]=0 [benchmarks]=0 [examples]=0
+)
 print_only=0
 for argument in "$@"; do
   case $argument in
-    --test) test=1 ;;
-    --rdma) rdma=1 ;;
-    --views) views=1 ;;
-    --lab) lab=1 ;;
-    --slurm) slurm=1 ;;
-    --versions) versions=1 ;;
-    --all) test=1 rdma=1 views=1 lab=1 slurm=1 versions=1 ;;
-    --benchmarks) benchmarks=1 ;;
-    --examples) examples=1 ;;
+    --test | --rdma | --views | --lab | --slurm | --versions | --benchmarks | --examples)
+      asked[${argument#--}]=1
+      ;;
+    --all) for part in test rdma views lab slurm versions; do asked[$part]=1; done ;;
     --print-python) print_only=1 ;;
     -h | --help)
       usage
@@ -76,18 +66,23 @@ for argument in "$@"; do
   esac
 done
 
-rdma_packages=(libibverbs-dev ibverbs-providers rdma-core ibverbs-utils perftest)
-view_packages=(libreoffice-calc-nogui chromium chromium-driver)
-lab_packages=(
-  ibverbs-providers ibverbs-utils iproute2 perftest python3-pyverbs
-  linux-source-6.12 bc bison flex gcc libc6-dev make xz-utils
-  qemu-system-x86 busybox-static cpio kmod
+declare -A packages=(
+  [rdma]='libibverbs-dev ibverbs-providers rdma-core ibverbs-utils perftest'
+  [views]='libreoffice-calc-nogui chromium chromium-driver'
+  [lab]='ibverbs-providers ibverbs-utils iproute2 perftest python3-pyverbs
+    linux-source-6.12 bc bison flex gcc libc6-dev make xz-utils
+    qemu-system-x86 busybox-static cpio kmod'
+  [slurm]='slurmctld slurmd slurm-client slurmdbd mariadb-server-core munge iproute2 util-linux
+    openssh-client openssh-server'
+  [benchmarks]='openmpi-bin'
 )
-slurm_packages=(
-  slurmctld slurmd slurm-client slurmdbd mariadb-server-core munge iproute2 util-linux
-  openssh-client openssh-server
+declare -A lost=(
+  [rdma]='the extension has no RDMA, or it cannot be measured'
+  [views]='the tests that open a workbook or a page are skipped'
+  [lab]='the tests in tests/labs are skipped'
+  [slurm]='the tests on a Slurm cluster are skipped'
+  [benchmarks]='benchmarks/transport.py does not compare with MPI and UCX'
 )
-benchmark_packages=(openmpi-bin)
 # Each in a folder of its own; triton is what those from 0.18 on import.
 core_versions=(
   megatron-core==0.15.3 megatron-core==0.17.1 megatron-core==0.18.2 megatron-core==0.19.2
@@ -130,9 +125,9 @@ missing=() keep=() tool=() conflict=()
 look_at() {
   local answer key value flags=()
   missing=() keep=() tool=() conflict=()
-  if ((test)); then flags+=(--test); fi
-  if ((benchmarks)); then flags+=(--benchmarks); fi
-  if ((examples)); then flags+=(--examples); fi
+  for key in test benchmarks examples; do
+    if ((asked[$key])); then flags+=("--$key"); fi
+  done
   # An environment of our own has our versions, not just versions that do.
   if [[ $1 == "$venv/"* ]] &&
     ! grep -qsi 'include-system-site-packages *= *true' "$venv/pyvenv.cfg"; then
@@ -187,9 +182,7 @@ fingerprint() {
   if [[ -e /usr/include/infiniband/verbs.h ]]; then header=present; fi
   {
     printf '%s\n' "$root" "$python" "${facts[version]}" "$header" "${CXX:-}" \
-      "${rdma_packages[*]}" "${view_packages[*]}" "${lab_packages[*]}" \
-      "${slurm_packages[*]}" "${benchmark_packages[*]}" \
-      "${MEGATRON_ADAPTIVE_EXTENSION:-}" "${MEGATRON_ADAPTIVE_RDMA:-}"
+      "${packages[@]}" "${MEGATRON_ADAPTIVE_EXTENSION:-}" "${MEGATRON_ADAPTIVE_RDMA:-}"
     command -v c++ g++ || true
     sha256sum requirements.txt requirements-gpu.txt requirements-test.txt \
       requirements-benchmarks.txt requirements-examples.txt
@@ -212,9 +205,9 @@ missing_versions() {
 }
 
 is_set_up() {
-  local stamp fields key value
+  local stamp key value
   ((${#missing[@]} == 0)) || return 1
-  if ((versions)) && [[ -n $(missing_versions) ]]; then return 1; fi
+  if ((asked[versions])) && [[ -n $(missing_versions) ]]; then return 1; fi
   stamp=$(stamp_path)
   [[ -r $stamp ]] || return 1
   declare -A fields=()
@@ -222,9 +215,9 @@ is_set_up() {
     if [[ -n $key ]]; then fields[$key]=$value; fi
   done <"$stamp"
   [[ ${fields[fingerprint]:-} == "$(fingerprint)" ]] || return 1
-  ((rdma <= ${fields[rdma]:-0} && lab <= ${fields[lab]:-0})) || return 1
-  ((views <= ${fields[views]:-0} && slurm <= ${fields[slurm]:-0})) || return 1
-  ((benchmarks <= ${fields[benchmarks]:-0})) || return 1
+  for key in "${!packages[@]}"; do
+    ((asked[$key] <= ${fields[$key]:-0})) || return 1
+  done
   [[ -z ${fields[extension]:-} || -e ${fields[extension]} ]]
 }
 
@@ -254,27 +247,20 @@ package_installed() {
   [[ $(dpkg-query -W -f '${Status}' "$1" 2>/dev/null) == 'install ok installed' ]]
 }
 
-# Installs those of the packages that are not there; the first argument is what is lost without.
-install_missing_packages() {
-  local loss=$1 package wanted=()
-  shift
-  for package in "$@"; do
+# Installs what is missing of the packages of a part.
+install_part() {
+  local package policy=/usr/sbin/policy-rc.d own=0 wanted=()
+  for package in ${packages[$1]}; do
     if ! package_installed "$package"; then wanted+=("$package"); fi
   done
-  if ((${#wanted[@]})); then
-    install_packages "${wanted[@]}" || say "warning: without them $loss"
-  fi
-}
-
-# The lab starts its own services: those of this machine stay off, as a policy tells Debian's scripts.
-install_slurm() {
-  local policy=/usr/sbin/policy-rc.d own=0
+  if ((${#wanted[@]} == 0)); then return; fi
+  # Labs start services of their own: those of this machine stay off, by a policy of Debian's scripts.
   if [[ ! -e $policy && -w ${policy%/*} ]]; then
     printf '#!/bin/sh\nexit 101\n' >"$policy"
     chmod 755 "$policy"
     own=1
   fi
-  install_missing_packages 'the tests on a Slurm cluster are skipped' "${slurm_packages[@]}"
+  install_packages "${wanted[@]}" || say "warning: without them ${lost[$1]}"
   if ((own)); then rm -f -- "$policy"; fi
 }
 
@@ -299,7 +285,7 @@ kept_days=14
 kept_environment() {
   local key
   key=$({
-    printf '%s\n' "$test" "$benchmarks" "$examples" "${PIP_INDEX_URL:-}" "${PIP_EXTRA_INDEX_URL:-}"
+    printf '%s\n' "${asked[test]}" "${asked[benchmarks]}" "${asked[examples]}" "${PIP_INDEX_URL:-}" "${PIP_EXTRA_INDEX_URL:-}"
     "$base" -c 'import os, sys; print(sys.version, os.path.realpath(sys.executable))'
     uname -m
     if [[ -e /dev/nvidiactl ]]; then echo gpu; fi
@@ -458,40 +444,27 @@ install_checkout() {
 }
 
 set_up() {
-  local now
+  local now part
   work=$(mktemp -d)
   if [[ -z $python ]]; then make_venv; fi
-  if ((rdma)); then
-    install_missing_packages 'the extension has no RDMA, or it cannot be measured' \
-      "${rdma_packages[@]}"
-  fi
-  if ((views)); then
-    install_missing_packages 'the tests that open a workbook or a page are skipped' \
-      "${view_packages[@]}"
-  fi
-  if ((lab)); then
-    install_missing_packages 'the tests in tests/labs are skipped' "${lab_packages[@]}"
-  fi
-  if ((slurm)); then
-    install_slurm
-  fi
-  if ((benchmarks)); then
-    install_missing_packages 'benchmarks/transport.py does not compare with MPI and UCX' \
-      "${benchmark_packages[@]}"
-  fi
+  for part in "${!packages[@]}"; do
+    if ((asked[$part])); then install_part "$part"; fi
+  done
   install_compiler
   # Before anything can fail: a half-done set-up must not look whole.
   rm -f -- "$(stamp_path)"
   install_requirements
-  if ((versions)); then install_versions; fi
+  if ((asked[versions])); then install_versions; fi
   if ((made)); then keep_environment; fi
   look_at "$python"
   facts[executable]=$python
   build_extension
   install_checkout
   now=$(fingerprint)
-  printf '%s\n' "fingerprint=$now" "rdma=$rdma" "views=$views" "lab=$lab" \
-    "slurm=$slurm" "benchmarks=$benchmarks" "extension=$extension" >"$(stamp_path)"
+  {
+    printf '%s\n' "fingerprint=$now" "extension=$extension"
+    for part in "${!packages[@]}"; do printf '%s=%s\n' "$part" "${asked[$part]}"; done
+  } >"$(stamp_path)"
 }
 
 choose_python

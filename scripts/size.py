@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -136,35 +137,13 @@ def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
 
 
 def find_circles(modules: dict[str, Module]) -> list[list[str]]:
-    """Returns groups of modules that import one another, by Tarjan's algorithm."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    circles: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in sorted(modules[name].imports_at_run_time):
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            group = []
-            while True:
-                group.append(stack.pop())
-                if group[-1] == name:
-                    break
-            if len(group) > 1:
-                circles.append(sorted(group))
-
-    sys.setrecursionlimit(10_000)
-    for name in sorted(modules):
-        if name not in index:
-            visit(name)
-    return circles
+    """Returns a circle of modules that import one another, nothing where there is none."""
+    imports = {name: module.imports_at_run_time for name, module in modules.items()}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return [error.args[1]]
+    return []
 
 
 def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, int, str]]:

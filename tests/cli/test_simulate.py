@@ -55,8 +55,7 @@ def test_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chart = tmp_path / "steps.png"
     assert simulate(f"{SMALL} --schedules 1f1b,zb-v --chart {chart}") == 0
     assert chart.read_bytes().startswith(b"\x89PNG")
-    out = capsys.readouterr().out
-    assert f"chart: {chart}" in out
+    assert f"chart: {chart}" in capsys.readouterr().out
 
 
 def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

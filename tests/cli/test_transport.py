@@ -67,11 +67,12 @@ def test_the_chosen_one_decides_the_status() -> None:
 
 @has_extension
 @pytest.mark.multiprocess
-def test_two_nodes_meet_by_hand() -> None:
-    """The same command on both, as on two nodes."""
-    place = f"--master-addr 127.0.0.1 --master-port {free_port()}"
-    words = f"{FAST} --transport tcp --world-size 2 {place}"
-    ranks = [start(f"{words} --rank {rank}") for rank in range(2)]
+def test_two_processes_started_as_torchrun_does() -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        start(f"{FAST} --transport tcp", **place, RANK=str(rank), LOCAL_RANK="0")
+        for rank in range(2)
+    ]
     try:
         texts = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
     finally:

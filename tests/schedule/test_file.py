@@ -18,8 +18,8 @@ from megatron.adaptive.schedule import file
 from megatron.adaptive.schedule.file import load, save
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_schedule, placement_for, schedule_names
+from megatron.adaptive.schedule.render import render_schedule
 from megatron.adaptive.schedule.schedule import Schedule
-from megatron.adaptive.schedule.validate import render_schedule
 
 # Run in a process of its own: the package must not need torch, and neither must these tests.
 TORCH_WRITES_ITS_SCHEDULES = """

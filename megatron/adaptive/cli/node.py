@@ -107,7 +107,7 @@ def _master(argv: Sequence[str]) -> int:
     parser.add_argument("--plan", type=Path, help="plan file in place of what conf.sh says")
     parser.add_argument("--nnodes", type=count, help="number of nodes in place of NNODES")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
-    options = parser.read(argv)
+    options = parser.parse_args(argv)
     changes = [*options.changes]
     for name, value in (("NNODES", options.nnodes), ("MEETING_TIMEOUT_S", options.timeout)):
         changes += [] if value is None else [f"{name}={value}"]
@@ -179,7 +179,7 @@ def _worker(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="changes", help=text
     )
-    options = parser.read(argv)
+    options = parser.parse_args(argv)
     changes = read_changes(options.changes)
     for name in changes:
         if name not in _OWN:
@@ -240,7 +240,7 @@ def _slurm(argv: Sequence[str]) -> int:
     parser = CommandParser(prog="node slurm")
     parser.add_argument("conf", type=Path, help="settings that submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
-    options = parser.read(argv)
+    options = parser.parse_args(argv)
     answer = read_json(options.conf, "name the settings that submit wrote")
     conf = make_conf(answer["conf"], Path(answer["folder"]))
     _say_missing(answer.get("secrets", ()))

@@ -23,7 +23,6 @@ from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 from megatron.adaptive.data.preprocess import PreprocessSpec, Progress, expand_inputs, preprocess
-from megatron.adaptive.errors import ConfigError
 
 _TOKENIZER = fields_of(TokenizerConfig)
 
@@ -34,39 +33,20 @@ def available_cores() -> int:
 
 
 @contextmanager
-def progress_display(total_bytes: int | None, log_interval: int) -> Iterator[Progress]:
-    """Yield a progress function: a bar on a terminal, else a log line on stderr now and then.
+def progress_display(total_bytes: int | None) -> Iterator[Progress]:
+    """Yields a function that moves a bar on stderr; a file or pipe gets it every 10 s.
 
     Args:
         total_bytes: input size, ``None`` if not known yet.
-        log_interval: documents between two log lines.
     """
-    if sys.stderr.isatty():
-        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing") as bar:
+    pause: dict[str, Any] = {} if sys.stderr.isatty() else {"mininterval": 10.0, "delay": 10.0}
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing", **pause) as bar:
 
-            def advance(documents: int, input_bytes: int) -> None:
-                bar.set_postfix_str(f"{documents} documents", refresh=False)
-                bar.update(input_bytes - bar.n)
+        def advance(documents: int, input_bytes: int) -> None:
+            bar.set_postfix_str(f"{documents} documents", refresh=False)
+            bar.update(input_bytes - bar.n)
 
-            yield advance
-        return
-    start_s = time.monotonic()
-    next_line = log_interval
-
-    def log(documents: int, input_bytes: int) -> None:
-        nonlocal next_line
-        if documents < next_line:
-            return
-        next_line = documents + log_interval
-        elapsed_s = max(time.monotonic() - start_s, 1e-9)
-        print(
-            f"tokenized {documents} documents, {input_bytes / 1e6:.1f} MB "
-            f"({documents / elapsed_s:.0f} documents/s, {input_bytes / 1e6 / elapsed_s:.2f} MB/s)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    yield log
+        yield advance
 
 
 @contextmanager
@@ -90,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    if args.log_interval < 1:
-        raise ConfigError(f"--log-interval is {args.log_interval}, but must be at least 1")
     given = vars(args)
     spec = PreprocessSpec(
         inputs=expand_inputs(args.input),
@@ -102,7 +80,7 @@ def _run(argv: Sequence[str]) -> int:
         workers=args.workers,
     )
     total_bytes = sum(path.stat().st_size for path in spec.inputs)
-    with tidy_on_sigterm(), progress_display(total_bytes, args.log_interval) as progress:
+    with tidy_on_sigterm(), progress_display(total_bytes) as progress:
         summary = preprocess(spec, progress=progress)
     rate = summary.input_bytes / 1e6 / summary.elapsed_s
     empty = f" ({summary.num_empty} empty texts left out)" if summary.num_empty else ""
@@ -138,9 +116,8 @@ def _parser() -> CommandParser:
         add(*spec.names, **spec.options())
     add("--append-eod", action="store_true", help="end each document with its token")
     add("--workers", default=available_cores(), **_WORKERS)
-    text = "documents between log lines where stderr is no terminal (default: 1000)"
-    interval = number(int, 1, 1_000_000_000)
-    add("--log-interval", type=interval, default=1000, metavar="N", help=text)
+    text = "accepted as in Megatron-LM, without effect"
+    add("--log-interval", type=number(int, 1, 1_000_000_000), metavar="N", help=text)
     text = "accepted as in Megatron-LM; there is only mmap"
     add("--dataset-impl", choices=["mmap"], default="mmap", help=text)
     return parser
@@ -155,7 +132,7 @@ def _make_corpus(argv: Sequence[str]) -> int:
     args = _corpus_parser().parse_args(argv)
     spec = CorpusSpec(**vars(args))
     start_s = time.monotonic()
-    with tidy_on_sigterm(), progress_display(None, log_interval=1000) as progress:
+    with tidy_on_sigterm(), progress_display(None) as progress:
         corpus = make_corpus(spec, progress=progress)
     how = "found" if corpus.reused else f"made in {time.monotonic() - start_s:.1f} s"
     print(f"corpus {how}: {corpus.jsonl}")

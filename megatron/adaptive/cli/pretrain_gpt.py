@@ -158,6 +158,7 @@ def _all_of(data: str, words: Sequence[str], processes: int, folder: Path) -> li
     """
     here = ["--valid-data-path", data, "--eval-iters", "1"]
     config = parse([*words, *here], world_size=processes, last_wins=True)
+    from megatron.adaptive.cli.preprocess_data import progress_display, tidy_on_sigterm
     from megatron.adaptive.data.indexed import check_indexed
     from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
 
@@ -168,7 +169,8 @@ def _all_of(data: str, words: Sequence[str], processes: int, folder: Path) -> li
             output_prefix=str(folder / "data"),
             append_eod=True,
         )
-        preprocess(spec)
+        with tidy_on_sigterm(), progress_display(Path(data).stat().st_size) as progress:
+            preprocess(spec, progress=progress)
         data = spec.prefix_of("text")
     tokens, length = check_indexed(data).num_tokens, config.model.seq_length
     batches = (tokens - 1) // length // config.batch.global_batch_size

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     place = words.index("--") if "--" in words else len(words)
     trainer = words[place + 1 :]
-    options = _parser().read(words[:place], otherwise="options of the trainer follow after --")
+    options = _parser().parse_args(words[:place])
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
     if options.resume and not (runs / "latest").exists():
@@ -76,6 +76,7 @@ def _parser() -> CommandParser:
         prog="run_single.sh",
         description="Train a small GPT through a pipeline of processes on this machine.",
         epilog="Options of the trainer follow after --, for instance -- --train-iters 50.",
+        otherwise="options of the trainer follow after --",
     )
     add = parser.add_argument
     for name, (default, text) in _SIZES.items():

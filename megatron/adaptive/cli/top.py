@@ -4,12 +4,12 @@ Shows each rank's present action, the progress of the iteration, step time, toke
 bubble, waits and memory, of a run in progress or of one that has ended::
 
     run 17-4 · adaptive · 2 stages x 1 chunk                              running, 0.2 s old
-    iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4 s left
+    iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4.0 s left
     step 41.2 ms   12,410 tokens/s   loss 6.516 ▆▅▄▃▂▁   bubble 28.6%
 
-     rank stage now        done  step            bubble  waits            compute    held  slow
-        0     0 F 3         3+1  ███████▌░░░░░░   38.0%  input 31%        18.2 ms  64 MiB
-        1     1 waits input 2+1  █████████▎░░░░   28.1%  input 20%        20.0 ms  32 MiB  1.30x
+     rank stage now        done  step            bubble  waits          compute     held slow
+        0     0 F 3         3+1  █████████▒▒▒▒░   38.0%  input 31%      18.2 ms 64.0 MiB
+        1     1 waits input 2+1  ██████████▒▒▒░   28.1%  input 20%      20.0 ms 32.0 MiB 1.30x
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 import tty
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-WIDE, MIDDLE = 120, 96
-"""From so many columns on there is room for everything, and for the bar of the step."""
+WIDE, BAR, CURVE = 96, 14, 16
+"""From so many columns on there is room for the bar of a step; its length; that of a curve."""
 
 _STATES = {
     "running": "bold green",
@@ -141,7 +142,6 @@ _STATES = {
 _DOING = {"F": "blue", "B": "green", "W": "dark_orange", "wait": "dim"}
 _WAITS = {"input": "red", "memory": "magenta", "order": "yellow", "group": "cyan"}
 _BARS = "▁▂▃▄▅▆▇█"
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def draw(snapshot: Snapshot, width: int, height: int | None = None) -> RenderableType:
@@ -153,69 +153,60 @@ def draw(snapshot: Snapshot, width: int, height: int | None = None) -> Renderabl
         height: its rows, ``None`` for as many as it takes. Where they are too few for a line per
             rank there is one per stage.
     """
-    parts: list[RenderableType] = [_title(snapshot, width)]
+    parts: list[RenderableType] = [_title(snapshot)]
     if snapshot.iteration or snapshot.total_iterations:
-        parts += [_progress(snapshot, width), _figures(snapshot, width)]
+        parts += [_progress(snapshot), _figures(snapshot)]
     shown = len(snapshot.ranks)
     found = [Text(f" {printable(text)}", style="bold red") for text in _findings(snapshot)]
-    room = shown if height is None else height - len(parts) - len(found) - 5
+    room = shown if height is None else max(1, height - len(parts) - len(found) - 5)
     if shown:
-        header = snapshot.header
-        num_stages = 1 if header is None else header.num_ranks
         parts.append(Text())
-        if shown <= max(room, 1) or shown <= num_stages:
-            parts.append(_rank_table(snapshot.ranks[: max(room, 1)], width))
-            if shown > max(room, 1):
-                parts.append(Text(f" and {shown - max(room, 1)} more ranks", style="dim"))
-        else:
-            parts.append(_stage_table(snapshot, width, max(room, 1)))
+        is_large = shown > room
+        parts.append(
+            _stage_table(snapshot, width, room) if is_large else _rank_table(snapshot.ranks, width)
+        )
     parts += found
     parts += [Text(f" {printable(note)}", style="yellow") for note in _notes(snapshot)]
     return Group(*parts)
 
 
-def _title(snapshot: Snapshot, width: int) -> RenderableType:
-    header = snapshot.header
-    name = printable(str(snapshot.folder))
+def _title(snapshot: Snapshot) -> RenderableType:
+    header, folder = snapshot.header, snapshot.folder.absolute()
+    what = [folder.parent.name if folder.name == "traces" else folder.name]
     if header is not None:
+        what.append(header.schedule)
+        stages, chunks = _count(header.num_ranks, "stage"), _count(header.num_chunks, "chunk")
+        what.append(f"{stages} x {chunks}")
         replicas = header.world_size // header.num_ranks
-        what = [
-            header.schedule,
-            _count(header.num_ranks, "stage") + f" x {_count(header.num_chunks, 'chunk')}",
-        ]
         what += [_count(replicas, "replica")] if replicas > 1 else []
-        shape = " · ".join(what)
-        name = f"{_short(name, max(12, width - len(shape) - 28))} · {shape}"
     state = Text(snapshot.state, style=_STATES.get(snapshot.state, "bold"))
     if snapshot.state in ("running", "waiting", "silent") and snapshot.age_s is not None:
         state.append(f", {_ago(snapshot.age_s)} old", style="default")
     line = Table.grid(expand=True, padding=(0, 1))
     line.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     line.add_column(no_wrap=True, justify="right")
-    line.add_row(Text(f" {name}", style="bold"), state)
+    line.add_row(Text(f" {printable(' · '.join(what))}", style="bold"), state)
     if not snapshot.detail:
         return line
-    return Group(
-        line, Text(f" {printable(snapshot.detail)}", style="dim", no_wrap=True, overflow="ellipsis")
-    )
+    return Group(line, Text(f" {printable(snapshot.detail)}", style="dim", no_wrap=True))
 
 
-def _progress(snapshot: Snapshot, width: int) -> RenderableType:
+def _progress(snapshot: Snapshot) -> RenderableType:
     done, total = snapshot.iteration, snapshot.total_iterations
     if not total:
         return Text(f" iteration {done}")
-    line = Table.grid(padding=(0, 1))
     rest = f"{done / total:.0%}"
     left_s = snapshot.left_s()
     if snapshot.state == "running" and left_s is not None:
         rest += f", {_ago(left_s)} left"
-    head = f" iteration {done} of {total}"
-    bar = ProgressBar(total=total, completed=done, width=max(8, min(48, width - len(head) - 26)))
-    line.add_row(head, bar, rest)
+    line = Table.grid(padding=(0, 1))
+    line.add_row(
+        f" iteration {done} of {total}", ProgressBar(total=total, completed=done, width=30), rest
+    )
     return line
 
 
-def _figures(snapshot: Snapshot, width: int) -> Text:
+def _figures(snapshot: Snapshot) -> Text:
     words = []
     if snapshot.step_ms is not None:
         words.append(f"step {_ms(snapshot.step_ms)}")
@@ -224,41 +215,40 @@ def _figures(snapshot: Snapshot, width: int) -> Text:
     if (loss := snapshot.last("loss")) is not None:
         losses = [line.get("loss") for line in snapshot.progress]
         known = [float(value) for value in losses if isinstance(value, int | float)]
-        words.append(f"loss {loss:.4g} {_sparkline(known, 24 if width >= MIDDLE else 12)}")
+        words.append(f"loss {loss:.4g} {_sparkline(known)}")
     elif snapshot.progress:
         words.append("loss not finite")
     if snapshot.bubble is not None:
         words.append(f"bubble {snapshot.bubble:.1%}")
-    if width >= WIDE and (rate := snapshot.last("learning_rate")) is not None:
-        words.append(f"learning rate {rate:.3g}")
-    if width >= WIDE and (peak := snapshot.last("peak_memory_bytes")):
-        words.append(f"memory {_bytes(peak)}")
     return Text(" " + "   ".join(words), no_wrap=True, overflow="ellipsis")
 
 
 def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
-    step = "step" if width >= MIDDLE else ""
-    table = _table(width, f"rank stage now done {step} bubble waits compute held slow")
+    step = "step" if width >= WIDE else ""
+    table = _table(f"rank stage now done {step} bubble waits compute held slow")
     # Its cells give way where there is too little room.
     table.columns[2].min_width, table.columns[2].no_wrap = 14, False
     chunks = max((r.header.num_chunks for r in ranks if r.header is not None), default=1)
     for rank in ranks:
-        stage = "" if rank.header is None else str(rank.header.pp_rank)
-        held = rank.held_bytes if rank.now is None else rank.now.held_bytes or rank.held_bytes
+        now = rank.now
+        held = rank.held_bytes if now is None else now.held_bytes or rank.held_bytes
         table.add_row(
-            *(str(rank.rank), stage, _now(rank, chunks), _done(rank, width)),
-            *([_bar(rank, 32 if width >= WIDE else 14)] if step else []),
+            *(str(rank.rank), "" if rank.header is None else str(rank.header.pp_rank)),
+            _now(rank, chunks),
+            "" if now is None or rank.is_ended else f"{now.done[0]}+{now.done[1]}",
+            *([_bar(rank)] if step else []),
             _percent(None if rank.busy is None else 1 - rank.busy),
-            _waits(rank.waits, 4 if width >= WIDE else 1),
-            *(_ms(rank.compute_ms), _bytes(held), _mark(rank)),
+            _waits(rank.waits),
+            _ms(rank.compute_ms),
+            f"{held / 2**20:,.1f} MiB" if held else "",
+            _mark(rank),
         )
     return table
 
 
-def _table(width: int, columns: str) -> Table:
-    """A table without rows; words and bars stand to the left, numbers to the right."""
-    padding = (0, 1, 0, 1) if width >= WIDE else (0, 0, 0, 1)
-    table = Table(box=None, padding=padding, header_style="dim")
+def _table(columns: str) -> Table:
+    """Makes a table without rows; words and bars stand to the left, numbers to the right."""
+    table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
     for name in columns.split():
         is_text = name in ("now", "step", "waits", "slow")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
@@ -267,8 +257,8 @@ def _table(width: int, columns: str) -> Table:
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
     """A line per stage: what its ranks do, and the figures of the middle one and the worst."""
-    waits = "waits" if width >= MIDDLE else ""
-    table = _table(width, f"stage ranks now bubble {waits} compute slowest slow")
+    waits = "waits" if width >= WIDE else ""
+    table = _table(f"stage ranks now bubble {waits} compute slowest slow")
     table.columns[2].overflow, table.columns[2].max_width = "ellipsis", width - 46
     stages: dict[int, list[LiveRank]] = {}
     for rank in snapshot.ranks:
@@ -288,7 +278,7 @@ def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
         table.add_row(
             *(str(stage), str(len(members)), text),
             _percent(1 - statistics.median(busy) if busy else None),
-            *([_waits(usual, 2)] if waits else []),
+            *([_waits(usual)] if waits else []),
             _ms(statistics.median(times.values()) if times else None),
             "" if worst is None else f"rank {worst} {_ms(times[worst])}",
             _mark(slowest),
@@ -332,37 +322,25 @@ def _now(rank: LiveRank, chunks: int) -> Text:
     return text
 
 
-def _done(rank: LiveRank, width: int) -> str:
-    """Forwards and backwards of the iteration, of all."""
-    now = rank.now
-    if now is None or rank.header is None or not now.num_microbatches or rank.is_ended:
-        return ""
-    each = now.num_microbatches * rank.header.num_chunks
-    counts = f"{now.done[0]}+{now.done[1]}"
-    return f"{counts} of {each}" if width >= MIDDLE else counts
-
-
-def _bar(rank: LiveRank, length: int) -> Text:
-    """The step: work, waits by cause, and the rest."""
+def _bar(rank: LiveRank) -> Text:
+    """Draws the step: work, waits by cause, and the rest."""
+    text = Text()
     if rank.busy is None:
-        return Text()
-    text = Text()
-    filled = max(0.0, min(1.0, rank.busy)) * length
-    whole, part = int(filled), int(filled % 1 * 8)
-    text.append("█" * whole + (_EIGHTHS[part] if part else ""), style="green")
+        return text
+    text.append("█" * round(max(0.0, min(1.0, rank.busy)) * BAR), style="green")
     for cause, share in rank.waits.items():
-        cells = min(round(share * length), length - len(text))
+        cells = min(round(share * BAR), BAR - len(text))
         text.append("▒" * cells, style=_WAITS.get(cause, "red"))
-    text.append("░" * (length - len(text)), style="dim")
+    text.append("░" * (BAR - len(text)), style="dim")
     return text
 
 
-def _waits(waits: Mapping[str, float], most: int) -> Text:
-    text = Text()
-    ordered = sorted(waits.items(), key=lambda item: -item[1])
-    for cause, share in [item for item in ordered if item[1] >= 0.005][:most]:
-        text.append(f"{cause} {share:.0%} ", style=_WAITS.get(cause, "red"))
-    return text
+def _waits(waits: Mapping[str, float]) -> Text:
+    """Names the cause that takes most."""
+    cause = max(waits, key=lambda one: waits[one], default="")
+    if waits.get(cause, 0.0) < 0.005:
+        return Text()
+    return Text(f"{cause} {waits[cause]:.0%}", style=_WAITS.get(cause, "red"))
 
 
 def _mark(rank: LiveRank) -> Text:
@@ -385,13 +363,13 @@ def _notes(snapshot: Snapshot) -> list[str]:
     return notes[:3]
 
 
-def _sparkline(values: Sequence[float], length: int) -> str:
-    """The last values, the range of all of them in eight steps."""
+def _sparkline(values: Sequence[float]) -> str:
+    """Draws some of the values, the range of all of them in eight steps."""
     if len(values) < 2:
         return ""
-    if len(values) > length:  # the whole run, thinned
-        step = (len(values) - 1) / (length - 1)
-        values = [values[round(place * step)] for place in range(length)]
+    if len(values) > CURVE:  # the whole run, thinned
+        step = (len(values) - 1) / (CURVE - 1)
+        values = [values[round(place * step)] for place in range(CURVE)]
     low, high = min(values), max(values)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in values)
@@ -402,36 +380,14 @@ def _percent(part: float | None) -> str:
 
 
 def _ms(value: float | None) -> str:
-    if value is None:
-        return ""
-    if value >= 10_000:
-        return f"{value / 1e3:.1f} s"
-    return f"{value:.0f} ms" if value >= 1000 else f"{value:.1f} ms"
-
-
-def _bytes(size: float | None) -> str:
-    if not size:
-        return ""
-    units = ["B", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.0f} {units[0]}" if size >= 10 else f"{size:.1f} {units[0]}"
+    return "" if value is None else f"{value:,.1f} ms"
 
 
 def _ago(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds:.1f} s"
     if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 172800 else f"{seconds / 86400:.0f} days"
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _short(name: str, length: int) -> str:
-    return name if len(name) <= length else "…" + name[1 - length :]

@@ -180,31 +180,23 @@ def _show(
         argv: the arguments.
         formats: written without ``--format``.
         report: print the figures.
-        events: write the events as ``.json`` too, before all else.
+        events: write the events of the drawn replica as ``.json`` too.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
     chosen = () if arguments.format is None else _chosen_formats(arguments.format)
     selection = _select(arguments)
     stem = _output_stem(arguments, selection.run)
-    written = selection.iterations[-EVENT_ITERATIONS:]
-    target = Path(f"{stem}.json")
-    if events:
-        from megatron.adaptive.trace.views.perfetto import write_perfetto
-
-        write_perfetto(selection.run, target, written, dp_rank=selection.step.dp_rank)
     for line in selection.run.notes():
         show(f"warning: {line}", file=sys.stderr)
-    views = (_write_view(name, selection, stem) for name in chosen)
+    views = (_write_view(name, selection, stem) for name in ("json",) * events + chosen)
     if report and arguments.json:
         files = list(views)
-        more = {"events": str(target)} if events else {"views": files}
+        more = {"events": f"{stem}.json"} if events else {"views": files}
         print(json.dumps({**_report(selection), **more}, indent=2))
         return 0
     for line in _report_lines(selection) if report else ():
         show(line)
-    if events:
-        show(f"events of iterations {describe_numbers(written)}: {target}")
     for line in views:
         show(line)
     return 0
@@ -346,7 +338,7 @@ def _chosen_formats(text: str) -> tuple[str, ...]:
 
 
 def _write_view(name: str, selection: _Selection, stem: Path) -> str:
-    """Write a view, one of :data:`FORMATS`; returns a line about it."""
+    """Write a view, one of :data:`FORMATS` or ``json``; returns a line about it."""
     run, step, iterations = selection.run, selection.step, selection.iterations
     target = Path(f"{stem}.{'json.gz' if name == 'perfetto' else name}")
     what, notes = f"iteration {step.iteration} drawn", []
@@ -354,10 +346,9 @@ def _write_view(name: str, selection: _Selection, stem: Path) -> str:
     if name == "tensorboard":
         from megatron.adaptive.trace.views.scalars import write_scalars
 
-        target = Path(f"{stem}_tensorboard")
+        what, target = f"curves of {len(iterations)} iterations", Path(f"{stem}_tensorboard")
         write_scalars(run, selection.figures, target)
-        return f"curves of {len(iterations)} iterations: tensorboard --logdir {target}"
-    if name == "xlsx":
+    elif name == "xlsx":
         from megatron.adaptive.trace.views.workbook import write_workbook
 
         write_workbook(run, step, selection.figures, target)
@@ -375,7 +366,8 @@ def _write_view(name: str, selection: _Selection, stem: Path) -> str:
 
         covered = iterations[-EVENT_ITERATIONS:]
         what = f"events of iterations {describe_numbers(covered)}"
-        notes = write_perfetto(run, target, covered, dp_rank=selection.dp_rank)
+        dp_rank = step.dp_rank if name == "json" else selection.dp_rank
+        notes = write_perfetto(run, target, covered, dp_rank=dp_rank)
     return "\n  ".join([f"{what}: {target.resolve()}", *notes])
 
 

@@ -4,8 +4,6 @@
 
     python -m megatron.adaptive transport --check                       two processes here
     torchrun ... -m megatron.adaptive transport --check                 one process on each node
-    python -m megatron.adaptive transport --check --rank 0 --world-size 2 \\
-        --master-addr 10.0.0.1 --master-port 29600                      the same by hand
 
 Every transport that is possible between two ranks is tried for about two seconds; a table says
 whether it works, after what time a message arrives, how many bytes go through, and why the others
@@ -16,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,7 +21,7 @@ from typing import Any
 
 from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.command_parser import CommandParser, count, number
+from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.outside import aligned
@@ -71,7 +68,6 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if not options.check:
         raise ConfigError("transport: say what to do: --check is all there is; see --help")
-    os.environ.update(_variables(options))
     environment = Environment.read()
     if not environment.is_launched:
         shape = ["--standalone", "--nproc-per-node", "2", "-m"]
@@ -86,33 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--check", action="store_true", help="try every transport between two ranks")
-    seconds, rank = number(float, 0.001, 3600), number(int, 0, 1_000_000)
+    seconds = number(float, 0.001, 3600)
     add("--seconds", type=seconds, default=_SECONDS, help="for each transport and pair")
     add("--json", action="store_true", help="print the outcomes as JSON")
-    group = parser.add_argument_group("where the ranks meet, unless torchrun says it")
-    add = group.add_argument
-    add("--rank", type=rank, help="of this process, from 0")
-    add("--world-size", type=count, help="number of processes")
-    add("--local-rank", type=rank, default=0, help="of this process on its node, for its GPU")
-    add("--master-addr", help="where rank 0 listens")
-    add("--master-port", type=number(int, 1, 65535, "port"), help="its port")
     group = parser.add_argument_group("as in training")
     for spec in fields_of(TransportConfig):
         group.add_argument(*spec.names, **spec.options())
     return parser
-
-
-def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return what the command line says about the ranks, as torchrun would."""
-    given = {
-        "RANK": options.rank,
-        "WORLD_SIZE": options.world_size,
-        "MASTER_ADDR": options.master_addr,
-        "MASTER_PORT": options.master_port,
-    }
-    if options.rank is not None:
-        given |= {"LOCAL_RANK": options.local_rank, "LOCAL_WORLD_SIZE": options.local_rank + 1}
-    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _check(options: argparse.Namespace, environment: Environment) -> int:

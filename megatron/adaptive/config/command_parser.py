@@ -16,42 +16,32 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         complain: makes the whole message; by default the command's name and what is wrong.
+        otherwise: ends such a message where no option is near.
         options: of ``argparse``.
     """
 
-    def __init__(self, *, complain: Callable[[str], str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        complain: Callable[[str], str] | None = None,
+        otherwise: str = "see --help",
+        **options: Any,
+    ) -> None:
         super().__init__(**options, allow_abbrev=False)
-        self._complain = complain
+        self._complain, self._otherwise = complain, otherwise
 
     def error(self, message: str) -> NoReturn:
-        """Complain.
+        """Complains; names the nearest for an unknown option.
 
         Raises:
             ConfigError: always.
         """
         if self._complain is not None:
             raise ConfigError(self._complain(message))
-        raise ConfigError(f"{self.prog.split()[-1]}: {message}; see --help")
-
-    def read(self, words: Sequence[str], *, otherwise: str = "") -> argparse.Namespace:
-        """Parse; name the nearest for an unknown option.
-
-        Args:
-            words: the command line.
-            otherwise: hint where nothing is near; by default the options that there are.
-
-        Raises:
-            ConfigError: the command line is wrong.
-        """
-        options, unknown = self.parse_known_args(list(words))
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            known = [word for word in self._option_string_actions if word.startswith("--")]
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"the nearest is {nearest[0]}" if nearest else otherwise
-            hint = hint or f"there are {', '.join(known)}"
-            self.error(f"{name} is not an option: {hint}")
-        return options
+        unknown = message.partition("unrecognized arguments: ")[2].partition("=")[0].split()
+        nearest = difflib.get_close_matches("".join(unknown[:1]), self._option_string_actions, n=1)
+        hint = f"the nearest is {nearest[0]}" if nearest else self._otherwise
+        raise ConfigError(f"{self.prog.split()[-1]}: {message}; {hint}")
 
 
 def number(

@@ -55,10 +55,7 @@ class TransportCheck:
         self._options = options
         self.rank = environment.rank
         if environment.master_port is None:
-            raise SetupError(
-                "the ranks have nowhere to meet: give --master-addr and --master-port, or use "
-                "torchrun"
-            )
+            raise SetupError("the ranks have nowhere to meet: start them with torchrun")
         try:
             self._store = meet(environment, timeout)
         except (dist.DistError, ValueError) as error:

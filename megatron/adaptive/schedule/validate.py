@@ -15,9 +15,6 @@ from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind,
 from megatron.adaptive.schedule.schedule import Order, Schedule
 from megatron.adaptive.schedule.state import RankState
 
-_CONTEXT = 6
-_ELLIPSIS = "..."
-
 
 def validate(schedule: Schedule) -> None:
     """Check a schedule, also one from an untrusted source.
@@ -186,6 +183,10 @@ def _circle(schedule: Schedule, rank: int, states: Sequence[RankState]) -> str:
     return ", ".join(parts)
 
 
+_CONTEXT = 6
+"""Columns that a picture shows on each side of its mark."""
+
+
 def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) -> str:
     """Draw a schedule, a row per rank, a column per position in its order.
 
@@ -216,9 +217,9 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
             cells += ["missing"] * (at + 1 - len(cells))
             cells[at] = f"[{cells[at]}]"
         if first > 0:
-            cells.insert(0, _ELLIPSIS)
+            cells.insert(0, "...")
         if len(order) > last:
-            cells.append(_ELLIPSIS)
+            cells.append("...")
         rows.append(cells)
     width = max((len(cell) for cells in rows for cell in cells), default=0)
     digits = len(str(max(len(rows) - 1, 0)))

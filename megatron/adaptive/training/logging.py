@@ -46,19 +46,7 @@ _SIZES = (  # of the run, see ``startup_line``
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
 )
-_OVER_ITERATIONS_ALONE = {
-    "bubble-fraction",
-    "iteration-time",
-    "mem-allocated-bytes",
-    "mem-max-allocated-bytes",
-    "model-flops-utilization",
-    "peak-memory-bytes",
-    "throughput",
-    "tokens-per-s-per-rank",
-}
-"""Curves without a second one over samples."""
 _MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
-_DEFAULT_COLUMNS = 100
 _MLFLOW_POINTS = 500  # of 1,000 that it takes at once
 _CURVES_S = 5.0  # that points wait for others, at most as many as --tensorboard-queue-size
 
@@ -170,7 +158,6 @@ class TrainingLog:
         self._stream = sys.stdout if stream is None else stream
         self._flops_per_token: float | None = None
         self._reports: list[IterationReport] = []  # since the last line
-        self._consumed_samples: int | None = None
         self._iteration = start_iteration
         self._gains: tuple[str, ...] = ()
         self._bar: tqdm[Any] | None = None
@@ -209,12 +196,11 @@ class TrainingLog:
             is_writer: whether this rank writes from now on; one does.
             gather: gathers an object of every rank.
         """
-        gathered = gather((self._reports, self._consumed_samples) if self._is_writer else None)
+        gathered = gather(self._reports if self._is_writer else None)
         if self._is_writer and not is_writer:
             self.close()
         elif is_writer and not self._is_writer:
-            (state,) = [one for one in gathered if one is not None]
-            self._reports, self._consumed_samples = state
+            (self._reports,) = [one for one in gathered if one is not None]
             self._open(iteration)
         elif is_writer:
             self._open_progress(iteration)  # the traces before the move were put aside
@@ -233,7 +219,7 @@ class TrainingLog:
         """
         if not self._is_writer:
             return
-        self._consumed_samples, self._iteration = report.consumed_samples, report.iteration
+        self._iteration = report.iteration
         self._reports.append(report)
         now = self._throughput([report])
         if self._bar is not None:
@@ -242,7 +228,7 @@ class TrainingLog:
         figures = self._figures(report, now)
         if self._curves is not None and report.iteration % settings.tensorboard_log_interval == 0:
             for figure in figures:
-                self._curves.add(figure, report.iteration, report.consumed_samples)
+                self._curves.add(figure, report.iteration)
         entry = {figure.entry: figure.value for figure in figures if figure.entry}
         self._progress.iteration(report.iteration, entry, is_logged=is_logged)
         if is_logged:
@@ -272,8 +258,7 @@ class TrainingLog:
             if self._settings.log_validation_ppl_to_tensorboard:
                 points |= {f"{n} {split} ppl": _perplexity(one) for n, one in losses.items()}
             for tag, value in points.items():
-                figure = _Figure(curve=tag, value=value)
-                self._curves.add(figure, iteration, self._consumed_samples)
+                self._curves.add_scalar(tag, value, iteration)
 
     def ends(self, reason: str) -> None:
         """Prints why the training ended, and reports it to ``progress.jsonl``."""
@@ -441,8 +426,6 @@ def _perplexity(loss: float) -> float:
 class _Logger:
     """Takes what a run shows; the interface of TensorBoard, Weights & Biases and MLflow."""
 
-    over_samples = False  # whether curves over samples are wanted beside those over iterations
-
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Adds a point to a curve."""
 
@@ -483,14 +466,10 @@ class _Curves:
         }
         self._loggers = [kind(cfg) for kind, name in kinds.items() if name]
 
-    def add(self, figure: _Figure, iteration: int, samples: int | None) -> None:
-        """Adds a point to the curves of a figure, if flags let it have one and it is known."""
-        if not figure.curve or figure.value is None or figure.curve in self._left_out:
-            return
-        self.add_scalar(figure.curve, figure.value, iteration)
-        if samples is not None and figure.curve not in _OVER_ITERATIONS_ALONE:
-            name, value = f"{figure.curve} vs samples", figure.value
-            self._each(lambda one: one.scalar(name, value, samples) if one.over_samples else None)
+    def add(self, figure: _Figure, iteration: int) -> None:
+        """Adds a point to the curve of a figure, if flags let it have one and it is known."""
+        if figure.curve and figure.value is not None and figure.curve not in self._left_out:
+            self.add_scalar(figure.curve, figure.value, iteration)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Adds a point, as ``SummaryWriter`` of PyTorch does; megatron-core's timers call it."""
@@ -618,8 +597,6 @@ class _TensorBoard(_Logger):
     Events go to a file that may be lost: TensorBoard's own writer ends for good with a full disk.
     """
 
-    over_samples = True
-
     def __init__(self, cfg: TrainerConfig) -> None:
         # Slow to import, and only one rank needs it.
         from tensorboard.compat.proto.event_pb2 import Event
@@ -692,18 +669,12 @@ def _load_figures(load: Load | None) -> list[_Figure]:
 
 def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
     """Returns a bar on standard error."""
-    try:
-        has_width = os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except OSError:
-        has_width = False
     return tqdm(
         total=total_iterations,
         initial=start_iteration,
         file=sys.stderr,
         leave=False,
-        # A terminal that does not know its width says 0, and tqdm would fit the bar into that.
-        dynamic_ncols=has_width,
-        ncols=None if has_width else _DEFAULT_COLUMNS,
+        dynamic_ncols=True,
         # Iterations differ too much in length for tqdm to learn how many to wait for.
         miniters=1,
         desc="training",

@@ -189,7 +189,7 @@ def test_of_more_actions_than_columns_the_first_are_drawn(
     assert any("the first 30% of the step" in text for text in texts)
 
 
-def test_bins_of_time_show_what_covers_most_of_them() -> None:
+def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
     ms = 1_000_000
     row = (
         Span("F", 0, 0, 0, 30 * ms, 1),
@@ -206,34 +206,34 @@ def test_bins_of_time_show_what_covers_most_of_them() -> None:
     # 0.1 ms is the finest of 1, 2, 5, 10, ... that needs no more than 600 columns.
     assert (bins.unit_ns, bins.num_columns) == (100_000, 600)
     assert bins.rows[0] == (
-        ChartCell(0, 300, row[0], None),
-        ChartCell(300, 303, row[1], None),
-        ChartCell(303, 308, None, "order"),
-        ChartCell(308, 310, None, None),
-        ChartCell(310, 400, row[2], None),
-        ChartCell(400, 460, None, "memory"),
-        ChartCell(460, 500, None, None),
-        ChartCell(500, 600, row[3], None),
+        ChartCell(0, 300, row[0]),
+        ChartCell(300, 303, row[1]),
+        ChartCell(303, 308, waits[0]),
+        ChartCell(308, 310, None),
+        ChartCell(310, 400, row[2]),
+        ChartCell(400, 460, waits[1]),
+        ChartCell(460, 500, None),
+        ChartCell(500, 600, row[3]),
     )
 
 
-def test_a_bin_is_idle_where_actions_cover_less_than_half() -> None:
+def test_a_bin_shows_what_goes_on_at_its_middle() -> None:
     unit = 1000  # 600,000 ns in 600 bins
     row = (
         Span("F", 0, 0, 0, 300, 1),
-        Span("F", 0, 1, 700, 900, 1),
+        Span("F", 0, 1, 400, 900, 1),
         Span("B", 0, 0, 1600, 2000, 1),
-        Span("B", 0, 1, 599_500, 600_000, 1),
+        Span("B", 0, 1, 599_400, 600_000, 1),
     )
     waits = (Span("wait", 0, 0, 1000, 1550, 1),)
     step = PipelineStep(1, "x", "loop", 1, 2, (row,), (waits,))
     bins = fill_bins(step)
     assert bins.unit_ns == unit
     assert bins.rows[0] == (
-        ChartCell(0, 1, row[0], None),  # half of it is covered, most by the first
-        ChartCell(1, 2, None, ""),  # of no cause that is known
-        ChartCell(2, 599, None, None),
-        ChartCell(599, 600, row[3], None),
+        ChartCell(0, 1, row[1]),
+        ChartCell(1, 2, waits[0]),
+        ChartCell(2, 599, None),
+        ChartCell(599, 600, row[3]),
     )
 
 

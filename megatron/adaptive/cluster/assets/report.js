@@ -29,12 +29,9 @@ function layout(x, y, more) {
 
 function draw(id, traces, shape, empty) {
   if (!traces.some((trace) => (trace.x || trace.z || []).some((value) => value !== null))) {
-    Plotly.purge(at(id));
-    at(id).replaceChildren();
     return void element(at(id), "p", empty, "none");
   }
-  at(id).querySelectorAll("p.none").forEach((line) => line.remove());
-  Plotly.react(at(id), traces, shape, CONFIG);
+  Plotly.newPlot(at(id), traces, shape, CONFIG);
 }
 
 function line(name, x, y, more) {
@@ -73,10 +70,9 @@ function times() {
 }
 
 function use() {
-  const chosen = at("used").value ? [at("used").value] : Object.keys(DATA.use);
   const percent = [], memory = [];
-  for (const name of chosen) {
-    const node = DATA.use[name], when = node.unix_ms.map((ms) => new Date(ms));
+  for (const [name, node] of Object.entries(DATA.use)) {
+    const when = node.unix_ms.map((ms) => new Date(ms));
     percent.push(line(`${name} processes`, when, node.cpu_percent));
     memory.push(line(`${name} processes`, when, node.gib));
     for (const [index, gpu] of Object.entries(node.gpus)) {
@@ -95,11 +91,6 @@ function pipeline() {
   frame.srcdoc = DATA.traces.page.replace("{{plotly}}", () => code.textContent);
 }
 
-function choices(id, names, redraw) {
-  for (const [name, value] of names) element(at(id), "option", name).value = value;
-  at(id).addEventListener("change", redraw);
-}
-
 at("title").textContent = DATA.title;
 for (const [name, value] of DATA.facts) {
   element(at("facts"), "dt", name);
@@ -116,7 +107,6 @@ table("settings", ["variable", "requested", "effective", "meaning"], DATA.settin
 curve("loss", "loss", "loss", "loss", { yaxis: { title: { text: "loss" } } });
 curve("throughput", "tokens_per_s", "tokens/s", "tokens/s of all ranks");
 times();
-choices("used", [["all", ""], ...Object.keys(DATA.use).map((name) => [name, name])], use);
 use();
 if (DATA.traces) pipeline();
 else at("pipeline").remove();

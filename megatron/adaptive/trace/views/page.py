@@ -2,13 +2,13 @@
 
 The page needs nothing but itself: plotly.js, its own script and the spans are in it. It has a
 timeline of a row per rank with what every rank waited for, arrows from sends to receives, the step
-as it would be with nobody slower than others, the activation bytes held, a slider over iterations,
-and maps of slow ranks. So that it opens quickly after a run of any size, it holds some iterations
-and replicas of a large one, and says what it left out.
+as it would be with nobody slower than others, the activation bytes held, and a slider over
+iterations. So that it opens quickly after a run of any size, it holds some iterations and replicas
+of a large one, and says what it left out.
 
-Level of detail: where there are too many spans, those shorter than a bin of time are merged, bin by
-bin, into one bar per rank and colour. A bar is as long as what it stands for took together, so sums
-stay true; bars of a bin lie one behind the other from where its first span began.
+Level of detail: a page holds so many spans at most. Where there are more it has fewer iterations;
+of a step that is too large alone it leaves out the shortest spans. What is in view is drawn as bars
+or, of too many, as parts of time (``page_draw.js``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
+from plotly.offline import get_plotlyjs
 
 from megatron.adaptive.config.outside import printable
-from megatron.adaptive.errors import SetupError, TraceError
+from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
-from megatron.adaptive.trace.step import stages_of, stages_text
+from megatron.adaptive.trace.step import stages_text
 from megatron.adaptive.trace.table import (
     KIND,
     OTHER,
@@ -45,10 +46,8 @@ from megatron.adaptive.trace.table import (
 from megatron.adaptive.trace.views.palette import IDLE, OTHER_COLORS, categories
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
-MAX_SPANS = 300_000
-"""Bars of all iterations and replicas of a page; with them it stays far below 30 MB."""
-MAX_MESSAGES = 100_000
-"""Messages of all of them."""
+MAX_SPANS = 1_000_000
+"""Spans of all iterations and replicas of a page; with them it stays below 30 MB."""
 MAX_ACTIONS = 40_000
 """Steps of more actions are drawn without the ideal one: a page has so many bars of it at most."""
 
@@ -91,11 +90,9 @@ def write_page(
     Raises:
         TraceError: there is no such iteration or replica, nothing is recorded of them, or the file
             cannot be written.
-        SetupError: plotly is not installed.
     """
     for iteration in iterations:
         run.require_iteration(iteration)
-    plotly_js()  # refuses before the run is read
     ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
     figures = figures or run_figures(run, iterations, ranks=ranks)
     choice = choose(run, figures, iterations, dp_rank, labels)
@@ -103,7 +100,7 @@ def write_page(
 
     def blocks() -> Iterator[tuple[str, Any]]:
         yield from _blocks(run, figures, choice, notes)
-        head = _head(run, figures, choice)
+        head = _head(run, choice)
         said = [*run.notes(), *notes]
         yield "page", {**head, "nodes": nodes or {}, "notes": said}
 
@@ -136,10 +133,8 @@ def write_html(
         scripts: run in this order after plotly.js.
 
     Raises:
-        SetupError: plotly is not installed.
         TraceError: the file cannot be written.
     """
-    plotly = plotly_js()
 
     def asset(file_name: str) -> str:
         return (resources.files(package) / "assets" / file_name).read_text(encoding="utf-8")
@@ -153,23 +148,13 @@ def write_html(
         for block, content in blocks:
             text = _UNPRINTABLE.sub(r"\1\\\\\2", json.dumps(content)).replace("<", "\\u003c")
             file.write(f'<script type="application/json" id="{block}">{text}</script>\n')
-        for part in (plotly, "\n".join(map(asset, scripts))):
+        for part in (plotly_js(), "\n".join(map(asset, scripts))):
             file.write(f"<script>{part}</script>\n")
         file.write(after)
 
 
 def plotly_js() -> str:
-    """Return the code of plotly.js, as it stands in a page.
-
-    Raises:
-        SetupError: plotly is not installed.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise SetupError(
-            "the page needs plotly, which is not installed; pip install plotly"
-        ) from error
+    """Return the code of plotly.js, as it stands in a page."""
     text: str = get_plotlyjs().replace("</script", "<\\/script")
     return text
 
@@ -181,7 +166,7 @@ def _label(pp_rank: int, trace: RankTrace | None) -> str:
     return text if trace.header.rank == pp_rank else f"{text}, rank {trace.header.rank}"
 
 
-def _head(run: RunTrace, figures: RunFigures, choice: PageSelection) -> dict[str, Any]:
+def _head(run: RunTrace, choice: PageSelection) -> dict[str, Any]:
     """Returns the page's summary of the whole run."""
     groups = choice.groups
     header = next(trace for group in groups for trace in group.traces if trace).header
@@ -192,9 +177,6 @@ def _head(run: RunTrace, figures: RunFigures, choice: PageSelection) -> dict[str
         f"chunk{'s' * (run.num_chunks > 1)}, {microbatches} microbatches, "
         f"world size {run.world_size}"
     )
-    step_ns = figures.step_ns.max(axis=1)
-    idle = np.nan_to_num(figures.bubble_fraction)
-    known = np.maximum(1, (figures.num_actions > 0).sum(axis=1))
     return {
         "title": f"Pipeline trace of {run.run}",
         "subtitle": shape,
@@ -204,32 +186,6 @@ def _head(run: RunTrace, figures: RunFigures, choice: PageSelection) -> dict[str
         "categories": [asdict(category) for category in categories(run.num_chunks)],
         "groups": [{"name": group.name, "rows": group.labels} for group in groups],
         "iterations": choice.iterations,
-        "all_iterations": figures.iterations.tolist(),
-        "step_ms": np.round(step_ns / 1e6, 4).tolist(),
-        "bubble": np.round(idle.sum(axis=1) / known, 4).tolist(),
-        **_heat(run, figures),
-    }
-
-
-MAX_HEAT = 40_000
-"""Cells of the map of ranks by steps."""
-
-
-def _heat(run: RunTrace, figures: RunFigures) -> dict[str, Any]:
-    """Returns the maps of slow ranks and stages; none for one rank."""
-    if len(figures.ranks) < 2 or not figures.num_actions.any():
-        return {}
-    heat = figures.heat(stages_of(run))
-    every = max(1, -(-heat[0].size // MAX_HEAT))
-    ranks, stages = (
-        [[None if value != value else round(value, 3) for value in row] for row in part.tolist()]
-        for part in (heat[0][:, ::every], heat[1])
-    )
-    return {
-        "heat": ranks,
-        "heat_steps": figures.iterations[::every].tolist(),
-        "heat_ranks": figures.ranks.tolist(),
-        "heat_stages": stages,
     }
 
 
@@ -237,29 +193,25 @@ def _blocks(
     run: RunTrace, figures: RunFigures, choice: PageSelection, notes: list[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and content of the blocks of all groups and iterations; adds to the notes."""
-    share = len(choice.iterations) * len(choice.groups)
-    shortest, unsent, unsimulated = 0, 0, 0
+    short, unsimulated = 0, 0
     for place, iteration in enumerate(choice.iterations):
         idle = figures.bubble_fraction[np.searchsorted(figures.iterations, iteration)]
         for number, group in enumerate(choice.groups):
             ranks = [trace.header.rank for trace in group.traces if trace]
             mine = idle[np.isin(figures.ranks, ranks) & ~np.isnan(idle)]
             bubble = float(mine.mean()) if len(mine) else 0.0
-            block = _block(run, iteration, group, share, bubble)
-            shortest = max(shortest, block["merged_below_ns"])
-            unsent += block["messages_left_out"]
+            block = _block(run, iteration, group, MAX_SPANS // len(choice.groups), bubble)
+            short += block["left_out"]
             unsimulated += not block["simulated_ms"]
             yield f"block-{number}-{place}", block
-    if shortest:
-        notes.append(f"spans shorter than up to {shortest / 1e6:.3g} ms are merged")
-    if unsent:
-        notes.append(f"{unsent} messages of large steps have no arrows")
+    if short:
+        notes.append(f"{short:,} of the shortest spans of large steps are left out")
     if unsimulated:
         notes.append(f"{unsimulated} steps, incomplete or very large, are not simulated")
 
 
 def _block(
-    run: RunTrace, iteration: int, group: _Group, share: int, bubble: float
+    run: RunTrace, iteration: int, group: _Group, budget: int, bubble: float
 ) -> dict[str, Any]:
     """One iteration of one group.
 
@@ -267,12 +219,12 @@ def _block(
         run: the run.
         iteration: its number.
         group: its ranks.
-        share: blocks that the limits of the page are divided among.
+        budget: bars that the block may have.
         bubble: idle part of the step, mean over the group's ranks.
     """
     nothing = TraceTable.concat([])
     tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
-    rows = rows_of(tables, run.num_chunks)
+    rows, left_out = _longest(rows_of(tables, run.num_chunks), budget)
     start_ns, end_ns, step_ns = _extent(tables, rows)
     # What the page shows at first is the step and the update after it.
     updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
@@ -291,36 +243,32 @@ def _block(
         found = ideal_steps(run, list(present), [iteration])
     ideal = TraceTable.concat(list((found or {}).values()))
     first_ns, last_ns = (int(ideal.start_ns.min()), int(ideal.end_ns.max())) if found else (0, 0)
-    small = merged(rows, MAX_SPANS // share)
     unit_ns = 1 + (end_ns - start_ns) // (2**31 - 1)
-    limit = MAX_MESSAGES // share
     lower = rows_of([(found or {}).get(rank, nothing) for rank in present], run.num_chunks)
     bars = span_columns(lower, len(tables), first_ns, unit_ns)
     columns = {
-        **span_columns(small, len(tables), start_ns, unit_ns),
-        **message_columns(messages, present, start_ns, unit_ns, limit),
-        **{f"s_{n}": bars[n] for n in ("offset", "start", "length", "category", "microbatch")},
+        **span_columns(rows, len(tables), start_ns, unit_ns),
+        **message_columns(messages, present, start_ns, unit_ns),
+        **{f"s_{name}": bars[name] for name in (*_IDEAL_COLUMNS, "offset")},
     }
     return encode(
         columns,
         unit_ms=unit_ns / 1e6,
         simulated_ms=(last_ns - first_ns) / 1e6,
-        merged_below_ns=small.merged_below_ns,
-        messages=len(messages),
-        messages_left_out=len(messages) if len(messages) > limit else 0,
+        left_out=left_out,
         **head,
     )
 
 
-def _extent(tables: list[TraceTable], rows: Rows) -> tuple[int, int, int]:
+def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, int, int]:
     """Start of the first action, end of the last bar, and length from there to the last action."""
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
-    bars = rows.columns["start"]
+    bars = rows["start"]
     if not len(drawn):
         start = int(bars.min()) if len(bars) else 0
-        return start, start + int(rows.columns["length"].max(initial=1)), 0
+        return start, start + int(rows["length"].max(initial=1)), 0
     start, end = int(drawn.start_ns.min()), int(drawn.end_ns.max())
-    return start, max(int((bars + rows.columns["length"]).max()), start + 1), end - start
+    return start, max(int((bars + rows["length"]).max()), start + 1), end - start
 
 
 MAX_ITERATIONS = 20
@@ -371,16 +319,25 @@ def choose(
             f"iterations {describe_numbers(iterations)} in {run.origin} hold no F, B or W; "
             "there is nothing to draw"
         )
-    notes = []
-    shown = _iterations(figures, asked)
+    groups, notes = _groups(run, figures, dp_rank, labels)
+    ranks = [trace.header.rank for group in groups for trace in group.traces if trace]
+    spans = max(1, run.num_spans(asked, ranks) // len(asked))
+    shown = _iterations(figures, asked, max(1, min(MAX_ITERATIONS, MAX_SPANS // spans)))
     if len(shown) < len(asked):
         notes.append(
-            f"{len(shown)} of {len(asked)} iterations: first, last, the {SLOWEST} slowest and "
-            "evenly spaced ones"
+            f"{len(shown)} of {len(asked)} iterations: the slowest, and evenly spaced ones"
         )
+    return PageSelection(tuple(shown), tuple(groups), tuple(notes))
+
+
+def _groups(
+    run: RunTrace, figures: RunFigures, dp_rank: int | None, labels: Mapping[int, str] | None
+) -> tuple[list[_Group], list[str]]:
+    """Returns what is shown at a time, and what is left out."""
     if labels is not None:
-        whole = _Group("all ranks", list(labels.values()), [run.ranks[rank] for rank in labels])
-        return PageSelection(tuple(shown), (whole,), tuple(notes))
+        every = [run.ranks[rank] for rank in labels]
+        return [_Group("all ranks", list(labels.values()), every)], []
+    notes = []
     present = sorted({trace.header.dp_rank for trace in run.ranks.values()})
     tensor = sorted({trace.header.tp_rank for trace in run.ranks.values()})
     replicas = _replicas(figures, present) if dp_rank is None else (dp_rank,)
@@ -395,15 +352,15 @@ def choose(
         traces = run.replica(replica, tensor[0])
         names = [_label(pp_rank, trace) for pp_rank, trace in enumerate(traces)]
         groups.append(_Group(f"replica {replica}", names, traces))
-    return PageSelection(tuple(shown), tuple(groups), tuple(notes))
+    return groups, notes
 
 
-def _iterations(figures: RunFigures, asked: Sequence[int]) -> list[int]:
-    if len(asked) <= MAX_ITERATIONS:
+def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
+    if len(asked) <= most:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
-    slowest = np.argsort(-step_ns, kind="stable")[:SLOWEST]
-    spaced = np.linspace(0, len(asked) - 1, MAX_ITERATIONS - SLOWEST).round().astype(int)
+    slowest = np.argsort(-step_ns, kind="stable")[: min(SLOWEST, most // 2)]
+    spaced = np.linspace(len(asked) - 1, 0, most - len(slowest)).round().astype(int)
     return [asked[place] for place in np.union1d(slowest, spaced).tolist()]
 
 
@@ -414,10 +371,6 @@ def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({present[0], present[int(np.argmax(steps))]}))
 
 
-TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "float64")
-"""Of a column, narrowest first; all have an array in JavaScript."""
-
-
 def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
     """A block.
 
@@ -425,7 +378,11 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
         columns: whole numbers below 2^53.
         head: other data of the page, as JSON.
     """
-    found = {name: column.astype(_type_of(column)) for name, column in columns.items()}
+    most = np.iinfo("int32").max
+    found = {
+        name: column.astype("float64" if np.abs(column).max(initial=0) > most else "int32")
+        for name, column in columns.items()
+    }
     # Wide ones first, so that each begins at a multiple of its width.
     ordered = sorted(found.items(), key=lambda pair: -pair[1].itemsize)
     listed = [[name, column.dtype.name, len(column)] for name, column in ordered]
@@ -433,7 +390,9 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
     return {**head, "columns": listed, "data": base64.b64encode(packed).decode("ascii")}
 
 
-def span_columns(rows: Rows, num_rows: int, start_ns: int, unit_ns: int) -> dict[str, Ints]:
+def span_columns(
+    rows: Mapping[str, Ints], num_rows: int, start_ns: int, unit_ns: int
+) -> dict[str, Ints]:
     """Columns of bars; ``offset`` says where each row begins.
 
     Args:
@@ -442,17 +401,17 @@ def span_columns(rows: Rows, num_rows: int, start_ns: int, unit_ns: int) -> dict
         start_ns: time 0 of the page.
         unit_ns: of all times.
     """
-    columns = {name: column for name, column in rows.columns.items() if name != "row"}
-    columns["offset"] = np.searchsorted(rows.columns["row"], np.arange(num_rows + 1))
-    start = rows.columns["start"] - start_ns
-    end = start + rows.columns["length"]
+    columns = {name: column for name, column in rows.items() if name != "row"}
+    columns["offset"] = np.searchsorted(rows["row"], np.arange(num_rows + 1))
+    start = rows["start"] - start_ns
+    end = start + rows["length"]
     columns["start"] = start // unit_ns
     columns["length"] = end // unit_ns - columns["start"]
     return columns
 
 
 def message_columns(
-    messages: Messages, row_of: Mapping[int, int], start_ns: int, unit_ns: int, limit: int
+    messages: Messages, row_of: Mapping[int, int], start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
     """Columns of the messages between rows, ordered by sending.
 
@@ -461,11 +420,8 @@ def message_columns(
         row_of: rows by global rank.
         start_ns: time 0 of the page.
         unit_ns: of all times.
-        limit: of more messages than this none is kept.
     """
     order = np.argsort(messages.sent_ns, kind="stable")
-    if len(order) > limit:
-        order = order[:0]
     rows = np.full(max(row_of, default=0) + 1, -1, dtype=np.int64)
     rows[list(row_of)] = list(row_of.values())
     return {
@@ -477,52 +433,23 @@ def message_columns(
     }
 
 
-def _type_of(column: Ints) -> str:
-    low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
-    for name in TYPES[:-1]:
-        limits = np.iinfo(name)
-        if limits.min <= low and high <= limits.max:
-            return name
-    return TYPES[-1]
+_IDEAL_COLUMNS = ("start", "length", "category", "chunk", "microbatch", "piece")
+_SPAN_COLUMNS = (
+    *("chunk", "microbatch", "reason", "bytes", "in_flight_bytes"),
+    *("queue_depth", "peer", "piece", "of"),
+)
 
 
-_MERGED = {
-    **dict.fromkeys(("length", "count", "bytes"), np.add),
-    **dict.fromkeys(("in_flight_bytes", "queue_depth"), np.maximum),
-    "start": np.minimum,
-}
-"""Joins columns of merged spans; of the other columns the first value counts."""
-_NOTHING = {"microbatch": -1, "piece": 0, "reason": 0, "peer": -1, "of": -1}
-"""Values of what a bar that stands for several spans does not have."""
-_SPAN_COLUMNS = ("microbatch", "bytes", "in_flight_bytes", "queue_depth", "peer", "piece", "of")
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Bars of the rows of a chart, ordered by row and start; every column is ``[bars]``.
-
-    Attributes:
-        columns: ``row``, ``start`` (ns, absolute), ``length`` (ns), ``category``, ``chunk``,
-            ``count`` (spans it stands for) and others of a table by name.
-        within: the category whose bars lie within others of their row.
-        merged_below_ns: spans shorter than this were merged, 0 for none.
-    """
-
-    columns: dict[str, Ints]
-    within: int
-    merged_below_ns: int = 0
-
-    def __len__(self) -> int:
-        """The number of bars."""
-        return len(self.columns["row"])
-
-
-def rows_of(tables: list[TraceTable], num_chunks: int) -> Rows:
-    """The bars of some ranks' spans; messages and the step as a whole are none.
+def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
+    """Returns the bars of some ranks' spans; messages and the step as a whole are none.
 
     Args:
         tables: spans of one iteration by row.
         num_chunks: chunks per rank.
+
+    Returns:
+        Columns of bars by row and start: ``row``, ``start`` (ns, absolute), ``length`` (ns),
+        ``category`` and others of a table by name.
     """
     rows = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     table = TraceTable.concat(tables)
@@ -531,32 +458,20 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> Rows:
     rows, table, category = rows[keep], table.take(keep), category[keep]
     order = np.lexsort((table.start_ns, rows))
     table = table.take(order)
-    columns = {
+    return {
         "row": rows[order],
         "start": table.start_ns,
         "length": table.duration_ns,
         "category": category[order],
-        "chunk": table.chunk.astype(np.int64),
-        "reason": table.reason.astype(np.int64),
-        "count": np.ones(len(table), dtype=np.int64),
         **{name: getattr(table, name).astype(np.int64) for name in _SPAN_COLUMNS},
     }
-    return Rows(columns, _first_other(num_chunks) + list(OTHER_COLORS).index("data"))
 
 
-def merged(rows: Rows, budget: int) -> Rows:
-    """Rows with about ``budget`` bars at most, short ones merged."""
-    if len(rows) <= budget:
-        return rows
-    start = rows.columns["start"]
-    extent = int((start + rows.columns["length"]).max() - start.min()) + 1
-    num_rows = int(rows.columns["row"].max()) + 1
-    width = max(1, extent * num_rows * 2 // max(budget, 1))
-    while True:
-        found = _merged_below(rows, min(width, extent))
-        if len(found) <= budget or width >= extent:
-            return found
-        width = width * 3 // 2 + 1
+def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints], int]:
+    """Returns at most so many bars, the longest, and how many are left out."""
+    left_out = max(0, len(rows["row"]) - budget)
+    kept = np.sort(np.argsort(rows["length"], kind="stable")[left_out:])
+    return {name: column[kept] for name, column in rows.items()}, left_out
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
@@ -579,42 +494,3 @@ def _category_of(table: TraceTable, num_chunks: int) -> Ints:
 def _first_other(num_chunks: int) -> int:
     """The place in :func:`categories` behind actions and waits."""
     return len(DRAWN_ACTIONS) * num_chunks + len(CAUSES) + 1
-
-
-def _merged_below(rows: Rows, width: int) -> Rows:
-    """Spans shorter than a bin of ``width`` ns merged."""
-    columns = rows.columns
-    is_short = (columns["length"] < width) & (columns["length"] >= 0)
-    bins = (columns["start"] - columns["start"].min()) // width
-    place_of = (columns["row"] * (int(bins.max()) + 1) + bins)[is_short]
-    short = {name: column[is_short] for name, column in columns.items()}
-    order = np.lexsort((short["category"], place_of))
-    short = {name: column[order] for name, column in short.items()}
-    is_new = (np.diff(place_of[order], prepend=-1) != 0) | (
-        np.diff(short["category"], prepend=-1) != 0
-    )
-    heads = np.flatnonzero(is_new)
-    new = {
-        name: _MERGED[name].reduceat(column, heads) if name in _MERGED else column[heads]
-        for name, column in short.items()
-    }
-    alone = new["count"] == 1
-    for name, nothing in _NOTHING.items():
-        new[name] = np.where(alone, new[name], nothing)
-    _pack(new, 2 * place_of[order][heads] + (new["category"] == rows.within))
-    both = {name: np.concatenate([columns[name][~is_short], new[name]]) for name in columns}
-    order = np.lexsort((both["start"], both["row"]))
-    return Rows({name: column[order] for name, column in both.items()}, rows.within, width)
-
-
-def _pack(columns: dict[str, Ints], bin_of: Ints) -> None:
-    """Lay the bars of each bin one behind the other, from the start of the first."""
-    order = np.lexsort((columns["start"], bin_of))
-    start, length, bins = columns["start"][order], columns["length"][order], bin_of[order]
-    heads = np.flatnonzero(np.diff(bins, prepend=-1))
-    sizes = np.diff(np.append(heads, len(bins)))
-    before = np.cumsum(length) - length
-    packed = np.repeat(start[heads] - before[heads], sizes) + before
-    moved = np.empty_like(packed)
-    moved[order] = packed
-    columns["start"] = moved

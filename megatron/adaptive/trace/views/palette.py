@@ -10,7 +10,7 @@ from __future__ import annotations
 import colorsys
 from dataclasses import dataclass
 
-from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS
+from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, Span
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "W": "weight"}
 IDLE = "E4E4E7"
@@ -60,6 +60,20 @@ def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
         lightness = _DARK + (_LIGHT - _DARK) * chunk / (num_chunks - 1)
     channels = colorsys.hls_to_rgb(hue, lightness, saturation)
     return "".join(f"{round(255 * channel):02X}" for channel in channels)
+
+
+def cause_of(wait: Span) -> str:
+    """Returns the cause of a wait, empty for one that is unknown here."""
+    return wait.reason if wait.reason in WAIT_NAMES else ""
+
+
+def fill_of(span: Span | None, num_chunks: int) -> str:
+    """Returns the fill of an action, a wait or, for ``None``, other idle time as ``RRGGBB``."""
+    if span is None:
+        return IDLE
+    if span.action == "wait":
+        return WAIT_COLORS[cause_of(span)]
+    return chunk_color(span.action, span.chunk, num_chunks)
 
 
 def text_color(fill: str) -> str:

@@ -19,25 +19,18 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS, Lengths
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, Lengths, Span
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.step import stages_text
-from megatron.adaptive.trace.table import (
-    KIND,
-    Ints,
-    Messages,
-    TraceTable,
-    match_messages,
-    wait_before,
-)
+from megatron.adaptive.trace.table import Messages, TraceTable, match_messages
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
@@ -106,21 +99,32 @@ def perfetto_events(
         Events; those of a thread are ordered by time, a slice before what lies in it.
     """
     wanted = sorted(run.ranks if ranks is None else ranks)
-    messages = match_messages(
-        {r: run.ranks[r].table(iterations).of_kind("send", "receive") for r in wanted}
-    )
     starts = [run.ranks[rank].table([min(iterations)]).start_ns for rank in wanted]
     origin_ns = min((int(start.min()) for start in starts if len(start)), default=0)
-    ends = _flow_ends(messages)
+    tables = {rank: run.ranks[rank].table(iterations) for rank in wanted}
+    flows = _flows(match_messages(tables))
     ideal = ideal_steps(run, wanted, iterations) or {}
     for place, rank in enumerate(wanted):
         trace = run.ranks[rank]
         yield from _names_of(run, trace, place)
-        table = trace.table(iterations)
         lengths = {iteration: trace.lengths(iteration) for iteration in iterations}
-        for event in _slices(rank, table, ideal.get(rank), origin_ns, ends):
-            yield _with_lengths(event, lengths)
-        yield from _counters(rank, table, origin_ns)
+        every = _by_start(tables.pop(rank))
+        for number, (name, kinds) in enumerate(THREADS.items()):
+            slices = [
+                (span, _slice(span, lengths.get(span.iteration, ())))
+                for span in every
+                if span.action in kinds
+            ]
+            yield from _thread(rank, number, name, slices, origin_ns, flows)
+        slices = [(span, _ideal(span)) for span in _by_start(ideal.get(rank))]
+        yield from _thread(rank, len(THREADS), _IDEAL, slices, origin_ns, flows)
+        yield from _counters(rank, [one for one in every if one.action in DRAWN_ACTIONS], origin_ns)
+
+
+def _by_start(table: TraceTable | None) -> list[Span]:
+    """Returns spans in the order of slices: a longer one before what begins with it."""
+    spans = () if table is None else table.spans()
+    return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 
 def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> None:
@@ -155,16 +159,6 @@ def _within_limit(
             f"iterations {describe_numbers(iterations)} in {run.origin} hold no spans; there is "
             "nothing to write"
         )
-    if run.num_spans(chosen, ranks) > MAX_SPANS:
-        places = {r: (run.ranks[r].header.dp_rank, run.ranks[r].header.tp_rank) for r in ranks}
-        first = min(places.values())
-        kept = [rank for rank in ranks if places[rank] == first]
-        if len(kept) < len(ranks):
-            notes.append(
-                f"{len(kept)} of {len(ranks)} ranks: those of data-parallel rank {first[0]} and "
-                f"tensor-parallel rank {first[1]}; all would be more than {MAX_SPANS:,} spans"
-            )
-        ranks = kept
     asked = len(chosen)
     while len(chosen) > 1 and run.num_spans(chosen, ranks) > MAX_SPANS:
         del chosen[0]
@@ -201,121 +195,109 @@ def _tid(rank: int, number: int) -> int:
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
-def _slices(
-    rank: int,
-    table: TraceTable,
-    ideal: TraceTable | None,
-    origin_ns: int,
-    ends: Mapping[tuple[int, ...], list[Event]],
-) -> Iterator[Event]:
-    waits = wait_before(table)
-    threads = [(name, table.where(*kinds), table, waits) for name, kinds in THREADS.items()]
-    if ideal is not None:
-        every = ideal.where(*DRAWN_ACTIONS)
-        threads.append((_IDEAL, every, ideal, np.zeros(len(ideal), dtype=np.int64)))
-    for number, (name, chosen, spans, waits) in enumerate(threads):
-        rows = np.flatnonzero(chosen)
-        rows = rows[np.lexsort((-spans.duration_ns[rows], spans.start_ns[rows]))]
-        mine = spans.take(rows)
-        lanes = _lanes(mine.start_ns, mine.end_ns, may_nest=name not in _SIDE_BY_SIDE)
-        for lane in range(max(lanes, default=-1) + 1):
-            tid = _tid(rank, number * LANES + lane)
-            title = name if not lane else f"{name} {lane + 1}"
-            yield _metadata("thread_name", rank, tid, name=title)
-            yield _metadata("thread_sort_index", rank, tid, sort_index=tid)
-        columns = [mine.kind, mine.iteration, mine.chunk, mine.microbatch, mine.piece, mine.of]
-        columns += [mine.peer, mine.reason, mine.bytes, mine.in_flight_bytes, mine.queue_depth]
-        columns += [waits[rows]]
-        starts = _microseconds(mine.start_ns - origin_ns)
-        lengths = _microseconds(np.maximum(mine.duration_ns, 1))
-        numbers = zip(*(column.tolist() for column in columns), strict=True)
-        for lane, start, length, row in zip(lanes, starts, lengths, numbers, strict=True):
-            where = {"pid": rank + 1, "tid": _tid(rank, number * LANES + lane), "ts": start}
-            shown = _slice(row)
-            if name == _IDEAL:
-                named = {n: v for n, v in shown["args"].items() if n in _OF_ANY_STEP}
-                shown.update(cat="ideal", args=named)
-            yield {**shown, "ph": "X", **where, "dur": length}
-            if row[0] in _MESSAGES:
-                for end in ends.get((row[0], rank, row[6], *row[1:4], row[5]), ()):
-                    yield {**end, **where}
-
-
-def _with_lengths(event: Event, known: Mapping[int, Lengths]) -> Event:
-    """Adds to actions and reads what their microbatches hold, where these differ."""
-    arguments = event.get("args", {})
-    found, microbatch = known.get(arguments.get("iteration"), ()), arguments.get("microbatch", -1)
-    if event.get("cat") in _OF_LENGTHS and 0 <= microbatch < len(found):
-        positions, *lengths = found[microbatch]
-        tokens = sum(lengths)
-        arguments.update(tokens=tokens, padding=positions - tokens, lengths=lengths)
-    return event
-
-
 _IDEAL = "ideal: nobody slower than others"
-_OF_ANY_STEP = ("iteration", "chunk", "microbatch")
 _SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
 """Threads whose spans have nothing to do with those around them."""
-_MESSAGES = (KIND["send"], KIND["receive"])
-_OF_LENGTHS = (*ACTION_NAMES.values(), "data")
-"""Categories of what is done with the tokens of one microbatch."""
 
 
-def _slice(row: tuple[int, ...]) -> Event:
-    """Name, category and arguments of a span."""
-    kind, iteration, chunk, microbatch, piece, of, peer, reason, size, held, queued, wait_ns = row
-    word = KINDS[kind] if kind < len(KINDS) else "other"
-    arguments: dict[str, Any] = {"iteration": iteration}
-    for name, value in (("chunk", chunk), ("microbatch", microbatch), ("peer", peer)):
-        if value >= 0:
-            arguments[name] = value
-    if word in DRAWN_ACTIONS:
-        arguments["wait_us"] = wait_ns / NS_PER_US
-        arguments.update(in_flight_bytes=held, queue_depth=queued)
-        if word == "W":
-            arguments["piece"] = piece
-    if of >= 0:
-        arguments["of"] = KINDS[of] if of < len(KINDS) else "other"
-    if size:
-        arguments["bytes"] = size
-    if REASONS[reason]:
-        arguments["cause" if word == "wait" else "reason"] = REASONS[reason]
-    return {
-        "name": _name(word, chunk, microbatch, iteration, REASONS[reason], arguments.get("of", "")),
-        "cat": ACTION_NAMES.get(word, word),
-        "args": arguments,
-    }
-
-
-def _name(word: str, chunk: int, microbatch: int, iteration: int, cause: str, of: str) -> str:
-    if word in ACTION_NAMES:
-        return f"{ACTION_NAMES[word]} {chunk}-{microbatch}"
-    if word == "step":
-        return f"iteration {iteration}"
-    if word == "wait":
-        return f"wait: {cause or 'unknown'}"
-    if word == "collective":
-        return cause or word
-    if word in ("send", "receive"):
-        return f"{word} {of}{chunk}-{microbatch}"
-    return f"data {microbatch}" if word == "data" else word
-
-
-def _lanes(start_ns: Ints, end_ns: Ints, may_nest: bool) -> list[int]:
-    """The lane of each span, the first where it overlaps none but what it lies within.
+def _thread(
+    rank: int,
+    number: int,
+    name: str,
+    slices: Sequence[tuple[Span, Event]],
+    origin_ns: int,
+    flows: dict[tuple[Any, ...], Event],
+) -> Iterator[Event]:
+    """Yields the slices of a thread, of several where they overlap, with their flows.
 
     Args:
-        start_ns: ``[spans]``, ascending; of equal ones the longest first.
-        end_ns: ``[spans]``.
+        rank: global rank.
+        number: of the thread.
+        name: of the thread.
+        slices: spans, in the order of slices, with name, category and arguments.
+        origin_ns: time 0.
+        flows: those to come, of which what is yielded is taken out.
+    """
+    spans = [span for span, _ in slices]
+    lanes = _lanes(spans, may_nest=name not in _SIDE_BY_SIDE)
+    for lane in range(max(lanes, default=-1) + 1):
+        tid = _tid(rank, number * LANES + lane)
+        title = name if not lane else f"{name} {lane + 1}"
+        yield _metadata("thread_name", rank, tid, name=title)
+        yield _metadata("thread_sort_index", rank, tid, sort_index=tid)
+    starts = _microseconds([span.start_ns - origin_ns for span in spans])
+    lengths = _microseconds([max(span.duration_ns, 1) for span in spans])
+    for (span, event), lane, start, length in zip(slices, lanes, starts, lengths, strict=True):
+        where = {"pid": rank + 1, "tid": _tid(rank, number * LANES + lane), "ts": start}
+        yield {**event, "ph": "X", **where, "dur": length}
+        what = (span.iteration, span.chunk, span.microbatch, span.of)
+        if flow := flows.pop((rank, span.action, span.peer, *what), None):
+            yield {"name": "message", "cat": "message", **flow, **where}
+
+
+def _ideal(span: Span) -> Event:
+    where = {name: getattr(span, name) for name in ("iteration", "chunk", "microbatch")}
+    return {"name": _name(span), "cat": "ideal", "args": where}
+
+
+def _slice(span: Span, lengths: Lengths) -> Event:
+    """Returns name, category and arguments of a span.
+
+    Args:
+        span: the span.
+        lengths: what the microbatches of its iteration hold, empty where they are alike.
+    """
+    word = span.action
+    arguments: dict[str, Any] = {"iteration": span.iteration}
+    for name in ("chunk", "microbatch", "peer"):
+        if getattr(span, name) >= 0:
+            arguments[name] = getattr(span, name)
+    if word in DRAWN_ACTIONS:
+        arguments["wait_us"] = span.wait_ns / NS_PER_US
+        arguments.update(in_flight_bytes=span.in_flight_bytes, queue_depth=span.queue_depth)
+    if word == "W":
+        arguments["piece"] = span.piece
+    if span.of:
+        arguments["of"] = span.of
+    if span.bytes:
+        arguments["bytes"] = span.bytes
+    if span.reason:
+        arguments["cause" if word == "wait" else "reason"] = span.reason
+    if word in (*DRAWN_ACTIONS, "data") and 0 <= span.microbatch < len(lengths):
+        positions, *documents = lengths[span.microbatch]
+        tokens = sum(documents)
+        arguments.update(tokens=tokens, padding=positions - tokens, lengths=documents)
+    return {"name": _name(span), "cat": ACTION_NAMES.get(word, word), "args": arguments}
+
+
+def _name(span: Span) -> str:
+    word, place = span.action, f"{span.chunk}-{span.microbatch}"
+    if word in ACTION_NAMES:
+        return f"{ACTION_NAMES[word]} {place}"
+    return {
+        "step": f"iteration {span.iteration}",
+        "wait": f"wait: {span.reason or 'unknown'}",
+        "collective": span.reason or word,
+        "send": f"send {span.of}{place}",
+        "receive": f"receive {span.of}{place}",
+        "data": f"data {span.microbatch}",
+    }.get(word, word)
+
+
+def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
+    """Returns the lane of each span, the first where it overlaps none but what it lies within.
+
+    Args:
+        spans: by start; of equal ones the longest first.
         may_nest: whether a span may lie within another of its lane.
     """
     lanes: list[int] = []
     ends_of: list[list[int]] = []  # per lane, where its open spans end, the innermost last
-    for start, end in zip(start_ns.tolist(), end_ns.tolist(), strict=True):
-        stop = max(end, start + 1)
+    for span in spans:
+        stop = max(span.end_ns, span.start_ns + 1)
         lane = 0
         for ends in ends_of:
-            while ends and ends[-1] <= start:
+            while ends and ends[-1] <= span.start_ns:
                 ends.pop()
             if not ends or (may_nest and stop <= ends[-1]):
                 break
@@ -327,12 +309,13 @@ def _lanes(start_ns: Ints, end_ns: Ints, may_nest: bool) -> list[int]:
     return lanes
 
 
-def _microseconds(ns: Ints) -> list[float]:
+def _microseconds(times_ns: Sequence[int]) -> list[float]:
     """Microseconds that become the same nanoseconds again whether a reader rounds or cuts off.
 
     A thousandth of a number may lie a trace below it, and a slice that begins a nanosecond early
     overlaps the one before it, which readers drop.
     """
+    ns = np.array(times_ns, dtype=np.int64)
     values = ns / NS_PER_US
     early = np.floor(values * NS_PER_US) < ns
     values[early] = np.nextafter(values[early], np.inf)
@@ -340,43 +323,36 @@ def _microseconds(ns: Ints) -> list[float]:
     return found
 
 
-def _flow_ends(messages: Messages) -> dict[tuple[int, ...], list[Event]]:
-    """Begin and end of each message's flow, by kind of span, rank, peer and what it is of."""
-    ends: dict[tuple[int, ...], list[Event]] = {}
-    columns = (
-        *(messages.source, messages.target, messages.iteration, messages.chunk),
-        *(messages.microbatch, messages.of),
-    )
-    for number, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        source, target, *what = row
-        flow = {"name": "message", "cat": "message", "id": number + 1}
-        send = (KIND["send"], source, target, *what)
-        receive = (KIND["receive"], target, source, *what)
-        ends.setdefault(send, []).append({**flow, "ph": "s"})
-        ends.setdefault(receive, []).append({**flow, "ph": "f", "bp": "e"})
+def _flows(messages: Messages) -> dict[tuple[Any, ...], Event]:
+    """Returns begin and end of each message's flow, by rank, kind of span and message."""
+    ends: dict[tuple[Any, ...], Event] = {}
+    names = ("source", "target", "iteration", "chunk", "microbatch", "of")
+    columns = [getattr(messages, name).tolist() for name in names]
+    words = (*KINDS, "other")
+    for number, (source, target, *what, of) in enumerate(zip(*columns, strict=True), start=1):
+        message = (*what, words[of])
+        begin, end = (source, "send", target, *message), (target, "receive", source, *message)
+        ends[begin] = {"id": number, "ph": "s"}
+        ends[end] = {"id": number, "ph": "f", "bp": "e"}
     return ends
 
 
-def _counters(rank: int, table: TraceTable, origin_ns: int) -> Iterator[Event]:
+def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Event]:
     """Returns counters of memory held and inputs queued, whenever an action begins."""
-    rows = np.flatnonzero(table.where(*DRAWN_ACTIONS))
-    rows = rows[np.argsort(table.start_ns[rows], kind="stable")]
-    mine = table.take(rows)
-    step = np.where(mine.kind == KIND["F"], 1, np.where(mine.kind == KIND["B"], -1, 0))
-    held = np.cumsum(step)
-    # Every iteration starts with none: an interrupted one may have left forwards behind.
-    heads = np.flatnonzero(np.diff(mine.iteration, prepend=mine.iteration[:1] - 1))
-    before = np.repeat((held - step)[heads], np.diff(np.append(heads, len(rows))))
-    inside = np.maximum(held - before, 0)
-    start = _microseconds(mine.start_ns - origin_ns)
-    for name, unit, values in (
-        ("activation bytes in flight", "bytes", mine.in_flight_bytes),
-        ("microbatches in flight", "count", inside),
-        ("inputs queued", "count", mine.queue_depth),
-    ):
-        last = None
-        for time, value in zip(start, values.tolist(), strict=True):
-            if value != last:
+    last: dict[str, int] = {}
+    iteration, inside = -1, 0
+    times = _microseconds([action.start_ns - origin_ns for action in actions])
+    for action, time in zip(actions, times, strict=True):
+        if action.iteration != iteration:
+            # Every iteration starts with none: an interrupted one may have left forwards behind.
+            iteration, inside = action.iteration, 0
+        inside = max(0, inside + {"F": 1, "B": -1}.get(action.action, 0))
+        for name, unit, value in (
+            ("activation bytes in flight", "bytes", action.in_flight_bytes),
+            ("microbatches in flight", "count", inside),
+            ("inputs queued", "count", action.queue_depth),
+        ):
+            if last.get(name) != value:
+                last[name] = value
                 where = {"pid": rank + 1, "tid": _tid(rank, 0), "ts": time}
                 yield {"name": name, "ph": "C", **where, "args": {unit: value}}
-                last = value

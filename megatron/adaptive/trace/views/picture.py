@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.trace.event import Span
 from megatron.adaptive.trace.figures import NS_PER_MS, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RunTrace
@@ -25,9 +24,10 @@ from megatron.adaptive.trace.step import PipelineStep
 from megatron.adaptive.trace.views.palette import (
     ACTION_NAMES,
     IDLE,
-    WAIT_COLORS,
     categories,
+    cause_of,
     chunk_color,
+    fill_of,
     text_color,
 )
 
@@ -71,7 +71,7 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     _set_axes(axes, step, text_pt)
     _write_title(figure, axes, step)
     long_ns = step.step_ns / VISIBLE
-    causes = {_cause(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
+    causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # what is drawn within the axes moves nothing
@@ -109,23 +109,24 @@ def _set_axes(axes: Axes, step: PipelineStep, text_pt: float) -> None:
 
 def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
     for pp_rank in step.bubble_fractions:
-        waits = [
-            (*_extent_ms(wait), WAIT_COLORS[_cause(wait)])
-            for wait in (step.waits[pp_rank] if step.waits else ())
-        ]
-        actions = [
-            (*_extent_ms(span), chunk_color(span.action, span.chunk, step.num_chunks))
-            for span in step.rows[pp_rank]
-        ]
-        _draw_bars(axes, pp_rank, [(0.0, step.step_ns / NS_PER_MS, IDLE), *waits])
-        _draw_bars(axes, pp_rank, actions, edge_pt)
+        waits = step.waits[pp_rank] if step.waits else ()
+        _draw_bars(axes, pp_rank, [(0.0, step.step_ns / NS_PER_MS, IDLE)])
+        for spans, edge in ((waits, 0.0), (step.rows[pp_rank], edge_pt)):
+            _draw_bars(
+                axes,
+                pp_rank,
+                [
+                    (
+                        span.start_ns / NS_PER_MS,
+                        span.duration_ns / NS_PER_MS,
+                        fill_of(span, step.num_chunks),
+                    )
+                    for span in spans
+                ],
+                edge,
+            )
     for pp_rank in step.missing:
         axes.text(0, pp_rank, "no trace of this rank", va="center", color=FAINT, style="italic")
-
-
-def _extent_ms(span: Span) -> tuple[float, float]:
-    """Start and length of a span."""
-    return span.start_ns / NS_PER_MS, span.duration_ns / NS_PER_MS
 
 
 def _draw_bars(
@@ -139,10 +140,6 @@ def _draw_bars(
         edgecolors="white" if edge_pt else "none",
         linewidth=edge_pt,
     )
-
-
-def _cause(wait: Span) -> str:
-    return wait.reason if wait.reason in WAIT_COLORS else ""
 
 
 def _write_texts(
@@ -263,33 +260,21 @@ def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> 
     height = 1.9 + 0.24 * max(len(shown), len(stages), 4)
     figure = _figure(WIDTH_IN * 0.8, height, DPI * 2 // 3)
     whole, part = figure.subplots(1, 2, width_ratios=(3, 1))
-    # Times of work over the usual ones: white as usual, red slower, blue quicker.
-    most = max(1.25, min(3.0, float(np.nanmax(ranks)), float(2 * np.nanmedian(ranks) + 1)))
-    norm = TwoSlopeNorm(1.0, vmin=min(0.75, float(np.nanmin(ranks))), vmax=most)
     for axes, values in ((whole, ranks[shown]), (part, stages)):
+        # Times of work over the usual ones: white as usual, red slower, blue quicker.
         image = axes.imshow(
-            values, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest"
+            values, aspect="auto", cmap="RdBu_r", vmin=0.5, vmax=1.5, interpolation="nearest"
         )
     names = [where.name(worker) for worker in shown.tolist()]
     whole.set_yticks(range(len(shown)), labels=names, fontsize=7.5)
     ticks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 12)).astype(int))
     whole.set_xticks(ticks, labels=[steps[tick] for tick in ticks], fontsize=7.5)
     whole.set_xlabel("step")
-    rows, columns = stages.shape
-    part.set_yticks(range(rows) if rows <= 16 else [0, rows - 1])
-    part.set_xticks(range(columns) if columns <= 16 else [0, columns - 1])
     part.set(xlabel="stage", ylabel="replica")
-    if rows * columns <= MAX_HEAT_ROWS:
-        for row, column in np.ndindex(rows, columns):
-            times = float(stages[row, column])
-            ink = "white" if abs(float(norm(times)) - 0.5) > 0.35 else INK
-            part.text(column, row, f"{times:.2f}", ha="center", va="center", size=7.5, color=ink)
-    figure.colorbar(image, ax=part, label="work, times the usual")
+    for axis in (part.xaxis, part.yaxis):
+        axis.set_major_locator(MaxNLocator(16, integer=True))
+    figure.colorbar(image, ax=part, label="work, times the usual", extend="both")
     lines = answers.format().split("\n")
     figure.suptitle(f"{run.run}: {lines[1]}", fontsize=11, color=INK, x=0.02, ha="left")
-    first = answers.repairs[0] if answers.repairs else None
-    if first is not None:
-        text = f"largest gain: {first.gain:.1%} of a step with {first.what}"
-        figure.supxlabel(text, x=0.02, ha="left", size=8.5, color=FAINT)
     with replaced(path) as temporary:
         figure.savefig(temporary, facecolor="white")

@@ -41,7 +41,6 @@ def write_scalars(
 
     Raises:
         TraceError: a file cannot be written.
-        ImportError: TensorBoard is missing.
     """
     # Not at the top: slow to import, and nobody else in here needs it.
     from tensorboard.compat.proto.event_pb2 import Event

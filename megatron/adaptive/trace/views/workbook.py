@@ -18,7 +18,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 from openpyxl import Workbook
@@ -41,7 +40,9 @@ from megatron.adaptive.trace.views.palette import (
     IDLE,
     WAIT_COLORS,
     WAIT_NAMES,
+    cause_of,
     chunk_color,
+    fill_of,
     text_color,
 )
 
@@ -55,7 +56,6 @@ FORWARD_COLUMNS = 4
 """Columns of the sheet *order* that a short action gets, so that its text fits."""
 MAX_BINS = 600
 """Columns of the sheet *time*."""
-_ROUNDING = 1e-9
 
 CENTRE = Alignment(horizontal="center", vertical="center", shrink_to_fit=True)
 LEFT = Alignment(horizontal="left", vertical="center")
@@ -93,14 +93,12 @@ class ChartCell:
     Attributes:
         start: first column of time, from 0.
         end: column behind the last.
-        span: the action, ``None`` for idle time.
-        cause: of the wait, as in ``Span.reason``; ``None`` for actions and other idle time.
+        span: the action or wait, ``None`` for other idle time.
     """
 
     start: int
     end: int
     span: Span | None
-    cause: str | None = None
 
 
 @dataclass(frozen=True)
@@ -164,63 +162,47 @@ def lay_out(step: PipelineStep) -> Chart:
     durations = sorted(span.duration_ns for row in step.rows for span in row)
     short_ns = durations[len(durations) // 10]
     unit_ns = max(1, short_ns // FORWARD_COLUMNS, -(-step.step_ns // (GRID_COLUMNS - 1)))
-    rows = [list(_cells(row, unit_ns)) for row in step.rows]
-    num_columns = max(round(step.step_ns / unit_ns), *(row[-1].end for row in rows if row))
-    for row in rows:
-        if row and row[-1].end < num_columns:
-            row.append(ChartCell(row[-1].end, num_columns, None))
-    return Chart(unit_ns, num_columns, tuple(map(tuple, rows)))
+    return _chart(step.rows, unit_ns, round(step.step_ns / unit_ns), least=1)
 
 
-def _cells(row: tuple[Span, ...], unit_ns: int) -> Iterator[ChartCell]:
+def fill_bins(step: PipelineStep) -> Chart:
+    """Cut a step into at most :data:`MAX_BINS` columns of 1, 2 or 5 times a power of ten ns.
+
+    A column shows what goes on at its middle.
+    """
+    powers = (10**power for power in range(19))
+    units = (factor * power for power in powers for factor in (1, 2, 5))
+    unit_ns = next(unit for unit in units if -(-step.step_ns // unit) <= MAX_BINS)
+    waits = step.waits or ((),) * step.num_ranks
+    rows = [
+        sorted((*row, *idle), key=lambda span: span.start_ns) if row else ()
+        for row, idle in zip(step.rows, waits, strict=True)
+    ]
+    return _chart(rows, unit_ns, max(1, -(-step.step_ns // unit_ns)), least=0)
+
+
+def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least: int) -> Chart:
+    """Lays spans on columns; each gets so many at least, and so many there are at least."""
+    laid = [list(_cells(row, unit_ns, least)) for row in rows]
+    num_columns = max(num_columns, *(row[-1].end for row in laid if row), 0)
+    for row, cells in zip(rows, laid, strict=True):
+        end = cells[-1].end if cells else 0
+        if row and end < num_columns:
+            cells.append(ChartCell(end, num_columns, None))
+    return Chart(unit_ns, num_columns, tuple(map(tuple, laid)))
+
+
+def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]:
     at = 0
     for span in row:
         start = max(at, round(span.start_ns / unit_ns))
-        end = max(start + 1, round(span.end_ns / unit_ns))
+        end = max(start + least, round(span.end_ns / unit_ns))
+        if start == end:
+            continue
         if start > at:
             yield ChartCell(at, start, None)
         yield ChartCell(start, end, span)
         at = end
-
-
-def fill_bins(step: PipelineStep) -> Chart:
-    """Cut a step into at most :data:`MAX_BINS` columns of 1, 2 or 5 times a power of ten ns."""
-    powers = (10**power for power in range(19))
-    units = (factor * power for power in powers for factor in (1, 2, 5))
-    unit_ns = next(unit for unit in units if -(-step.step_ns // unit) <= MAX_BINS)
-    count = max(1, -(-step.step_ns // unit_ns))
-    waits = step.waits or ((),) * step.num_ranks
-    extent = np.minimum(1, step.step_ns / unit_ns - np.arange(count))
-    rows = (
-        tuple(_bins(row, waits[pp_rank], unit_ns, extent)) if row else ()
-        for pp_rank, row in enumerate(step.rows)
-    )
-    return Chart(unit_ns, count, tuple(rows))
-
-
-def _bins(
-    row: Sequence[Span], waits: Sequence[Span], unit_ns: int, extent: Floats
-) -> Iterator[ChartCell]:
-    """Chooses what each bin shows: an action, the cause of a wait, or idle time; joins equals."""
-    causes, number, count = list(WAIT_NAMES), len(row), len(extent)
-    kinds = [causes.index(wait.reason if wait.reason in WAIT_NAMES else "") for wait in waits]
-    places = [*range(number), *(number + kind for kind in kinds)]
-    shares = np.zeros((number + len(causes), count))
-    for place, span in zip(places, (*row, *waits), strict=True):
-        begin, end = np.clip(np.array([span.start_ns, span.end_ns]) / unit_ns, 0, count)
-        first, last = int(begin), int(np.ceil(end))
-        bins = np.arange(first, last)
-        shares[place, first:last] += np.minimum(bins + 1, end) - np.maximum(bins, begin)
-    actions, idle = shares[:number], shares[number:]
-    busy = actions.sum(axis=0)
-    is_action = 2 * busy >= extent - _ROUNDING
-    rest = np.maximum(0, extent - busy - idle.sum(axis=0)) + _ROUNDING
-    longest = np.concatenate([idle, rest[None]]).argmax(axis=0)
-    choice = np.where(is_action, actions.argmax(axis=0), number + longest)
-    shown = [*((span, None) for span in row), *((None, cause) for cause in causes), (None, None)]
-    heads = np.flatnonzero(np.diff(choice, prepend=-1))
-    for start, end in pairwise([*heads.tolist(), count]):
-        yield ChartCell(start, end, *shown[choice[start]])
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
@@ -238,9 +220,10 @@ def _add_time(workbook: Workbook, step: PipelineStep, title: str) -> None:
     chart = fill_bins(step)
     sheet = workbook.create_sheet("time")
     unit = f"{chart.unit_ns / NS_PER_MS:g} ms"
-    about = f"a column is {unit} and shows what covers most of it, as chunk-microbatch"
+    about = f"a column is {unit} and shows what goes on at its middle, as chunk-microbatch"
     last = _draw(sheet, step, chart, f"{title}; one column is {unit}", about, 0.9, 20)
-    causes = {cell.cause for row in chart.rows for cell in row}
+    spans = [cell.span for row in chart.rows for cell in row if cell.span is not None]
+    causes = {cause_of(span) for span in spans if span.action == "wait"}
     for cause in [cause for cause in WAIT_NAMES if cause in causes]:
         _patch(sheet, last, 0, WAIT_COLORS[cause], WAIT_NAMES[cause])
         last += 1
@@ -307,13 +290,11 @@ def _draw(
 def _fill_cell(sheet: Worksheet, row: int, shown: ChartCell, end: int, num_chunks: int) -> None:
     _merge(sheet, row, shown.start, end)
     cell = sheet.cell(row, LABEL_COLUMNS + 1 + shown.start)
-    span = shown.span
-    if span is None:
-        cell.fill = _fill(IDLE if shown.cause is None else WAIT_COLORS[shown.cause])
-        return
-    color = chunk_color(span.action, span.chunk, num_chunks)
-    cell.value, cell.border = f"{span.chunk}-{span.microbatch}", SEPARATOR
-    cell.fill, cell.font, cell.alignment = _fill(color), _font(text_color(color)), CENTRE
+    span, color = shown.span, fill_of(shown.span, num_chunks)
+    cell.fill = _fill(color)
+    if span is not None and span.action != "wait":
+        cell.value, cell.border = f"{span.chunk}-{span.microbatch}", SEPARATOR
+        cell.font, cell.alignment = _font(text_color(color)), CENTRE
 
 
 def _patch(

@@ -2,7 +2,6 @@
 // What is shown, and what changes it.
 
 const chart = document.getElementById("chart");
-const overview = document.getElementById("overview");
 const tip = document.getElementById("tip");
 const element = (id) => document.getElementById(id);
 const CONFIG = {
@@ -57,7 +56,7 @@ function makeTraces(view) {
   if (chosen.simulated && !block.simulated_ms) said.push("this step has no ideal one");
   element("message").textContent = said.join("; ");
   return [
-    idle, ...bars.traces, ...simulatedTraces(block, view, chosen), arrows.trace,
+    idle, ...bars.traces, ...simulatedTraces(block, view, chosen, bars.labels), arrows.trace,
     labelTrace(bars.labels), ...memoryTraces(block, state.group, view, chosen),
   ];
 }
@@ -123,7 +122,6 @@ async function show(place, group) {
   }
   state.block = block;
   await draw();
-  markOverview();
 }
 
 function showAll() {
@@ -168,32 +166,9 @@ function showTip(event) {
   const place = heights(withSimulated);
   if (row < 0 || row >= block.rows || Math.abs(within) > BAR) return;
   const slack = 2.5 * (x.p2d(1) - x.p2d(0));
-  let described = null;
-  if (within <= place.foot) {
-    const strip = within > place.foot - 0.13 * (place.foot - place.top);
-    let bar = strip ? barAt(block, row, time, slack, true) : -1;
-    if (bar < 0) bar = barAt(block, row, time, slack, false);
-    if (bar >= 0) described = describeBar(block, state.group, row, bar);
-  } else if (within >= place.ghostTop) {
-    described = describeSimulated(block, row, time);
-  }
-  if (described) fillTip(described, event);
-}
-
-function describeSimulated(block, row, time) {
-  for (let i = block.s_offset[row]; i < block.s_offset[row + 1]; i++) {
-    const from = block.s_start[i] * block.unit_ms;
-    const length = block.s_length[i] * block.unit_ms;
-    if (time < from || time > from + length) continue;
-    const category = CATEGORIES[block.s_category[i]];
-    return {
-      color: category.color,
-      title: `ideal ${nameOf(category.kind, category.chunk, block.s_microbatch[i], 0)}`,
-      lines: [["row", PAGE.groups[state.group].rows[row]], ["start", formatMs(from)],
-        ["length", formatMs(length)]],
-    };
-  }
-  return null;
+  const part = within <= place.foot ? block : within >= place.ghostTop ? block.ideal : null;
+  const bar = part ? barAt(part, row, time, slack) : -1;
+  if (bar >= 0) fillTip(describeBar(part, state.group, row, bar), event);
 }
 
 function fillTip(described, event) {
@@ -207,77 +182,6 @@ function fillTip(described, event) {
   tip.style.left = `${Math.min(event.clientX + 14, innerWidth - width - 8)}px`;
   const below = event.clientY + 18;
   tip.style.top = `${below + height > innerHeight ? event.clientY - height - 12 : below}px`;
-}
-
-// Step time of every iteration of the run; a click goes to the nearest one that the page holds.
-function drawOverview() {
-  const numbers = PAGE.all_iterations;
-  if (numbers.length < 2) {
-    overview.hidden = true;
-    return Promise.resolve();
-  }
-  const held = new Map(numbers.map((number, at) => [number, at]));
-  const at = PAGE.iterations.map((number) => held.get(number));
-  const hover = "iteration %{x}: %{y:.4~g} ms<extra></extra>";
-  return Plotly.newPlot(overview, [
-    { type: "scatter", mode: "lines", x: numbers, y: PAGE.step_ms,
-      line: { color: "#b6bac1", width: 1.2 }, hovertemplate: hover },
-    { type: "scatter", mode: "markers", x: PAGE.iterations, y: at.map((i) => PAGE.step_ms[i]),
-      marker: { color: "#3b6fb0", size: 6 }, hovertemplate: hover },
-    { type: "scatter", mode: "markers", x: [], y: [], hoverinfo: "skip",
-      marker: { color: "#d9480f", size: 10, symbol: "circle-open", line: { width: 2 } } },
-  ], {
-    margin: { l: 64, r: 20, t: 4, b: 30 }, showlegend: false, hovermode: "closest", dragmode: false,
-    font: { family: FONT, size: 11, color: "#6b6b70" },
-    xaxis: { dtick: Math.ceil((numbers[numbers.length - 1] - numbers[0] + 1) / 20), tick0: numbers[0],
-      range: [numbers[0] - 0.5, numbers[numbers.length - 1] + 0.5],
-      title: { text: "iteration", standoff: 2 }, zeroline: false, showgrid: false,
-      fixedrange: true },
-    yaxis: { title: { text: "step (ms)" }, rangemode: "tozero", nticks: 4, fixedrange: true,
-      gridcolor: "#ececef" },
-  }, { responsive: true, displayModeBar: false, showSendToCloud: false }).then(() => {
-    overview.on("plotly_click", (event) => {
-      const wanted = event.points[0].x;
-      const away = PAGE.iterations.map((number) => Math.abs(number - wanted));
-      show(away.indexOf(Math.min(...away)), state.group);
-    });
-  });
-}
-
-// Work over the usual one: ranks by steps, and replicas by stages.
-function drawHeat() {
-  if (!PAGE.heat) {
-    element("heat").hidden = true;
-    return Promise.resolve();
-  }
-  const common = { type: "heatmap", coloraxis: "coloraxis" };
-  const steps = PAGE.heat_steps.map(String);
-  const ranks = PAGE.heat_ranks.map((rank) => `rank ${rank}`);
-  const axis = { type: "category", fixedrange: true, nticks: 24 };
-  return Plotly.newPlot("heat", [
-    { ...common, z: PAGE.heat, x: steps, y: ranks,
-      hovertemplate: "%{y}, step %{x}: %{z:.3f} times the usual work<extra></extra>" },
-    { ...common, z: PAGE.heat_stages, xaxis: "x2", yaxis: "y2",
-      x: PAGE.heat_stages[0].map((_, stage) => `${stage}`),
-      y: PAGE.heat_stages.map((_, replica) => `${replica}`),
-      hovertemplate: "stage %{x}, replica %{y}: %{z:.3f} times<extra></extra>" },
-  ], {
-    height: Math.min(700, 150 + 14 * Math.max(ranks.length, 6)),
-    margin: { l: 64, r: 20, t: 26, b: 40 }, font: { family: FONT, size: 11, color: "#6b6b70" },
-    title: { text: "work over the usual one", font: { size: 12 }, x: 0.01 },
-    coloraxis: { cmid: 1, colorscale: [[0, "#2166ac"], [0.5, "#f7f7f7"], [1, "#b2182b"]] },
-    xaxis: { ...axis, domain: [0, 0.7], title: { text: "step", standoff: 4 } },
-    yaxis: { ...axis, autorange: "reversed" },
-    xaxis2: { ...axis, domain: [0.78, 1], title: { text: "stage", standoff: 4 } },
-    yaxis2: { ...axis, anchor: "x2", autorange: "reversed", title: { text: "replica" } },
-  }, { responsive: true, displayModeBar: false, showSendToCloud: false });
-}
-
-function markOverview() {
-  if (overview.hidden || !overview.data) return;
-  const number = PAGE.iterations[state.place];
-  const value = PAGE.step_ms[PAGE.all_iterations.indexOf(number)];
-  Plotly.restyle(overview, { x: [[number]], y: [[value]] }, [2]);
 }
 
 async function begin() {
@@ -299,8 +203,6 @@ async function begin() {
   chart.style.minHeight = `${height}px`;
   // A curve for each of very many rows takes long.
   if (PAGE.groups[0].rows.length > 64) element("memory").checked = false;
-  await drawOverview();
-  await drawHeat();
   await show(PAGE.iterations.length - 1, 0);
   chart.on("plotly_relayout", zoomed);
   chart.addEventListener("mousemove", showTip);

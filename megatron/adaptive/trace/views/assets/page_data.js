@@ -2,12 +2,8 @@
 // Reads the blocks of the page and answers what lies where. Times are milliseconds.
 
 const PAGE = JSON.parse(document.getElementById("page").textContent);
-const ARRAYS = {
-  uint8: Uint8Array, int8: Int8Array, uint16: Uint16Array, int16: Int16Array,
-  uint32: Uint32Array, int32: Int32Array, float64: Float64Array,
-};
+const ARRAYS = { int32: Int32Array, float64: Float64Array };
 const CATEGORIES = PAGE.categories;
-const STRIP = new Set(["data"]);  // lies within an action and is drawn as a strip at its foot
 
 const blocks = new Map();
 
@@ -29,7 +25,13 @@ async function decodeBlock(block) {
     at += block[name].byteLength;
   }
   delete block.data;
+  // Columns of the step with nobody slower than others have a prefix.
+  block.ideal = { isIdeal: true, unit_ms: block.unit_ms };
+  for (const [name] of block.columns.filter(([name]) => name.startsWith("s_"))) {
+    block.ideal[name.slice(2)] = block[name];
+  }
   block.reach = reachOf(block);
+  block.ideal.reach = reachOf(block.ideal);
   block.rows = block.offset.length - 1;
   return block;
 }
@@ -65,14 +67,13 @@ function barsWithin(block, row, from, to) {
 }
 
 // The bar at a time of a row, or the nearest one within `slack`; -1 for none.
-function barAt(block, row, time, slack, strip) {
+function barAt(block, row, time, slack) {
   const [low, high] = barsWithin(block, row, time - slack, time + slack);
   const unit = block.unit_ms;
   let best = -1;
   let least = Infinity;
   for (let i = high - 1; i >= low && high - i < 4000; i--) {
     const category = CATEGORIES[block.category[i]];
-    if (STRIP.has(category.kind) !== strip) continue;
     const [start, end] = [block.start[i] * unit, (block.start[i] + block.length[i]) * unit];
     const away = Math.max(0, start - time, time - end);
     const idle = category.kind === "wait" ? 1e-9 : 0;
@@ -128,16 +129,11 @@ function describeBar(block, group, row, bar) {
   const category = CATEGORIES[block.category[bar]];
   const lines = [["row", PAGE.groups[group].rows[row]]];
   const unit = block.unit_ms;
-  const length = block.length[bar] * unit;
-  if (block.count[bar] > 1) {
-    lines.push(["stands for", `${block.count[bar]} short spans from here on`]);
-    lines.push(["from", formatMs(block.start[bar] * unit)], ["in sum", formatMs(length)]);
-    if (block.bytes[bar]) lines.push(["bytes", formatBytes(block.bytes[bar])]);
-    return { color: category.color, title: category.name, lines };
-  }
-  lines.push(["start", formatMs(block.start[bar] * unit)], ["length", formatMs(length)]);
+  lines.push(["start", formatMs(block.start[bar] * unit)]);
+  lines.push(["length", formatMs(block.length[bar] * unit)]);
   const [chunk, microbatch] = [block.chunk[bar], block.microbatch[bar]];
   let title = nameOf(category.kind, chunk, microbatch, block.piece[bar]);
+  if (block.isIdeal) return { color: category.color, title: `ideal ${title}`, lines };
   if (category.kind === "wait") {
     title = category.name;
     if (block.of[bar] >= 0) {

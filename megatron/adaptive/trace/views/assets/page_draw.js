@@ -68,26 +68,23 @@ function legendOf(category, present) {
 function addBars(per, labels, block, view, row, low, high, place) {
   const unit = block.unit_ms;
   const perMs = view.width / (view.to - view.from);
-  for (let pass = 0; pass < 2; pass++) {  // strips lie on top of what they are within
-    for (let i = low; i < high; i++) {
-      const category = CATEGORIES[block.category[i]];
-      if (STRIP.has(category.kind) !== (pass === 1)) continue;
-      const from = block.start[i] * unit;
-      const to = from + block.length[i] * unit;
-      let [top, foot] = [row + place.top, row + place.foot];
-      if (pass === 1) top = foot - 0.13 * (place.foot - place.top);
-      if (category.kind === "wait") [top, foot] = [top + 0.1, foot - 0.1];
-      per[block.category[i]].add(from, Math.max(to, from + 0.6 / perMs), top, foot);
-      const shown = (Math.min(to, view.to) - Math.max(from, view.from)) * perMs;
-      if (category.chunk >= 0 && block.count[i] === 1 && labels.x.length < LIMITS.labels) {
-        const text = `${block.microbatch[i]}`;
-        if (shown > 7 * text.length + 5) {
-          labels.x.push((Math.max(from, view.from) + Math.min(to, view.to)) / 2);
-          labels.y.push((top + foot) / 2);
-          labels.text.push(text);
-          labels.color.push(inkOn(category.color));
-        }
-      }
+  for (let i = low; i < high; i++) {
+    const category = CATEGORIES[block.category[i]];
+    const from = block.start[i] * unit;
+    const to = from + block.length[i] * unit;
+    let [top, foot] = [row + place.top, row + place.foot];
+    // Reading data lies within an action: a strip at its foot.
+    if (category.kind === "data") top = foot - 0.13 * (place.foot - place.top);
+    if (category.kind === "wait") [top, foot] = [top + 0.1, foot - 0.1];
+    per[block.category[i]].add(from, Math.max(to, from + 0.6 / perMs), top, foot);
+    const shown = (Math.min(to, view.to) - Math.max(from, view.from)) * perMs;
+    if (category.chunk < 0 || labels.x.length >= LIMITS.labels) continue;
+    const text = `${block.microbatch[i]}`;
+    if (shown > 7 * text.length + 5) {
+      labels.x.push((Math.max(from, view.from) + Math.min(to, view.to)) / 2);
+      labels.y.push((top + foot) / 2);
+      labels.text.push(text);
+      labels.color.push(inkOn(category.color));
     }
   }
 }
@@ -105,7 +102,7 @@ function sharesOf(block, view, low, high) {
   const shift = view.from * columns / (view.to - view.from);
   for (let i = low; i < high; i++) {
     const number = block.category[i];
-    if (STRIP.has(CATEGORIES[number].kind)) continue;
+    if (CATEGORIES[number].kind === "data") continue;  // lies within an action
     const from = Math.max(0, block.start[i] * perUnit - shift);
     const to = Math.min(columns, (block.start[i] + block.length[i]) * perUnit - shift);
     if (!(to > from)) continue;
@@ -140,21 +137,15 @@ function addShares(per, found, row, view, place) {
   });
 }
 
-function simulatedTraces(block, view, options) {
+function simulatedTraces(block, view, options, labels) {
   const shown = options.simulated && block.simulated_ms > 0;
-  const place = heights(true);
-  const unit = block.unit_ms;
+  const place = { top: heights(true).ghostTop, foot: heights(true).ghostFoot };
   const per = CATEGORIES.map(() => new Bars());
   let total = 0;
   for (let row = view.top; shown && row <= view.foot; row++) {
-    for (let i = block.s_offset[row]; i < block.s_offset[row + 1]; i++) {
-      const from = block.s_start[i] * unit;
-      const to = from + block.s_length[i] * unit;
-      if (to >= view.from && from <= view.to) {
-        total += 1;
-        per[block.s_category[i]].add(from, to, row + place.ghostTop, row + place.ghostFoot);
-      }
-    }
+    const [low, high] = barsWithin(block.ideal, row, view.from, view.to);
+    total += high - low;
+    addBars(per, labels, block.ideal, view, row, low, high, place);
   }
   const actions = CATEGORIES.map((_, i) => i).filter((i) => CATEGORIES[i].chunk >= 0);
   return actions.map((i, at) => barTrace(per[i], CATEGORIES[i], total <= LIMITS.outlined / 2, {
