@@ -35,7 +35,7 @@ import numpy.typing as npt
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import COLLECTIVES, DRAWN_ACTIONS, REASONS
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.step import stages_of
+from megatron.adaptive.trace.step import stages_of_rank
 from megatron.adaptive.trace.table import (
     KIND,
     REASON,
@@ -167,7 +167,7 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
         ranks=np.array([header.rank for header in headers]),
         pp_rank=np.array([header.pp_rank for header in headers]),
         replica=replica,
-        stages=stages_of(run),
+        stages=np.array([stages_of_rank(headers[0], rank) for rank in range(run.num_ranks)]),
     )
 
 
