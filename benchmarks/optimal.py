@@ -54,7 +54,8 @@ if str(ROOT) not in sys.path:
 
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.registry import make_policies  # noqa: E402
-from megatron.adaptive.schedule.simulate import StageTimes, simulate  # noqa: E402
+from megatron.adaptive.schedule.simulate import simulate  # noqa: E402
+from megatron.adaptive.schedule.workload import Link, StageTimes  # noqa: E402
 
 VERSION = 1
 CHUNKS = 2
@@ -264,7 +265,7 @@ def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
         case.microbatches,
         make_policies(rule, placement, case.microbatches, **options),  # type: ignore[arg-type]
         StageTimes(forward_s=case.forward, backward_s=case.backward, weight_s=case.weight),
-        latency_s=case.latency,
+        link=Link(latency_s=case.latency),
         **options,  # type: ignore[arg-type]
     )
     return {

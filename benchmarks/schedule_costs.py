@@ -17,8 +17,9 @@ from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
-from megatron.adaptive.schedule.simulate import Jitter, StageTimes, simulate
+from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.state import RankState
+from megatron.adaptive.schedule.workload import StageTimes
 
 RANKS, MICROBATCHES, PIECES = 8, 32, 4
 ROUNDS = 15
@@ -72,7 +73,8 @@ def _simulated_per_s() -> float:
             MICROBATCHES,
             policies,
             times,
-            jitter=Jitter(seed=1, action_sigma=0.3),
+            seed=1,
+            action_sigma=0.3,
             cap=1.5 * RANKS,
             weight_pieces=PIECES,
             compiled=True,
@@ -97,7 +99,8 @@ def _picks_s(name: str) -> float:
         MICROBATCHES,
         policies,
         StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0),
-        jitter=Jitter(seed=1, action_sigma=0.3),
+        seed=1,
+        action_sigma=0.3,
         cap=float(RANKS),
         weight_pieces=pieces,
     )

@@ -410,7 +410,13 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
         )
         for shape, outcome in done.items()
     ]
-    return calibrate(model, runs)
+    profile = profile_file.make_profile(calibrate(model, runs))
+    # Processes of a host copy messages through the same memory.
+    shared = {
+        name: {key: replace(link, shared=True) for key, link in getattr(profile, name).items()}
+        for name in ("intra_links", "all_reduce")
+    }
+    return replace(profile, **shared)
 
 
 def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def run_rank(
 
     from megatron.adaptive.checkpoint.collective_errors import RankGroup
     from megatron.adaptive.checkpoint.local_disk import hold
-    from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest
+    from megatron.adaptive.checkpoint.saver import CheckpointSaver
     from megatron.adaptive.config.environment import Environment
     from megatron.adaptive.engine import lease
     from megatron.adaptive.engine.job import Job
@@ -160,18 +161,11 @@ def run_rank(
         for step in range(latest + 1, latest + saves + 1):
             time.sleep(chance.random() * 0.4)
             behind = chance.random() < 0.5
-            request = SaveRequest(
-                folder=CheckpointFolder(folder),
-                step=step,
-                take=lambda step=step: _state(number, step, rank),
-                remedy="",
-            )
+            state = partial(_state, number, step, rank)
+            saver.save(CheckpointFolder(folder), step, state, remedy="", behind=behind)
             if behind:
-                saver.save_behind(request)
                 time.sleep(chance.random() * 0.1)
                 saver.finish()
-            else:
-                saver.save(request)
             say(saved=step)
         saver.close()
         job.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import os
 import random
@@ -11,11 +9,11 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.trust.damages import Saved, damaged
 from megatron.adaptive.checkpoint.checksums import BLOCK_BYTES, sealed
 from megatron.adaptive.checkpoint.folder import (
     FORMAT_VERSION,
@@ -320,35 +318,6 @@ def test_what_is_broken_of_a_pipeline_is_named(tmp_path: Path) -> None:
         folder.open(7)
 
 
-def damages(chosen: random.Random, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield what may happen to the files of a checkpoint, as a name and what does it."""
-    while True:
-        path = chosen.choice(sorted(folder.iterdir()))
-        data = bytearray(path.read_bytes())
-        kind = chosen.choice(["bit", "byte", "zeros", "cut", "gone", "swap"])
-        at = chosen.randrange(len(data))
-        if kind == "bit":
-            data[at] ^= 1 << chosen.randrange(8)
-        elif kind == "byte":
-            data[at] = (data[at] + chosen.randrange(1, 256)) % 256
-        elif kind == "zeros":
-            end = min(len(data), at + chosen.randrange(1, 5000))
-            if not any(data[at:end]):
-                continue
-            data[at:end] = bytes(end - at)
-        elif kind == "cut":
-            del data[at:]
-        elif kind == "gone":
-            yield path.name, path.unlink
-            continue
-        else:
-            other = chosen.choice(sorted(folder.iterdir()))
-            if other.read_bytes() == data:
-                continue
-            data = bytearray(other.read_bytes())
-        yield path.name, functools.partial(path.write_bytes, data)
-
-
 @pytest.mark.parametrize("is_pipeline", [False, True], ids=["trainer", "pipeline"])
 def test_any_damage_is_found_and_its_file_named(tmp_path: Path, is_pipeline: bool) -> None:
     chosen = random.Random(11)
@@ -357,18 +326,15 @@ def test_any_damage_is_found_and_its_file_named(tmp_path: Path, is_pipeline: boo
     for name in (INDEX, "metadata.json", ".metadata", "__0_0.distcp", "__1_0.distcp"):
         (partial / name).write_bytes(chosen.randbytes(chosen.randrange(1, 20_000)))
     path = folder.commit(10, MANIFEST.to_dict())
-    whole = {one: one.read_bytes() for one in path.iterdir()}
     assert verify(path) == []
-    for name, damage in itertools.islice(damages(chosen, path), 500):
-        damage()
-        problems = verify(path)
-        assert problems, name
-        assert any(name in one for one in problems), (name, problems)
-        if not name.endswith(".distcp"):
-            with pytest.raises(DamagedCheckpointError, match=re.escape(name)):
-                folder.open(10)
-        for one, content in whole.items():
-            one.write_bytes(content)
+    saved = Saved(folder=str(tmp_path), step=10, is_pipeline=is_pipeline)
+    for seed in range(500):
+        with damaged([saved], seed) as (_, names, what):
+            found = verify(path)
+            assert any(name in one for one in found for name in names), (what, found)
+            if not all(name.endswith(".distcp") for name in names):
+                with pytest.raises(DamagedCheckpointError, match="|".join(map(re.escape, names))):
+                    folder.open(10)
     assert verify(path) == []
     folder.open(10)
 

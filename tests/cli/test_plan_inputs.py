@@ -11,9 +11,9 @@ import pytest
 from benchmarks.tracing.synthetic import SyntheticRun, write_synthetic
 from megatron.adaptive.cli.plan_inputs import add_input_arguments, calibrated
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import LayerKind, Model
-from megatron.adaptive.planner.profile import LayerTimes, Profile
 from megatron.adaptive.trace.read import read_run
 
 TOKENS = 32
@@ -53,11 +53,13 @@ def _options(*words: str) -> argparse.Namespace:
 
 
 def test_layers_of_the_run_lie_over_the_profile(tmp_path: Path) -> None:
-    old = LayerTimes(forward_s=1.0, backward_input_s=1.0)
-    base = Profile(layers={("transformer", "gpu of a", tp, 2): old for tp in (1, 2)})
+    old = {"kind": "transformer", "gpu": "gpu of a", "micro_batch": 2}
+    old |= {"forward_s": 1.0, "backward_input_s": 1.0}
+    base = profile_file.document({"name": "m"}, [{**old, "tp": tp} for tp in (1, 2)])
     options = _options("--calibrate", str(_run(tmp_path)))
-    found = calibrated(options, _model(), _cluster("a"), base)
-    assert found is not None
+    content = calibrated(options, _model(), _cluster("a"), base)
+    assert content is not None
+    found = profile_file.make_profile(content)
     assert found.times("transformer", "gpu of a", 1, 2).forward_s == pytest.approx(0.0025, rel=0.03)
     assert found.times("transformer", "gpu of a", 2, 2).forward_s == 1.0
     assert set(found.intra_links) == {"a"}
@@ -75,7 +77,7 @@ def test_hosts_of_several_types_are_told(tmp_path: Path) -> None:
     options = _options("--calibrate", run, "--calibrate-host", f"{host}=b")
     found = calibrated(options, _model(), _cluster("a", "b"), None)
     assert found is not None
-    assert {gpu for _, gpu, _, _ in found.layers} == {"gpu of b"}
+    assert {row["gpu"] for row in found["layers"]} == {"gpu of b"}
     with pytest.raises(ConfigError, match="one of the cluster's types a, b"):
         calibrated(
             _options("--calibrate", run, "--calibrate-host", "x=c"),

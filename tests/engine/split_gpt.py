@@ -166,7 +166,6 @@ def make_stages(
             "forward_only": False,
             "collect_non_loss_data": False,
             "first_val_step": None,
-            "split": stores is not None,
             "stores": stores,
             **changes,
         },

@@ -12,12 +12,12 @@ import statistics
 import numpy as np
 import pytest
 
-from megatron.adaptive.data.lengths import Batching
+from megatron.adaptive.data.loader import Batching
 from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.schedule.dealing import Dealer
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.simulate import run_states
-from megatron.adaptive.schedule.workload import Jitter, Link, StageTimes, draw
+from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
 CASES = {"adaptive": 220, "hinted": 100, "dfc": 40, "bfc": 40}
 
@@ -75,7 +75,9 @@ def run_random(name: str, cases: int) -> None:
                 placement,
                 len(own),
                 times,
-                jitter=Jitter(seed=case, action_sigma=0.4, latency_sigma=1.0),
+                seed=case,
+                action_sigma=0.4,
+                latency_sigma=1.0,
                 link=Link(latency_s=rng.choice([0.0, 0.5, 5.0])),
             )
             scaled = workload.durations_ps * np.array(sizes) / statistics.fmean(sizes)

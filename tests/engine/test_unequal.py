@@ -11,8 +11,7 @@ from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.unequal import default_cap, make_policy
-from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.unequal import Widths, default_cap, make_policy
 from megatron.adaptive.transport.interface import CompletionQueue
 
 from .loopback import WATCHDOG_S, Counting, Loopback, each_in_its_thread

@@ -18,7 +18,7 @@ from megatron.adaptive.planner.layers import (
 )
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model, preset
-from megatron.adaptive.planner.plan import Replica, StagePlace
+from megatron.adaptive.planner.plan import Replica, StagePlace, StageSettings
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
 
@@ -39,10 +39,10 @@ def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recomput
     inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
     layer = model.kinds["transformer"]
     tables = [
-        layer_table(
-            inputs, cluster.nodes[0], tp=8, micro_batch=2, recompute=recompute, sequence_parallel=on
+        layer_table(inputs, cluster.nodes[0], tp=8, micro_batch=2, settings=settings)
+        for settings in (
+            StageSettings(recompute=recompute, sequence_parallel=on) for on in (False, True)
         )
-        for on in (False, True)
     ]
     for table, on in zip(tables, (False, True), strict=True):
         # Where less is kept, a backward has the whole of one layer at a time.
@@ -136,8 +136,5 @@ def test_weights_in_fp8_are_kept_twice_more_and_products_take_half_as_long() -> 
     heads = [make_estimator(one)("head", "h100", 1, 4).forward_s for one in (model, small)]
     assert heads[0] == heads[1]
     sizes = {"kept_bytes": 0.0, "held": 1.0, "workspace_bytes": 0.0, "dp": 1, "limit_bytes": 1.0}
-    held = [
-        stage_memory(one, parameters=1e9, distributed_optimizer=False, **sizes).parameter_bytes
-        for one in (model, small)
-    ]
+    held = [stage_memory(one, parameters=1e9, **sizes).parameter_bytes for one in (model, small)]
     assert held == [2e9, 4e9]

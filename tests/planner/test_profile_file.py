@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -130,8 +129,9 @@ def test_cut_points_make_a_profile_and_its_model(tmp_path: Path) -> None:
     assert model.kinds["cut-0"].output_elements == 4096 / 8 / 4
     assert model.kinds["cut-1"].kept_bytes(1) == 1024
     assert profile.times("cut-1", "v100-16", 1, 8).backward_s == 0.012
-    as_json = save(tmp_path, list(csv.DictReader(CSV.splitlines())), "net.json")
-    assert profile_of_cut_points(as_json, "net") == content
+    row = {"cut_point": 0, "gpu": "v100", "micro_batch": 1, "forward_s": 2e-3, "backward_s": 4e-3}
+    listed = [{**row, "parameters": 9}]
+    assert len(profile_of_cut_points(save(tmp_path, listed, "net.json"), "net")["layers"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_cut_points_make_a_profile_and_its_model(tmp_path: Path) -> None:
         ("1,v100", "3,v100", "cut point 1 has no row"),
         ("0.002", "fast", "row 1: forward_s is 'fast'"),
         ("0.002", "", "row 1: forward_s is missing"),
-        ("0,v100,8", "0,v100,2.5", "row 3: micro_batch is '2.5'"),
-        ("kept_bytes", "kept", "'kept' is not known"),
+        ("0,v100,8", "0,v100,2.5", "row 3: micro_batch is 2.5: it must be a whole number"),
+        ("kept_bytes", "kept", "row 1: kept is not a key"),
     ],
 )
 def test_bad_cut_points_are_named(old: str, new: str, words: str, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from megatron.adaptive.planner.timing import jitter_s, step_times, steps_of
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
-from megatron.adaptive.schedule.simulate import Jitter, StageTimes, simulate
+from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.workload import StageTimes
 
 
 def _added(stages: int, microbatches: int, sigma: float) -> float:
@@ -30,7 +31,7 @@ def test_as_much_as_the_simulator_finds() -> None:
     times = StageTimes(forward_s=(1.0,) * 4, backward_s=(2.0,) * 4)
     policies = make_policies("1f1b", placement, 8)
     steps = [
-        simulate(placement, 8, policies, times, jitter=Jitter(seed=i, action_sigma=0.2)).makespan_s
+        simulate(placement, 8, policies, times, seed=i, action_sigma=0.2).makespan_s
         for i in range(24)
     ]
     simulated = sum(steps) / len(steps) - 3.0 * (8 + 3)

@@ -13,17 +13,17 @@ from megatron.adaptive.training.profile_run import Figures, layer_sample  # noqa
 
 def stage(forward_s: float, parameters: float = 10.0) -> Figures:
     halves = {"backward_input_s": forward_s, "backward_weight_s": 0.0, "kept_bytes": forward_s}
-    return {"forward_s": forward_s, "parameters": parameters, **halves}
+    return {"forward_s": forward_s, "parameters": parameters, "sigma": 0.0, **halves}
 
 
 def test_the_difference_of_two_stages_is_a_layer() -> None:
-    layer, launch_s = layer_sample(stage(0.5, 10), stage(1.1, 30))
+    layer = layer_sample(stage(0.5, 10), stage(1.1, 30))
     assert layer["forward_s"] == pytest.approx(0.3)
     assert layer["parameters"] == 10
-    assert launch_s == pytest.approx(0.2)
+    assert layer["launch_s"] == pytest.approx(0.2)
 
 
 def test_noise_does_not_make_a_layer_free() -> None:
-    layer, launch_s = layer_sample(stage(0.9), stage(0.6))
+    layer = layer_sample(stage(0.9), stage(0.6))
     assert layer["forward_s"] == pytest.approx(0.1)
-    assert launch_s == pytest.approx(0.8)
+    assert layer["launch_s"] == pytest.approx(0.8)

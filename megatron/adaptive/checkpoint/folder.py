@@ -58,6 +58,7 @@ _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
+PIPELINE_STATE = "state.values"  # of the user's objects
 _UNSEALED = 1  # the last format whose manifests had no checksums
 _SUMMED = frozenset({"blocks", "checksum"})  # members of manifests since then
 _SHARD = ".distcp"  # ends the names of files that are checked as they are read

@@ -78,14 +78,10 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
         ConfigError: a file is missing or wrong, or they do not belong together.
         TraceError: a trace of ``--calibrate`` is damaged.
     """
-    document = None
-    if options.profile:
-        parts = [(str(path), profile_file.load(path)) for path in options.profile]
-        document = profile_file.merge(parts) if len(parts) > 1 else parts[0][1]
+    document = profile_file.load_all(options.profile) if options.profile else None
     memories = {} if document is None else profile_file.of_nodes(document, "memory_bytes")
     cluster = read_cluster(options.cluster, memories).with_memory(1 - options.memory_margin)
     model = _model(options, cluster, document)
-    measured = None
     if options.fp8:
         if document is not None or options.calibrate:
             raise ConfigError("--fp8: what is measured is in 16 bits: drop it or the measurements")
@@ -102,8 +98,8 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
                 " cluster has no such type",
                 file=sys.stderr,
             )
-        measured = profile_file.make_profile(document)
-    measured = calibrated(options, model, cluster, measured)
+    document = calibrated(options, model, cluster, document)
+    measured = None if document is None else profile_file.make_profile(document)
     return Inputs(
         model=model,
         cluster=cluster,
@@ -156,32 +152,30 @@ def add_host_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def calibrated(
-    options: argparse.Namespace, model: Model, cluster: Cluster, profile: Profile | None
-) -> Profile | None:
+    options: argparse.Namespace, model: Model, cluster: Cluster, document: dict[str, Any] | None
+) -> dict[str, Any] | None:
     """Replaces parts of a profile by what was fitted to traces.
 
     Args:
         options: with those of :func:`add_input_arguments`.
         model: that the runs trained.
         cluster: whose node types the runs' hosts are of.
-        profile: measured otherwise; None for none.
+        document: a profile file's content; None for none.
 
     Returns:
-        The profile given where no run is.
+        The content given where no run is.
 
     Raises:
         ConfigError: a run does not say what is needed, or trained another model.
         TraceError: a trace is damaged.
     """
     if not options.calibrate:
-        return profile
-    found = calibrate(model, traced_runs(options.calibrate, options, model, cluster))
-    base = profile or Profile(model=model.name)
-    tables = "layers links intra_links all_reduce optimizer_s_per_parameter step_s".split()
-    merged: dict[str, Any] = {
-        name: {**getattr(base, name), **getattr(found, name)} for name in tables
-    }
-    return replace(base, **merged)
+        return document
+    runs = traced_runs(options.calibrate, options, model, cluster)
+    if document is None:
+        return calibrate(model, runs)
+    found = calibrate(model, runs, document["model"])
+    return profile_file.merge([("the profile", document), ("the runs", found)])
 
 
 def traced_runs(

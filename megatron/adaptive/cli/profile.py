@@ -43,8 +43,7 @@ def _run(argv: Sequence[str], environment: Environment) -> int:
             + (f", not {' and '.join(given)}" if given else " to say what is profiled")
         )
     if options.merge:
-        parts = [(str(path), profile_file.load(path)) for path in options.merge]
-        _write(profile_file.merge(parts), options.output)
+        _write(profile_file.load_all(options.merge), options.output)
     elif options.cut_points:
         name = options.name or options.cut_points.stem
         found = profile_file.profile_of_cut_points(
@@ -101,15 +100,11 @@ def _of_runs(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--from-run: {model.name} is a model of one's own: name its profile as --output"
         )
-    found = calibrate(model, traced_runs(options.from_run, options, model, cluster))
-    named = {"name": model.name, "arguments": list(model.arguments)}
-    gpus = {node.name: node.gpu for node in cluster.types}
-    content: dict[str, Any] = profile_file.of_profile(
-        found, named if known is None else known["model"], gpus
-    )
+    runs = traced_runs(options.from_run, options, model, cluster)
     if known is None:
-        return content
-    return profile_file.merge([(str(options.output), known), ("the runs", content)])
+        return calibrate(model, runs)
+    found = calibrate(model, runs, known["model"])
+    return profile_file.merge([(str(options.output), known), ("the runs", found)])
 
 
 def _measure(options: argparse.Namespace, environment: Environment) -> dict[str, Any] | None:

@@ -240,7 +240,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
             _percent(None if rank.busy is None else 1 - rank.busy),
             _waits(rank.waits),
             _ms(rank.compute_ms),
-            f"{held / 2**20:,.1f} MiB" if held else "",
+            _bytes(held),
             _mark(rank),
         )
     return table
@@ -381,6 +381,12 @@ def _percent(part: float | None) -> str:
 
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:,.1f} ms"
+
+
+def _bytes(size: int) -> str:
+    if size < 1 << 20:
+        return f"{size / 2**10:.1f} KiB" if size else ""
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def _ago(seconds: float) -> str:

@@ -17,7 +17,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
 
 from megatron.adaptive.cli import launch
 from megatron.adaptive.cli.common import show
@@ -26,7 +25,7 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.parallel import TransportConfig
-from megatron.adaptive.errors import ConfigError, TransportError
+from megatron.adaptive.errors import ConfigError
 
 _SECONDS = 2.0
 _MEETING_S = 120.0
@@ -100,36 +99,12 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
     if environment.world_size < 2:
         raise ConfigError("transport: one rank has nobody to reach; start two or more")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
-    outcomes = []
-    for pair in check.pairs():
-        for kind in check.kinds():
-            outcomes.append(_try(check, pair, kind, options.seconds))
+    outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
     check.close()
     if environment.rank == 0:
         _print(outcomes, as_json=options.json)
     bad = any(outcome.chosen and not outcome.works for outcome in outcomes)
     return _EXIT_CHOSEN_FAILED if bad else 0
-
-
-def _try(check: Any, pair: tuple[int, int], kind: str, seconds: float) -> Outcome:
-    """Try one transport. Collective; every rank gets the same outcome."""
-    choice = check.choice_of(pair)
-    facts: dict[str, Any] = {
-        "ranks": pair,
-        "hosts": check.hosts_of(pair),
-        "transport": kind,
-        "chosen": choice.kind == kind,
-        "note": choice.reason if choice.kind == kind else "",
-    }
-    reason = check.why_not(pair, kind)
-    if reason is not None:
-        return Outcome(**facts | {"note": reason})
-    try:
-        speed = check.run(pair, kind, seconds)
-    except TransportError as error:
-        return Outcome(**facts | {"note": str(error)})
-    facts |= {"works": True, "latency_us": speed.latency_s * 1e6}
-    return Outcome(**facts, gb_per_s=speed.bytes_per_s / 1e9)
 
 
 def _print(outcomes: Sequence[Outcome], *, as_json: bool) -> None:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m megatron.adaptive validate",
-        description="Compare predicted with measured times and memory.",
+        description="Compare predicted with measured times.",
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="folder of traced runs")
@@ -62,40 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _table(one: Comparison) -> list[str]:
-    errors = one.memory_errors
-    memory = f"{max(abs(error) for error in errors):.1%} of {len(errors)}" if errors else "-"
-    return [
-        f"{'set':{len(one.name)}}  runs  median    mean   worst  ranks  best at  regret  memory",
-        f"{one.name}  {len(one.timed):4}  {median(one.errors):6.1%}  {fmean(one.errors):6.1%}"
-        f"  {max(one.errors):6.1%}  {one.correlation:5.3f}  {one.place_of_best:7}"
-        f"  {one.regret:6.1%}  {memory}",
-        "",
-        "median, mean, worst: error of the predicted time; ranks: correlation of predicted and",
-        "measured order; best at: place of the fastest run in the predicted order; regret: of the",
-        "run predicted to be fastest against the fastest; memory: worst error",
-    ]
-
-
-def _rows(one: Comparison) -> list[str]:
-    table = ["run tp dp pp size partition measured predicted error memory".split()]
-    for row in one.rows:
-        plan, measured = row.measured.plan, row.measured.seconds
-        table.append(
-            [
-                *(row.measured.name, *map(str, (plan.tp, plan.dp, plan.pp, plan.micro_batch))),
-                format_partition(plan.partition),
-                "-" if measured is None else f"{measured:.4g}",
-                f"{row.predicted.seconds:.4g}",
-                *("-" if e is None else f"{e:+.1%}" for e in (row.time_error, row.memory_error)),
-            ]
-        )
-    return aligned(table, 1)
-
-
-def _as_json(one: Comparison) -> dict[str, Any]:
+def _figures(one: Comparison) -> dict[str, float]:
     return {
-        "set": one.name,
         "runs": len(one.timed),
         "median_error": median(one.errors),
         "mean_error": fmean(one.errors),
@@ -103,20 +71,53 @@ def _as_json(one: Comparison) -> dict[str, Any]:
         "rank_correlation": one.correlation,
         "place_of_best": one.place_of_best,
         "regret": one.regret,
-        "memory_errors": list(one.memory_errors),
-        "rows": [
-            {
-                "run": row.measured.name,
-                "measured_s": row.measured.seconds,
-                "predicted_s": row.predicted.seconds,
-                "parts_s": dict(row.predicted.parts),
-                "measured_peak_bytes": row.measured.peak_bytes,
-                "predicted_peak_bytes": row.predicted.peak_bytes,
-                "doubt": row.measured.doubt,
-            }
-            for row in one.rows
-        ],
     }
+
+
+def _table(one: Comparison) -> list[str]:
+    found = _figures(one)
+    shares = [name.endswith("error") or name == "regret" for name in found]
+    cells = [
+        f"{value:.1%}" if share else f"{value:.4g}"
+        for value, share in zip(found.values(), shares, strict=True)
+    ]
+    return [
+        *aligned([["set", *(name.replace("_", " ") for name in found)], [one.name, *cells]], 1),
+        "",
+        "errors: of the predicted time; rank correlation: of predicted and measured order; place",
+        "of best: of the fastest run in the predicted order; regret: of the run predicted to be",
+        "fastest against the fastest",
+    ]
+
+
+def _rows(one: Comparison) -> list[str]:
+    table = ["run tp dp pp size partition measured predicted error".split()]
+    for row in one.rows:
+        plan = row.measured.plan
+        table.append(
+            [
+                *(row.measured.name, *map(str, (plan.tp, plan.dp, plan.pp, plan.micro_batch))),
+                format_partition(plan.partition),
+                f"{row.measured.seconds:.4g}",
+                f"{row.predicted.seconds:.4g}",
+                f"{row.time_error:+.1%}",
+            ]
+        )
+    return aligned(table, 1)
+
+
+def _as_json(one: Comparison) -> dict[str, Any]:
+    rows = [
+        {
+            "run": row.measured.name,
+            "measured_s": row.measured.seconds,
+            "predicted_s": row.predicted.seconds,
+            "parts_s": dict(row.predicted.parts),
+            "predicted_peak_bytes": row.predicted.peak_bytes,
+        }
+        for row in one.rows
+    ]
+    return {"set": one.name, **_figures(one), "rows": rows}
 
 
 def _find_runs(folder: Path) -> dict[str, Path]:

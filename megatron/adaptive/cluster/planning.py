@@ -28,10 +28,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, as_asked
 from megatron.adaptive.cluster.membership import read_machines
@@ -53,7 +52,7 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import PlanRow, plan_document
-from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
 from megatron.adaptive.planner.running import Running, choose_option, least_largest_of
 from megatron.adaptive.planner.search import SearchOptions
@@ -61,45 +60,18 @@ from megatron.adaptive.schedule.registry import policy_names
 
 PLAN_WITH = "--plan-with"
 _ANY_NUMBER = 1 << 20
-_Names = dict[str, dict[str, None]]
-_Value = TypeVar("_Value")
 # Without a cluster file, for links that the profile does not hold.
 _WITHIN = LinkSpeed(bytes_per_s=10e9, latency_s=1e-5, shared=False)
 _BETWEEN = LinkSpeed(bytes_per_s=1.25e9, latency_s=3e-5)
 
 
-@dataclass(frozen=True)
-class NodeKind:
-    """Describes nodes that a plan takes for equal.
-
-    Attributes:
-        base: their type.
-        gpus: processes of each.
-        slowness: how many times as long as their type's their work takes.
-        memory_bytes: of each process, ``None`` for their type's.
-    """
-
-    base: NodeType
-    gpus: int
-    slowness: float
-    memory_bytes: float | None = None
-
-    @property
-    def node(self) -> NodeType:
-        """Returns the type that stands for them in a plan."""
-        name, memory_bytes = self.base.name, self.memory_bytes or self.base.memory_bytes
-        if self.slowness != 1.0 or self.gpus != self.base.gpus:
-            name += f" x {self.gpus}"
-            name += f" slow {self.slowness:.4g}" if self.slowness != 1.0 else ""
-        return replace(
-            self.base, name=name, gpu=self.gpu, gpus=self.gpus, memory_bytes=memory_bytes
-        )
-
-    @property
-    def gpu(self) -> str:
-        """Returns the name that their durations go by."""
-        gpu = self.base.gpu
-        return gpu if self.slowness == 1.0 else f"{gpu} slow {self.slowness:.4g}"
+def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
+    """Returns the type that stands for nodes of a type with so many processes and such a pace."""
+    name = base.name
+    if slowness != 1.0 or gpus != base.gpus:
+        name += f" x {gpus}"
+        name += f" slow {slowness:.4g}" if slowness != 1.0 else ""
+    return replace(base, name=name, like=base.name, gpus=gpus, slowness=slowness)
 
 
 def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] | None]:
@@ -129,9 +101,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] |
             f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
             " one cluster; leave one out"
         )
-    profile = None
-    if profiles:
-        profile = profile_file.merge(profiles) if len(profiles) > 1 else profiles[0][1]
+    profile = profile_file.merge(profiles) if profiles else None
     if not clusters:
         return None, profile
     memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
@@ -175,86 +145,17 @@ def equal_nodes(document: Mapping[str, Any], where: str) -> Cluster:
     return Cluster(groups=(NodePool(type=node, count=1),), network=_BETWEEN)
 
 
-def cluster_of(cluster: Cluster, counts: Mapping[NodeKind, int]) -> Cluster:
+def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
     """Returns a cluster of so many nodes of each kind.
 
     Args:
-        cluster: by the names of their types.
+        cluster: of their types.
         counts: of each kind, in the order of the nodes.
     """
-    groups = tuple(NodePool(type=kind.node, count=count) for kind, count in counts.items())
-    types, _ = _names_of(counts)
-    return replace(cluster, groups=groups, links=_renamed(cluster.links, types, 0, 1))
-
-
-def profile_of(profile: Profile, kinds: Iterable[NodeKind]) -> Profile:
-    """Returns durations and links by the names of kinds of node, those of slow kinds longer.
-
-    Args:
-        profile: by the names of their types.
-        kinds: of the nodes that are there.
-    """
-    types, gpus = _names_of(kinds)
-    slowness = {kind.gpu: kind.slowness for kind in kinds}
-    base = {kind.gpu: kind.base.gpu for kind in kinds}
-    estimator = profile.estimator
-
-    def slowed(table: Mapping[str, float]) -> dict[str, float]:
-        return {gpu: value * slowness[gpu] for gpu, value in _renamed(table, gpus).items()}
-
-    def estimate(name: str, gpu: str, tp: int, size: float) -> LayerTimes:
-        assert estimator is not None
-        return _slowed(estimator(name, base[gpu], tp, size), slowness[gpu])
-
-    return replace(
-        profile,
-        layers={
-            key: _slowed(takes, slowness[key[1]])
-            for key, takes in _renamed(profile.layers, gpus, 1).items()
-        },
-        links=_renamed(profile.links, types, 0, 1),
-        intra_links=_renamed(profile.intra_links, types),
-        all_reduce=_renamed(profile.all_reduce, types, 0),
-        optimizer_s_per_parameter=slowed(profile.optimizer_s_per_parameter),
-        launch_s=slowed(profile.launch_s),
-        step_s=slowed(profile.step_s),
-        estimator=None if estimator is None else estimate,
-    )
-
-
-def _names_of(kinds: Iterable[NodeKind]) -> tuple[_Names, _Names]:
-    """Returns names of kinds by that of their type, and those of their durations by the GPU's."""
-    types: _Names = {}
-    gpus: _Names = {}
-    for kind in kinds:
-        types.setdefault(kind.base.name, {})[kind.node.name] = None
-        gpus.setdefault(kind.base.gpu, {})[kind.gpu] = None
-    return types, gpus
-
-
-def _renamed(table: Mapping[Any, _Value], names: _Names, *places: int) -> dict[Any, _Value]:
-    """Returns the rows of a table that have new names, each under all of them.
-
-    Args:
-        table: by a name, or by a tuple that holds names.
-        names: new ones by the old one.
-        places: of names in the tuple, none for a name alone.
-    """
-    found: dict[Any, _Value] = {}
-    for key, value in table.items():
-        words = key if places else (key,)
-        is_name = [at in (places or (0,)) for at in range(len(words))]
-        new = [names.get(w, ()) if named else (w,) for w, named in zip(words, is_name, strict=True)]
-        for one in product(*new):
-            found[one if places else one[0]] = value
-    return found
-
-
-def _slowed(takes: LayerTimes, slowness: float) -> LayerTimes:
-    if slowness == 1.0:
-        return takes
-    parts = ("forward_s", "backward_input_s", "backward_weight_s", "launch_s")
-    return replace(takes, **{name: getattr(takes, name) * slowness for name in parts})
+    groups = tuple(NodePool(type=kind, count=count) for kind, count in counts.items())
+    types = {kind.like for kind in counts}
+    links = {pair: link for pair, link in cluster.links.items() if types.issuperset(pair)}
+    return replace(cluster, groups=groups, links=links)
 
 
 _PLANS = 6
@@ -440,21 +341,21 @@ class Planning:
 
     def _on(self, offers: Sequence[Offer]) -> tuple[list[str], PlanInputs]:
         """Returns the nodes' names by number in a cluster of them alone, and what is planned."""
-        found: dict[NodeKind, list[str]] = {}
+        found: dict[NodeType, list[str]] = {}
         for offer in offers:
             base = self._type_of(offer)
             if base is not None:
-                kind = NodeKind(base, min(offer.slots, base.gpus), offer.slowness)
+                kind = node_kind(base, min(offer.slots, base.gpus), offer.slowness)
                 found.setdefault(kind, []).append(offer.name)
         if not found:
             raise ConfigError(
                 f"{', '.join(one.name for one in offers)}: no such node is in {self._where}"
             )
         order = {node.name: at for at, node in enumerate(self._cluster.types)}
-        kinds = sorted(found, key=lambda kind: (order[kind.base.name], -kind.gpus, kind.slowness))
+        kinds = sorted(found, key=lambda kind: (order[kind.like], -kind.gpus, kind.slowness))
         names = [name for kind in kinds for name in found[kind]]
         cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
-        return names, PlanInputs(self._model, cluster, profile_of(self._profile, kinds))
+        return names, PlanInputs(self._model, cluster, self._profile)
 
     def _options(self, cluster: Cluster) -> SearchOptions:
         config = self._config
@@ -530,9 +431,9 @@ class Planning:
         kind = max(set(self._model.layers), key=self._model.layers.count)
         pace = {}
         for node in used:
-            gpu = inputs.cluster.nodes[node].gpu
-            takes = inputs.profile.times(kind, gpu, plan.tp, plan.micro_batch)
-            pace[nodes[node]] = takes.forward_s + takes.backward_s
+            on = inputs.cluster.nodes[node]
+            takes = inputs.profile.times(kind, on.gpu, plan.tp, plan.micro_batch)
+            pace[nodes[node]] = (takes.forward_s + takes.backward_s) * on.slowness
         return ParallelLayout(
             tensor=plan.tp,
             pipeline=plan.pp,
@@ -620,17 +521,17 @@ class ScriptPlanning:
         known = {one.host: types[one.type] for one in module.hosts}
         other = types[module.hosts[0].type]
         kinds = [
-            NodeKind(known.get(host, other), count, slowness)
+            node_kind(known.get(host, other), count, slowness)
             for (host, slowness), count in hosts.items()
         ]
         # The memory of a host is divided among the processes that it has now.
-        most: dict[NodeKind, int] = {}
+        most: dict[NodeType, int] = {}
         for (host, _), kind in zip(hosts, kinds, strict=True):
             most[kind] = max(most.get(kind, 0), on_host[host])
         shared = {one.type for one in module.hosts if one.shares_memory}
         kinds = [
-            replace(kind, memory_bytes=kind.base.memory_bytes * kind.base.gpus / most[kind])
-            if kind.base.name in shared
+            replace(kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / most[kind])
+            if kind.like in shared
             else kind
             for kind in kinds
         ]
@@ -643,8 +544,8 @@ class ScriptPlanning:
             batch=module.batch_size,
             schedule=module.schedule,
             chunks=module.chunks,
-            whole=profile_of(whole, counts),
-            split=None if split is None else profile_of(split, counts),
+            whole=whole,
+            split=split,
             cap=module.cap,
         )
 

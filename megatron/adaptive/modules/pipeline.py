@@ -219,7 +219,9 @@ class Pipeline:
         self._guard = HangGuard(
             self._mesh, after_s=hang_after_s, on_hang=on_hang, page_folder=trace_dir
         )
-        self._guard.snapshot = functools.partial(_evidence, self._tracing, self._wiring.executor)
+        tracing, executor = self._tracing, self._wiring.executor
+        # Called from the guard's thread.
+        self._guard.snapshot = lambda: {**tracing.now(), **executor.evidence(), "may_pause": True}
         self._mesh.settle()
 
     def share(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -518,8 +520,3 @@ class Pipeline:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:  # else others may not come to it
             self.close()
-
-
-def _evidence(tracing: Any, executor: Any) -> dict[str, Any]:
-    """Returns what this process does; called from the thread of the hang guard."""
-    return {**tracing.now(), **executor.evidence(), "may_pause": True}

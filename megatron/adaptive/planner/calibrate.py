@@ -11,7 +11,7 @@ Durations are taken as they were: a run whose ranks shared cores gives those of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import LinkSpeed, NodeType
+from megatron.adaptive.planner import profile_file
+from megatron.adaptive.planner.cluster import NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.layers import OURS, Runtime
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.plan import Plan, Prediction
-from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace
@@ -100,20 +101,24 @@ class TracedRun:
         return run_figures(self.trace, complete[self.skip :])
 
 
-def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
+def calibrate(
+    model: Model, runs: Sequence[TracedRun], described: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Fits a profile.
 
     Args:
         model: that all runs trained.
         runs: at least one.
+        described: the model as the profile file has it; by its name and arguments by default.
+
+    Returns:
+        What a profile file holds.
 
     Raises:
-        ConfigError: no run is given, or one does not say which layers its stages hold or holds
-            others than the model.
+        ConfigError: a run does not say which layers its stages hold, or holds others than the
+            model.
         TraceError: a trace is damaged or has no complete iterations beyond those skipped.
     """
-    if not runs:
-        raise ConfigError("calibrating: no run: give the folder of a traced run")
     stages: dict[_Key, list[_Stage]] = {}
     found = _Found()
     for run in runs:
@@ -121,16 +126,23 @@ def calibrate(model: Model, runs: Sequence[TracedRun]) -> Profile:
         for key, rows in _stages(model, run, figures).items():
             stages.setdefault(key, []).extend(rows)
         _learn(found, model, run, figures)
-    layers = {}
-    for (gpu, tp, micro_batch), rows in stages.items():
-        for kind, times in _layer_times(model, rows).items():
-            layers[kind, gpu, tp, micro_batch] = replace(times, tp_included=tp > 1)
-    return Profile(
-        layers=layers,
-        model=model.name,
-        links={(a, b): _link(sizes) for (a, b, same), sizes in found.travel.items() if not same},
-        intra_links={a: _link(sizes) for (a, _, same), sizes in found.travel.items() if same},
-        all_reduce={key: _link(sizes) for key, sizes in found.reduce.items()},
+    return profile_file.document(
+        described or {"name": model.name, "arguments": list(model.arguments)},
+        [
+            {"gpu": gpu, "tp": tp, "micro_batch": size, "tp_included": tp > 1, **row}
+            for (gpu, tp, size), rows in stages.items()
+            for row in _layer_rows(model, rows)
+        ],
+        made=profile_file.timestamp(),
+        nodes={node.name: {"gpu": node.gpu} for run in runs for node in run.hosts.values()},
+        links=[
+            {"nodes": [one, other], "within": within, **_curve(sizes)}
+            for (one, other, within), sizes in found.travel.items()
+        ],
+        all_reduce=[
+            {"node": node, "ranks": ranks, **_curve(sizes)}
+            for (node, ranks), sizes in found.reduce.items()
+        ],
         optimizer_s_per_parameter={gpu: median(each) for gpu, each in found.optimizer.items()},
         step_s={gpu: median(each) for gpu, each in found.rest.items()},
         action_sigma=median(found.spread) if found.spread else 0.0,
@@ -195,26 +207,26 @@ def _counts(model: Model, rows: Sequence[_Stage]) -> tuple[list[str], Any]:
     return kinds, np.array(held, dtype=np.float64)
 
 
-def _layer_times(model: Model, rows: Sequence[_Stage]) -> dict[str, LayerTimes]:
+def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
     kinds, counts = _counts(model, rows)
     flops = np.array([model.kinds[kind].forward_flops for kind in kinds])
     measured = np.array([seconds for _, seconds in rows])
     split = ~np.isnan(measured[:, _W])
     forward = _solve(counts, measured[:, _F], flops)
     whole = _solve(counts, np.nansum(measured[:, _B:], axis=1), flops)
-    weight = np.zeros(len(kinds))
     if split.any():
         weight = np.minimum(_solve(counts[split], measured[split, _W], flops), whole)
     else:
         weight = whole * np.array([_weight_share(model, kind) for kind in kinds])
-    return {
-        kind: LayerTimes(
-            forward_s=float(forward[i]),
-            backward_input_s=float(whole[i] - weight[i]),
-            backward_weight_s=float(weight[i]),
-        )
-        for i, kind in enumerate(kinds)
+    columns = {
+        "forward_s": forward,
+        "backward_input_s": whole - weight,
+        "backward_weight_s": weight,
     }
+    return [
+        {"kind": kind, **{name: float(column[i]) for name, column in columns.items()}}
+        for i, kind in enumerate(kinds)
+    ]
 
 
 def _weight_share(model: Model, name: str) -> float:
@@ -310,8 +322,8 @@ def _messages(found: _Found, run: TracedRun, figures: RunFigures) -> None:
             found.travel.setdefault(key, {}).setdefault(size, []).append(seconds)
 
 
-def _link(sizes: Mapping[int, Sequence[float]]) -> LinkSpeed:
-    """Fits latency and bandwidth to the median of each size; one size gives a bandwidth."""
+def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    """Fits latency and bandwidths to the median of each size; one size gives a bandwidth."""
     size = np.array(sorted(sizes), dtype=np.float64)
     seconds = np.array([median(sizes[int(one)]) for one in size])
     latency = 0.0
@@ -319,13 +331,8 @@ def _link(sizes: Mapping[int, Sequence[float]]) -> LinkSpeed:
         slope, intercept = np.polyfit(size, seconds, 1)
         if slope > 0 and 0 <= intercept < seconds.min():
             latency = float(intercept)
-    return LinkSpeed(
-        bytes_per_s=float((size / (seconds - latency)).max()),
-        latency_s=latency,
-        sizes=tuple(
-            (float(s), float(s / (t - latency))) for s, t in zip(size, seconds, strict=True)
-        ),
-    )
+    curve = np.stack([size, size / (seconds - latency)], axis=1)
+    return {"latency_s": latency, "sizes": curve.tolist()}
 
 
 @dataclass(frozen=True, kw_only=True)

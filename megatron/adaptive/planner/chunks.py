@@ -1,15 +1,17 @@
 """Chooses orders of work for pipelines, and divides layers among chunks and for these orders.
 
-There is no proof here: with several stages on each rank the partition starts in proportion to the
-speed of the ranks, layers are handed over while that helps, and every hand-over is timed in the
-true order of the schedule, that of a rule in the order of a static schedule on the same placement.
-For what is chosen in the end they are handed over once more, each time predicted as it runs.
+There is no proof here. With several stages on each rank the partition starts in proportion to the
+speed of the ranks, then :func:`hand_over` hands layers over while that helps. Every hand-over is
+timed in the true order of the schedule, that of a rule in the order of a static schedule on the
+same placement. For what is chosen in the end they are handed over once more, each time predicted as
+it runs.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +22,7 @@ from megatron.adaptive.planner.cost import as_run, predict
 from megatron.adaptive.planner.layers import in_flight
 from megatron.adaptive.planner.plan import Plan, PlanRow
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.planner.shapes import ShapeChoice, StageClass, Tables
+from megatron.adaptive.planner.shapes import StageClass
 from megatron.adaptive.planner.timing import compiled_steps, steps_of
 from megatron.adaptive.schedule import registry
 
@@ -28,13 +30,43 @@ ONE_CHUNK = ("1f1b", "zb-h1", "adaptive", "hinted", "gpipe", "bfc", "dfc")
 """Schedules that the trainer runs with one chunk for each rank."""
 
 
+def hand_over(
+    cuts: Any, seconds: float, seconds_of: Callable[[Any], float], most: int
+) -> tuple[Any, float, int]:
+    """Hands layers over, one at a time, between any two stages while a pipeline gets faster.
+
+    Args:
+        cuts: first layer of each stage and the number of layers, ``[stages + 1]``.
+        seconds: of the pipeline.
+        seconds_of: returns those of other cuts, infinite where memory is short.
+        most: pipelines to time at most.
+
+    Returns:
+        The cuts, their seconds, and how many pipelines were timed.
+    """
+    pairs = list(itertools.permutations(range(len(cuts) - 1), 2))
+    timed, since, turns = 0, 0, itertools.cycle(pairs)
+    while since < len(pairs) and timed < most:
+        source, target = next(turns)
+        since += 1
+        trial = cuts.copy()
+        between = slice(min(source, target) + 1, max(source, target) + 1)
+        trial[between] += -1 if source < target else 1
+        if (trial[1:] == trial[:-1]).any():
+            continue
+        value = seconds_of(trial)
+        timed += math.isfinite(value)
+        if value < seconds:
+            cuts, seconds, since = trial, value, 0
+    return cuts, seconds, timed
+
+
 class ChunkedPipeline:
     """A pipeline with several chunks for each rank, without its partition.
 
     Args:
+        arrays: ``kernel.ShapeArrays`` of its shape.
         classes: the classes of its shape.
-        choice: what all stages share.
-        tables: for the arrays.
         ranks: class of each pipeline rank, by number.
         schedule: a static schedule.
         chunks: of each rank.
@@ -42,16 +74,14 @@ class ChunkedPipeline:
 
     def __init__(
         self,
-        classes: tuple[StageClass, ...],
-        choice: ShapeChoice,
-        tables: Tables,
+        arrays: Any,
+        classes: Sequence[StageClass],
         ranks: tuple[int, ...],
         schedule: str,
         chunks: int,
     ) -> None:
-        order = self._order = (schedule, len(ranks), chunks, choice.microbatches)
-        self._ranks, self._chunks, self._microbatches = ranks, chunks, choice.microbatches
-        self._arrays = tables.arrays(classes, choice)
+        order = self._order = (schedule, len(ranks), chunks, arrays.microbatches)
+        self._arrays, self._ranks, self._chunks = arrays, ranks, chunks
         place = registry.placement_for(schedule, len(ranks), chunks)
         # Of each stage: its pipeline rank, class and microbatches in flight.
         self._rank_of = np.array([place.locate(stage)[0] for stage in range(place.num_stages)])
@@ -65,7 +95,7 @@ class ChunkedPipeline:
         self._blocks = np.array(blocks)
 
     def best(self, most: int, hopeless_s: float) -> tuple[int, ...]:
-        """Finds a partition: hands layers over between any two stages while it gets faster.
+        """Finds a partition; see :func:`hand_over`.
 
         Args:
             most: pipelines to time at most.
@@ -75,32 +105,17 @@ class ChunkedPipeline:
             Where the stages begin, and the number of layers; empty where nothing fits.
         """
         cuts = self._first_cuts()
-        stages = len(cuts) - 1
         best = self._seconds(cuts)
         if best >= hopeless_s:
             return ()
-        timed, since = 1, 0
-        pairs = itertools.cycle(itertools.product(range(stages), repeat=2))
-        while since < stages * stages and timed < most:
-            source, target = next(pairs)
-            since += 1
-            if source == target:
-                continue
-            trial = cuts.copy()
-            between = slice(min(source, target) + 1, max(source, target) + 1)
-            trial[between] += -1 if source < target else 1
-            if (trial[1:] > trial[:-1]).all() and self._fits(trial):
-                value = self._seconds(trial)
-                timed += 1
-                if value < best:
-                    cuts, best, since = trial, value, 0
-        return tuple(cuts.tolist()) if np.isfinite(best) else ()
+        cuts, best, _ = hand_over(cuts, best, self._seconds, most - 1)
+        return tuple(cuts.tolist()) if math.isfinite(best) else ()
 
     def _first_cuts(self) -> Any:
         """Returns the first layer of each stage, work by the ranks' speed, ``[stages + 1]``."""
         arrays, stages = self._arrays, len(self._rank_of)
-        n = arrays["forward"].shape[1] - 1
-        work = arrays["forward"][:, 0, :] + arrays["backward"][:, 0, :]
+        n = arrays.forward.shape[1] - 1
+        work = arrays.forward[:, 0, :] + arrays.backward[:, 0, :]
         speed = 1 / np.maximum(work[list(self._ranks), n], 1e-30)
         share = np.cumsum((speed / speed.sum() / self._chunks)[self._rank_of])
         done = work[0] / max(float(work[0, n]), 1e-30)
@@ -118,7 +133,7 @@ class ChunkedPipeline:
     def _fits(self, cuts: Any) -> bool:
         """Returns whether every rank has the memory for its chunks."""
         classes, low, high = self._classes, cuts[:-1], cuts[1:]
-        base, kept = (self._arrays[name].swapaxes(0, 1) for name in ("base", "kept"))
+        base, kept = (one.swapaxes(0, 1) for one in (self._arrays.base, self._arrays.kept))
         fixed = base[:, self._ranks, 0, 0]
         own = base[:, classes, low, high] - fixed[:, self._rank_of]
         own += self._held * kept[:, classes, low, high]
@@ -129,33 +144,33 @@ class ChunkedPipeline:
         if not self._fits(cuts):
             return np.inf
         arrays, classes, low, high = self._arrays, self._classes, cuts[:-1], cuts[1:]
-        stages, microbatches = len(classes), self._microbatches
+        stages = len(classes)
         messages = np.zeros((2, 2, stages))
         one, other = classes[:-1], classes[1:]
         block, sent = self._blocks[self._rank_of], np.diff(self._rank_of) != 0
         kinds = (block[:-1] == block[1:]).astype(np.int64)
-        for row, name in enumerate(("latency", "occupancy")):
-            messages[row, 0, :-1] = sent * arrays[name][0, kinds, one, other, high[:-1]]
-            messages[row, 1, 1:] = sent * arrays[name][1, kinds, other, one, high[:-1]]
+        for row, table in enumerate((arrays.latency, arrays.occupancy)):
+            messages[row, 0, :-1] = sent * table[0, kinds, one, other, high[:-1]]
+            messages[row, 1, 1:] = sent * table[1, kinds, other, one, high[:-1]]
         forward, backward, weight = (
-            arrays[name][classes, low, high] for name in ("forward", "backward", "weight")
+            table[classes, low, high] for table in (arrays.forward, arrays.backward, arrays.weight)
         )
         steps = steps_of(*self._order)
         durations = steps.table(np.stack([forward, backward - weight, weight]))
         launch = np.zeros_like(durations)
-        launch[:2] = arrays["launch"][:, classes, low, high]
+        launch[:2] = arrays.launch[:, classes, low, high]
         end, busy = np.zeros((2, len(self._ranks)))
         compiled_steps()(
             steps.rows,
             durations,
             launch,
             *messages,
-            np.zeros((2, stages, microbatches)),
+            np.zeros((2, stages, arrays.microbatches)),
             np.zeros((2, stages)),
             end,
             busy,
         )
-        after = self._by_rank(arrays["after"][None, classes, low, high])[0]
+        after = self._by_rank(arrays.after[None, classes, low, high])[0]
         return float((end + after).max())
 
 
@@ -167,25 +182,17 @@ def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tu
     Returns:
         The plan and the seconds of its step.
     """
-    pairs = sorted(
-        itertools.permutations(range(len(plan.partition)), 2),
-        key=lambda pair: abs(pair[0] - pair[1]),
-    )
-    since, turns = 0, itertools.cycle(pairs)
-    while since < len(pairs) and most > 0:
-        source, target = next(turns)
-        since += 1
-        layers = list(plan.partition)
-        layers[source] -= 1
-        layers[target] += 1
-        if not layers[source]:
-            continue
-        most -= 1
-        other = replace(plan, partition=tuple(layers))
-        seen = predict(other, inputs)
-        if seen.fits and seen.seconds < seconds:
-            plan, seconds, since = other, seen.seconds, 0
-    return plan, seconds
+
+    def plan_of(cuts: Any) -> Plan:
+        return replace(plan, partition=tuple(np.diff(cuts).tolist()))
+
+    def seconds_of(cuts: Any) -> float:
+        seen = predict(plan_of(cuts), inputs)
+        return seen.seconds if seen.fits else math.inf
+
+    cuts = np.concatenate([[0], np.cumsum(plan.partition)])
+    found, seconds, _ = hand_over(cuts, seconds, seconds_of, most)
+    return plan_of(found), seconds
 
 
 def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanRow | None:

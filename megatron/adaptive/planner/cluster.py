@@ -135,9 +135,6 @@ class LinkSpeed:
             Empty: ``bytes_per_s`` for all sizes.
         by_pairs: links measured with so many simultaneous pairs; for others the nearest smaller
             number's bandwidth is divided as ``shared`` says.
-
-    Raises:
-        ConfigError: a bandwidth that is not positive, a latency that is negative.
     """
 
     bytes_per_s: float
@@ -145,15 +142,6 @@ class LinkSpeed:
     shared: bool = True
     sizes: tuple[tuple[float, float], ...] = ()
     by_pairs: tuple[tuple[int, LinkSpeed], ...] = ()
-
-    def __post_init__(self) -> None:
-        for value in (self.bytes_per_s, *(speed for _, speed in self.sizes)):
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"bandwidth is {value:g} bytes/s: it must be above 0 and finite")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ConfigError(f"latency is {self.latency_s:g} s: it must not be negative")
-        if any(a[0] >= b[0] for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
-            raise ConfigError("bandwidth by size: sizes must ascend, each given once")
 
     def bandwidth(self, message_bytes: float, pairs: int = 1) -> float:
         """Returns the bytes per second that one pair gets.
@@ -210,6 +198,8 @@ class NodeType:
         price_per_hour: of the whole node, in the currency of the user.
         zone: nodes of different zones are linked by the cluster's link between zones, if it has
             one.
+        slowness: how many times as long as measured its work takes.
+        like: type by whose name its links are known; its own name where empty.
     """
 
     name: str
@@ -221,13 +211,13 @@ class NodeType:
     network: LinkSpeed | None = None
     price_per_hour: float = 0.0
     zone: str = ""
+    slowness: float = 1.0
+    like: str = ""
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.memory_bytes) and self.memory_bytes > 0):
-            raise ConfigError(
-                f"node type {self.name}: memory is {self.memory_bytes:g} bytes per GPU:"
-                " it must be above 0"
-            )
+    @property
+    def link_name(self) -> str:
+        """Name of the type in tables of links."""
+        return self.like or self.name
 
     def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
         """Returns the least island that is divided into groups of so many neighbouring GPUs.
@@ -240,6 +230,14 @@ class NodeType:
             if size % gpus == 0 and (size < self.gpus) == inner:
                 return size, link
         return None
+
+
+def link_in(
+    links: Mapping[tuple[str, str], LinkSpeed], one: NodeType, other: NodeType
+) -> LinkSpeed | None:
+    """Returns the link of two types in a table, by their names in either order."""
+    names = one.link_name, other.link_name
+    return links.get(names) or links.get(names[::-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +268,7 @@ class Cluster:
         name: for people.
 
     Raises:
-        ConfigError: no nodes, a type twice, or two types of which no link is known.
+        ConfigError: a type twice, or two types of which no link is known.
     """
 
     groups: tuple[NodePool, ...]
@@ -280,15 +278,14 @@ class Cluster:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise ConfigError("cluster: it has no nodes: give at least one node type with a count")
         names = [group.type.name for group in self.groups]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"cluster: node type {name!r} is given twice: merge the two")
+        known = {*names, *(node.link_name for node in self.types)}
         for pair in self.links:
             for name in pair:
-                if name not in names:
+                if name not in known:
                     raise ConfigError(
                         f"cluster: link between {' and '.join(pair)}: no node type {name!r};"
                         f" types are {', '.join(names)}"
@@ -341,18 +338,17 @@ class Cluster:
         Raises:
             ConfigError: none is known.
         """
-        for pair in ((one.name, other.name), (other.name, one.name)):
-            if pair in self.links:
-                return self.links[pair]
+        if (found := link_in(self.links, one, other)) is not None:
+            return found
         if one.zone != other.zone and self.between_zones is not None:
             return self.between_zones
-        found = [node.network or self.network for node in (one, other)]
-        if found[0] is None or found[1] is None:
+        ways = [node.network or self.network for node in (one, other)]
+        if ways[0] is None or ways[1] is None:
             raise ConfigError(
                 f"cluster: no link is known between {one.name} and {other.name}: give the cluster,"
                 " both types or this pair of types a network"
             )
-        return min((link for link in found if link is not None), key=lambda link: link.bytes_per_s)
+        return min((link for link in ways if link is not None), key=lambda link: link.bytes_per_s)
 
 
 def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Cluster:
@@ -484,20 +480,19 @@ def _speed(one: Any, place: str, *, shared: bool = True) -> Any:
             )
         more = [{"pairs": count, "bandwidth": count * speed} for count in range(2, rails + 1)]
         one |= {"bandwidth": speed, "by_pairs": more}
-    try:
-        return LinkSpeed(
-            bytes_per_s=one["bandwidth"],
-            latency_s=one.get("latency", 0.0),
-            shared=one.get("shared", shared),
-            sizes=tuple((size, speed) for size, speed in one.get("sizes", ())),
-            by_pairs=tuple(
-                (more["pairs"], _speed(more, f"{place}.by_pairs[{index}]", shared=shared))
-                for index, more in enumerate(one.get("by_pairs", ()))
-            ),
-        )
-    except ConfigError as error:
-        text = str(error)
-        raise ConfigError(text if text.startswith(place) else f"{place}: {text}") from error
+    sizes = tuple((size, speed) for size, speed in one.get("sizes", ()))
+    if any(a[0] >= b[0] for a, b in itertools.pairwise(sizes)):
+        raise ConfigError(f"{place}.sizes must ascend, each given once: put them in order")
+    return LinkSpeed(
+        bytes_per_s=one["bandwidth"],
+        latency_s=one.get("latency", 0.0),
+        shared=one.get("shared", shared),
+        sizes=sizes,
+        by_pairs=tuple(
+            (more["pairs"], _speed(more, f"{place}.by_pairs[{index}]", shared=shared))
+            for index, more in enumerate(one.get("by_pairs", ()))
+        ),
+    )
 
 
 _NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}

@@ -6,7 +6,7 @@ with its replicas, tied embeddings are added up, and the optimizer runs.
 
 The search gives stages of unequal widths microbatches of unequal sizes, so that each stage has the
 same number of them. The trainer has microbatches of one size, and each is the work of one replica
-of a stage (``schedule.widths``)::
+of a stage (``schedule.unequal``)::
 
     3 GPUs, 8 samples         searched                     run
     stage 0, 2 replicas       4 microbatches of 1 each     4 of the 8 microbatches of 1 each
@@ -30,12 +30,10 @@ from megatron.adaptive.planner.layers import (
     LayerTable,
     Runtime,
     boundary_s,
-    divided_parameters,
     embedding_s,
     exposed_reduce_s,
     in_flight,
     layer_table,
-    optimizer_s,
     reduce_s,
     stage_memory,
     waiting,
@@ -52,9 +50,9 @@ from megatron.adaptive.planner.timing import ScheduleTimes, jitter_s, step_times
 from megatron.adaptive.schedule import registry, unequal
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.simulate import Link, SimResult, StageTimes, draw, simulate
-from megatron.adaptive.schedule.widths import Widths
-from megatron.adaptive.schedule.workload import PS_PER_S
+from megatron.adaptive.schedule.simulate import SimResult
+from megatron.adaptive.schedule.unequal import Widths
+from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, draw
 
 
 def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
@@ -79,8 +77,8 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     tied = embedding_s(plan.places, inputs, plan.tp)
     ends = times.end_s + reduce + optimizer
     last = int(ends.argmax())
-    gpus = {inputs.cluster.nodes[node].gpu for node in plan.nodes}
-    beside = max(inputs.profile.step_s.get(gpu, 0.0) for gpu in gpus)
+    nodes = [inputs.cluster.nodes[node] for node in plan.nodes]
+    beside = max(inputs.profile.step_s.get(node.gpu, 0.0) * node.slowness for node in nodes)
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     predicted = tuple(_stage(plan, stages, times, rank, reduce) for rank in range(plan.pp))
@@ -162,18 +160,11 @@ class StageSums:
             rows = [i for stage in stages for i in range(bounds[stage], bounds[stage + 1])]
             parameters = max(float(table.parameters[rows].sum()) for _, table in tables[rank])
             experts = max(float(table.expert_parameters[rows].sum()) for _, table in tables[rank])
-            ranks = plan.expert_ranks
+            ranks, dp = plan.expert_ranks, len(plan.places[rank].replicas)
             reduce.append(reduce_s(plan.places, rank, inputs, parameters, experts, ranks))
-            if plan.distributed_optimizer:
-                parameters = divided_parameters(parameters, experts, ranks)
             memories.append(_memory(plan, rank, rows, tables[rank], inputs, runtime))
-            dp, sharded = len(plan.places[rank].replicas), plan.distributed_optimizer
-            updates.append(
-                max(
-                    optimizer_s(inputs.profile, node.gpu, parameters, dp, sharded)
-                    for node, _ in tables[rank]
-                )
-            )
+            updated = plan.state_parameters(parameters, experts, dp)
+            updates.append(updated * inputs.optimizer_s(node for node, _ in tables[rank]))
         latency, occupancy, message_bytes = _messages(plan, placement, bounds, inputs, runtime)
         return cls(
             durations_s=durations,
@@ -206,15 +197,7 @@ def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> _Tables:
         (
             node,
             layer_table(
-                inputs,
-                node,
-                tp=tp,
-                micro_batch=place.micro_batch,
-                recompute=plan.recompute,
-                sequence_parallel=plan.sequence_parallel,
-                expert_ranks=plan.expert_ranks,
-                context_ranks=plan.context_ranks,
-                others=others,
+                inputs, node, tp=tp, micro_batch=place.micro_batch, settings=plan, others=others
             ),
         )
         for node, tp in {(node.name, tp): (node, tp) for node, tp in nodes}.values()
@@ -232,7 +215,7 @@ def _durations(
     durations, work = np.zeros((2, 3, len(plan.partition)))
     tp_s = np.zeros(len(plan.partition))
     for rank, stages in enumerate(stages_of):
-        action = max(inputs.profile.launch_s.get(node.gpu, 0.0) for node, _ in tables[rank])
+        action = inputs.action_s(node for node, _ in tables[rank])
         for stage in stages:
             part = slice(bounds[stage], bounds[stage + 1])
             for _, table in tables[rank]:
@@ -259,20 +242,16 @@ def _memory(
         stage_memory(
             inputs.model,
             parameters=float(table.parameters[rows].sum()),
+            expert_parameters=float(table.expert_parameters[rows].sum()),
             kept_bytes=float(table.kept_bytes[rows].sum()),
             held=held[rank],
             workspace_bytes=float(table.workspace_bytes[rows].max(initial=0.0))
             + float(table.waiting_bytes[rows].sum()) * pending[rank],
             dp=len(plan.places[rank].replicas),
-            distributed_optimizer=plan.distributed_optimizer,
+            settings=plan,
             limit_bytes=node.memory_bytes,
             runtime=runtime,
             context_bytes=inputs.profile.context_bytes.get(node.gpu),
-            divided=divided_parameters(
-                float(table.parameters[rows].sum()),
-                float(table.expert_parameters[rows].sum()),
-                plan.expert_ranks,
-            ),
         )
         for node, table in tables
     ]
@@ -335,15 +314,14 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
     cap = default_cap(placement, plan.num_microbatches)
     rule = registry.is_rule(plan.schedule)
     shape = plan.schedule, plan.pp, plan.chunks, plan.num_microbatches
-    return simulate(
-        placement,
-        plan.num_microbatches,
-        registry.make_policies(plan.schedule, placement, plan.num_microbatches, cap=cap),
-        draw(placement, plan.num_microbatches, times, links=links),
-        cap=cap,
+    candidate = registry.Candidate(
+        name=plan.schedule,
+        placement=placement,
         weight_pieces=0 if rule else int(steps_of(*shape).split),
-        compiled=rule,
+        cap=cap,
     )
+    work = draw(placement, plan.num_microbatches, times, links=links)
+    return candidate.simulate(work, compiled=rule)
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:

@@ -21,7 +21,7 @@ With ``m = w + 1`` both idle times are one, and only the larger counts. The laun
 goes on while its rank waits, so that it counts in no path through other ranks. ``r``, ``D`` and
 ``Z`` are minimised on their own, so that each is a bound for every way to go on. ``search_level``
 enumerates what lies below the best known, with these bounds as a guide, and times every leaf
-exactly; ``improve`` moves layers of what it found while that helps.
+exactly.
 """
 
 from __future__ import annotations
@@ -272,12 +272,14 @@ def _time_1f1b(walk: Any, p: int, m: int) -> None:
 
 
 @_compiled
-def _leaf(shape: Any, walk: Any, p: int) -> float:
-    """Returns the seconds of the pipeline that the walk describes."""
+def leaf_s(shape: Any, walk: Any, p: int) -> float:
+    """Returns the seconds of the pipeline that the walk describes, infinite if it does not fit."""
     n = shape.forward.shape[1] - 1
     walk.cuts[p] = n
     for i in range(p):
         c, low, high = shape.level_class[walk.levels[i]], walk.cuts[i], walk.cuts[i + 1]
+        if not _fits(shape, c, low, high, shape.held[p - 1 - i]):
+            return _INF
         walk.seconds[0, i] = shape.forward[c, low, high]
         walk.seconds[1, i] = shape.backward[c, low, high]
         walk.launch[0, i] = shape.launch[0, c, low, high]
@@ -371,6 +373,7 @@ def search_level(
     most_leaves: int,
     best_cuts: Any,
     best_levels: Any,
+    best_kinds: Any,
 ) -> tuple[float, float, int]:
     """Finds the fastest way to fill one level that starts with the first layer.
 
@@ -382,6 +385,7 @@ def search_level(
         most_leaves: pipelines to time at most, and for each as many stages to lay as it has.
         best_cuts: ``[stages + 1]``, where the stages of the best begin.
         best_levels: ``[stages]``, their levels.
+        best_kinds: the same, the kinds of the edges behind them.
 
     Returns:
         Seconds of the best, or ``cap``; a bound on what was left out, or infinity; leaves timed.
@@ -397,12 +401,13 @@ def search_level(
     depth, fresh = 0, True
     while depth >= 0:
         if depth == p - 1:
-            value = _leaf(shape, walk, p)
+            value = leaf_s(shape, walk, p)
             leaves += 1
             if value < best:
                 best = value
                 best_cuts[: p + 1] = walk.cuts[: p + 1]
                 best_levels[:p] = walk.levels[:p]
+                best_kinds[:p] = walk.kinds[:p]
             depth, fresh = depth - 1, False
             continue
         if fresh:
@@ -425,62 +430,6 @@ def search_level(
         _descend(shape, walk, depth, child, trips, tied)
         depth, fresh = depth + 1, True
     return best, left_out, leaves
-
-
-@_compiled
-def _shift(shape: Any, walk: Any, p: int, source: int, target: int) -> bool:
-    """Hands a layer from one stage to another, along all between; True if all stages fit."""
-    step = -1 if source < target else 1
-    for cut in range(min(source, target) + 1, max(source, target) + 1):
-        walk.cuts[cut] += step
-    for i in range(min(source, target), max(source, target) + 1):
-        low, high = walk.cuts[i], walk.cuts[i + 1]
-        c, held = shape.level_class[walk.levels[i]], shape.held[p - 1 - i]
-        if low >= high or not _fits(shape, c, low, high, held):
-            return False
-    return True
-
-
-@_compiled
-def improve(
-    shape: Any, walk: Any, p: int, best: float, most_leaves: int, best_cuts: Any, best_levels: Any
-) -> tuple[float, int]:
-    """Hands single layers over between any two stages of a pipeline while it gets faster.
-
-    Args:
-        shape: the arrays; ``walk`` is room to work in.
-        p: stages.
-        best: seconds of the pipeline.
-        most_leaves: pipelines to time at most.
-        best_cuts: ``[stages + 1]`` of it, which are changed.
-        best_levels: ``[stages]`` of it.
-
-    Returns:
-        Seconds, and pipelines timed.
-    """
-    walk.levels[:p] = best_levels[:p]
-    walk.cuts[: p + 1] = best_cuts[: p + 1]
-    for i in range(p - 1):
-        level = best_levels[i]
-        for edge in range(shape.level_edges[level], shape.level_edges[level + 1]):
-            if shape.edge_from[edge] == best_levels[i + 1]:
-                walk.kinds[i] = shape.edge_kind[edge]
-    leaves, since, at = 0, 0, 0
-    while since < p * p and leaves < most_leaves:
-        source, target = at // p, at % p
-        at = (at + 1) % (p * p)
-        since += 1
-        if source == target:
-            continue
-        if _shift(shape, walk, p, source, target):
-            value = _leaf(shape, walk, p)
-            leaves += 1
-            if value < best:
-                best, since = value, 0
-                best_cuts[: p + 1] = walk.cuts[: p + 1]
-                continue
-        walk.cuts[: p + 1] = best_cuts[: p + 1]
-    return best, leaves
 
 
 def make_walk(shape: ShapeArrays, stages: int) -> Walk:

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, Gpu, LinkSpeed, NodeType, find_gpu
+from megatron.adaptive.planner.cluster import Cluster, Gpu, LinkSpeed, NodeType, find_gpu, link_in
 from megatron.adaptive.planner.model import LayerKind, Model
-from megatron.adaptive.planner.plan import Replica, StageMemory, StagePlace
-from megatron.adaptive.planner.profile import LayerTimes, PlanInputs, Profile
+from megatron.adaptive.planner.plan import Replica, StageMemory, StagePlace, StageSettings
+from megatron.adaptive.planner.profile import LayerTimes, PlanInputs
 from megatron.adaptive.schedule import registry
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.memory import default_cap
@@ -58,6 +58,7 @@ class Runtime:
 
 OURS = Runtime()
 """This project's trainer."""
+PLAIN = StageSettings()
 _HOST_MESSAGES = 8
 """Room for them in the host's memory that nothing fills: free slots of the channels of a rank and
 its neighbour, see ``transport.select.size_of_channel``."""
@@ -104,31 +105,30 @@ def stage_memory(
     model: Model,
     *,
     parameters: Any,
+    expert_parameters: Any = 0.0,
     kept_bytes: Any = 0.0,
     held: float = 0.0,
     workspace_bytes: Any = 0.0,
     dp: int = 1,
-    distributed_optimizer: bool = False,
+    settings: StageSettings = PLAIN,
     limit_bytes: float = 0.0,
     runtime: Runtime = OURS,
     context_bytes: float | None = None,
-    divided: Any = None,
 ) -> StageMemory:
     """Adds up the memory of a stage, or of many: numbers or arrays.
 
     Args:
         model: for the bytes of numbers.
         parameters: that one GPU of the rank holds.
+        expert_parameters: those of them that belong to experts.
         kept_bytes: of one microbatch over all layers of the rank.
         held: microbatches in flight, see ``in_flight``.
         workspace_bytes: the largest that a layer needs while it runs.
         dp: replicas.
-        distributed_optimizer: whether they divide the optimizer state.
+        settings: say what of it they divide.
         limit_bytes: usable memory of the GPU.
         runtime: what the training program needs besides.
         context_bytes: of the process as measured; None for the runtime's.
-        divided: parameters whose state ``dp`` replicas divide, where they are not ``parameters``:
-            see ``divided_parameters``.
     """
     context = runtime.context_bytes if context_bytes is None else context_bytes
     besides = context + parameters * runtime.parameter_copies_bytes
@@ -137,20 +137,12 @@ def stage_memory(
         # In fp8 each weight is there as it is and transposed.
         parameter_bytes=parameters * (sizes.parameter_bytes + 2 * sizes.fp8),
         gradient_bytes=parameters * sizes.gradient_bytes,
-        optimizer_bytes=(parameters if divided is None or not distributed_optimizer else divided)
-        * (sizes.optimizer_bytes / (dp if distributed_optimizer else 1)),
+        optimizer_bytes=settings.state_parameters(parameters, expert_parameters, dp)
+        * sizes.optimizer_bytes,
         activation_bytes=kept_bytes * held,
         workspace_bytes=workspace_bytes + besides,
         limit_bytes=limit_bytes,
     )
-
-
-def divided_parameters(parameters: Any, expert_parameters: Any, expert_ranks: int) -> Any:
-    """Returns as how many parameters those count whose optimizer state all replicas divide.
-
-    Of experts that are spread over ranks, so many times fewer replicas have each.
-    """
-    return parameters + (expert_ranks - 1) * expert_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,28 +184,31 @@ def layer_table(
     *,
     tp: int,
     micro_batch: int,
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-    expert_ranks: int = 1,
-    context_ranks: int = 1,
+    settings: StageSettings = PLAIN,
     others: Sequence[NodeType] = (),
 ) -> LayerTable:
-    """Computes durations and bytes of every layer on one type of node.
+    """Returns durations and bytes of every layer on one type of node, computed once.
 
     Args:
         inputs: what is trained where, and how long it takes.
         node: that the layers are on.
         tp: tensor-parallel ranks.
         micro_batch: samples of a microbatch.
-        recompute: one of ``RECOMPUTE``.
-        sequence_parallel: whether tensor parallelism divides all activations.
-        expert_ranks: replicas that experts are spread over.
-        context_ranks: replicas that share each sequence.
-        others: types of the nodes that these are on, of which the farthest counts.
+        settings: of the plan.
+        others: types of the nodes that ranks which share experts or sequences are on, of which the
+            farthest counts.
 
     Raises:
         ConfigError: the profile lacks a duration.
     """
+    recompute, sequence_parallel = settings.recompute, settings.sequence_parallel
+    expert_ranks, context_ranks = settings.expert_ranks, settings.context_ranks
+    key: Any = (node.name, tp, micro_batch, recompute, sequence_parallel)
+    if expert_ranks * context_ranks > 1:
+        key = (*key, expert_ranks, context_ranks, *(other.name for other in others or (node,)))
+    if key in inputs.layer_tables:
+        found: LayerTable = inputs.layer_tables[key]
+        return found
     exchange = exchange_of(inputs, node, others or (node,), tp, expert_ranks)
     ring = context_ring(inputs, node, others or (node,), tp, context_ranks)
     # Of a part of each sequence a rank computes as for a part of the samples.
@@ -228,6 +223,7 @@ def layer_table(
         once = 2 * exchange(kind.routed_bytes * samples / tp)
         part_s = ring(kind.context_bytes * samples / tp)
         times = inputs.profile.times(kind.name, node.gpu, tp, samples, load or 1.0)
+        times = times.slowed(node.slowness)
         if tp > 1 and not times.tp_included and kind.tp_bytes:
             once += all_reduce_s(link_within(inputs, node, tp), kind.tp_bytes * samples, tp)
         attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
@@ -288,15 +284,8 @@ def layer_table(
             waiting * samples if recompute == "full" and kind.counted else 0.0,
         )
     table = np.array([rows[name] for name in inputs.model.layers], dtype=np.float64).T
-    return LayerTable(is_estimated, *table)
-
-
-def optimizer_s(
-    profile: Profile, gpu: str, parameters: float, dp: int, distributed_optimizer: bool
-) -> float:
-    """Returns the seconds of the optimizer step of one GPU; 0 where the profile does not say."""
-    each = profile.optimizer_s_per_parameter.get(gpu, 0.0)
-    return each * parameters / (dp if distributed_optimizer else 1)
+    made = inputs.layer_tables[key] = LayerTable(is_estimated, *table)
+    return made
 
 
 def range_sums(values: Any) -> Any:
@@ -391,8 +380,8 @@ def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
     if (found := node.island(gpus)) is not None:
         return found[1]
     if gpus <= node.gpus:
-        return inputs.profile.intra_links.get(node.name, node.intra)
-    return _link_of(inputs, node, node)
+        return inputs.profile.intra_links.get(node.link_name, node.intra)
+    return link_of_types(inputs, node, node)
 
 
 def links_out(
@@ -401,15 +390,13 @@ def links_out(
     """Returns the links from a node to those of a group: types of its nodes, and how many."""
     if {other.name for other in others} == {node.name}:
         return [link_within(inputs, node, nodes * node.gpus)]
-    return [_link_of(inputs, node, other) for other in others]
+    return [link_of_types(inputs, node, other) for other in others]
 
 
-def _link_of(inputs: PlanInputs, one: NodeType, other: NodeType) -> LinkSpeed:
+def link_of_types(inputs: PlanInputs, one: NodeType, other: NodeType) -> LinkSpeed:
     """Returns the link between nodes of two types as measured, or as the cluster file has it."""
-    for pair in ((one.name, other.name), (other.name, one.name)):
-        if pair in inputs.profile.links:
-            return inputs.profile.links[pair]
-    return inputs.cluster.link_of_types(one, other)
+    measured = link_in(inputs.profile.links, one, other)
+    return inputs.cluster.link_of_types(one, other) if measured is None else measured
 
 
 def link_between(inputs: PlanInputs, one: Replica, other: Replica) -> LinkSpeed:
@@ -439,8 +426,8 @@ def _link_at(inputs: PlanInputs, one: int, other: int, island: int | None) -> Li
     if island is not None:
         return node.islands[island][1]
     if one == other:
-        return inputs.profile.intra_links.get(node.name, node.intra)
-    return _link_of(inputs, node, inputs.cluster.nodes[other])
+        return inputs.profile.intra_links.get(node.link_name, node.intra)
+    return link_of_types(inputs, node, inputs.cluster.nodes[other])
 
 
 def boundary_s(
@@ -557,7 +544,7 @@ def reduction(
         return lambda size: 0.0
     if all(one.node == replicas[0].node for one in replicas):
         node = inputs.cluster.nodes[replicas[0].node]
-        measured = inputs.profile.all_reduce.get((node.name, len(replicas)))
+        measured = inputs.profile.all_reduce.get((node.link_name, len(replicas)))
         if measured is not None:
             at_once = stride * max(one.tp for one in replicas)
             return lambda size: measured.seconds(size, at_once)

@@ -53,9 +53,6 @@ class Precision:
     trained: float = 1.0
     fp8: bool = False
 
-    def __post_init__(self) -> None:
-        _check("precision", self)
-
     def beside_frozen(self, share: float) -> Precision:
         """Returns the mean sizes of frozen weights and, for each, a share of trained ones."""
         return replace(
@@ -138,9 +135,6 @@ class LayerKind:
     group: str = ""
     counted: bool = True
 
-    def __post_init__(self) -> None:
-        _check("layer kind", self)
-
     def held_parameters(self, tp: int) -> float:
         """Returns the number of parameters that one of ``tp`` ranks holds."""
         return self.parameters / tp + self.replicated_parameters
@@ -200,14 +194,6 @@ class Model:
     sequence: int = 1
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ConfigError(f"model {self.name}: it has no layers: list their kinds in order")
-        for index, name in enumerate(self.layers):
-            if name not in self.kinds:
-                raise ConfigError(
-                    f"model {self.name}: layer {index} is of kind {name!r}, which is not described:"
-                    f" kinds are {', '.join(self.kinds)}"
-                )
         for index in self.tied_layers:
             if not 0 <= index < len(self.layers):
                 raise ConfigError(
@@ -291,21 +277,9 @@ class Model:
         return tuple(counts)
 
 
-def _check(what: str, one: Precision | LayerKind) -> None:
-    for name, value in vars(one).items():
-        if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
-            raise ConfigError(
-                f"{what} {one.name}: {name} is {value}: it must be finite and not negative"
-            )
-
-
 _MULTIPLY_ADD = 2
 _FLOAT_BYTES = 4
 _TOKEN_TYPES = 2
-_OPTIONAL = (
-    *("decoder_layers", "decoder_sequence", "positions", "query_rank", "latent_rank"),
-    *("rotary_width", "value_width", "window", "experts", "shared_ffn", "predictions"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,12 +368,6 @@ class TransformerShape:
     predictions: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            least = 0 if name in _OPTIONAL else 1
-            if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                raise ConfigError(
-                    f"model {self.name}: {name} is {value}: it must be at least {least}"
-                )
         if self.heads % self.query_groups:
             raise ConfigError(
                 f"model {self.name}: {self.heads} heads are no multiple of {self.query_groups}"

@@ -61,7 +61,38 @@ class StagePlace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StageSettings:
+    """Settings that all stages of a plan share.
+
+    Attributes:
+        recompute: one of ``model.RECOMPUTE``.
+        distributed_optimizer: whether replicas divide the optimizer state.
+        overlap_reduce: whether gradients are reduced while backwards still run.
+        sequence_parallel: whether activations outside of attention and MLP are divided by the
+            tensor-parallel width.
+        expert_ranks: neighbouring replicas that experts are spread over.
+        context_ranks: neighbouring ranks that share each sequence.
+    """
+
+    recompute: str = "none"
+    distributed_optimizer: bool = False
+    overlap_reduce: bool = False
+    sequence_parallel: bool = False
+    expert_ranks: int = 1
+    context_ranks: int = 1
+
+    def state_parameters(self, parameters: Any, expert_parameters: Any, dp: int) -> Any:
+        """Returns the parameters whose optimizer state one of ``dp`` replicas holds and updates.
+
+        Of experts that are spread over ranks, so many times fewer replicas have each.
+        """
+        if not self.distributed_optimizer:
+            return parameters
+        return (parameters + (self.expert_ranks - 1) * expert_parameters) / dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(StageSettings):
     """A way to run a model on a cluster.
 
     Attributes:
@@ -74,12 +105,6 @@ class Plan:
         schedule: name as for ``--pipeline-schedule``.
         partition: layers of each of ``pp * chunks`` stages in pipeline order, embedding and head
             included.
-        recompute: one of ``model.RECOMPUTE``.
-        distributed_optimizer: whether replicas divide the optimizer state.
-        overlap_reduce: whether gradients are reduced while backwards still run.
-        sequence_parallel: whether activations outside of attention and MLP are divided by ``tp``.
-        expert_ranks: neighbouring replicas that experts are spread over.
-        context_ranks: neighbouring ranks that share each sequence.
         places: where each pipeline rank lies, ``[pp]``; of ranks that share a sequence each counts
             as a replica, so that a stage has ``dp * context_ranks``.
     """
@@ -93,26 +118,6 @@ class Plan:
     places: tuple[StagePlace, ...]
     chunks: int = 1
     schedule: str = "1f1b"
-    recompute: str = "none"
-    distributed_optimizer: bool = False
-    overlap_reduce: bool = False
-    sequence_parallel: bool = False
-    expert_ranks: int = 1
-    context_ranks: int = 1
-
-    def __post_init__(self) -> None:
-        if self.global_batch % (self.dp * self.micro_batch):
-            raise ConfigError(
-                f"global batch of {self.global_batch} samples: {self.dp} replicas with microbatches"
-                f" of {self.micro_batch} do not divide it"
-            )
-        if len(self.places) != self.pp:
-            raise ConfigError(f"{len(self.places)} places for {self.pp} pipeline ranks: give each")
-        if len(self.partition) != self.pp * self.chunks:
-            raise ConfigError(
-                f"partition of {len(self.partition)} stages:"
-                f" {self.pp} pipeline ranks with {self.chunks} chunks have {self.pp * self.chunks}"
-            )
 
     @property
     def num_microbatches(self) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, known_gpu
+from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeType, known_gpu
 from megatron.adaptive.planner.model import Model
 
 Source = Literal["measured", "estimated"]
@@ -54,6 +54,13 @@ class LayerTimes:
     def backward_s(self) -> float:
         """Seconds of the whole backward."""
         return self.backward_input_s + self.backward_weight_s
+
+    def slowed(self, factor: float) -> LayerTimes:
+        """Returns the same where everything takes so many times as long."""
+        if factor == 1.0:
+            return self
+        parts = (*_PARTS, "launch_s")
+        return replace(self, **{name: getattr(self, name) * factor for name in parts})
 
     def scaled(self, factor: float) -> LayerTimes:
         """Returns the same for work so many times larger; launching it takes what it took."""
@@ -228,3 +235,18 @@ class PlanInputs:
     model: Model
     cluster: Cluster
     profile: Profile
+
+    @cached_property
+    def layer_tables(self) -> dict[Any, Any]:
+        """Keeps what ``layers.layer_table`` computed of these inputs."""
+        return {}
+
+    def action_s(self, nodes: Iterable[NodeType]) -> float:
+        """Returns the seconds that an action costs beyond its layers, on the slowest of nodes."""
+        each = self.profile.launch_s
+        return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
+
+    def optimizer_s(self, nodes: Iterable[NodeType]) -> float:
+        """Returns the optimizer's seconds for a parameter, 0 where the profile does not say."""
+        each = self.profile.optimizer_s_per_parameter
+        return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)

@@ -21,6 +21,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,6 @@ from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 FORMAT = 1
-_NEEDED = ("cut_point", "gpu", "micro_batch", "forward_s", "backward_s", "parameters")
-_KNOWN = (*_NEEDED, "output_bytes", "kept_bytes", "backward_weight_s", "tp")
-_LEAST_WHOLE = {"cut_point": 0, "micro_batch": 1, "tp": 1}
 _SAME = 0.02  # relative difference up to which two counts of parameters are the same
 
 
@@ -51,13 +49,17 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
+def load_all(paths: Sequence[Path]) -> dict[str, Any]:
+    """Reads profile files and puts them together; see :func:`merge`."""
+    return merge([(str(path), load(path)) for path in paths])
+
+
 def write(content: Mapping[str, Any], path: Path) -> None:
-    """Checks and writes a profile file.
+    """Writes a profile file.
 
     Raises:
-        ConfigError: the content breaks a rule, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    check_form(content, "profile", str(path))
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -82,41 +84,6 @@ def document(
     return content
 
 
-def of_profile(profile: Profile, model: Mapping[str, Any], gpus: Mapping[str, str]) -> Any:
-    """Returns a profile that was fitted to runs as a profile file holds it.
-
-    Args:
-        profile: durations.
-        model: its name, and its arguments or its layers.
-        gpus: GPU of each node type of the runs' cluster.
-    """
-    parts = ("forward_s", "backward_input_s", "backward_weight_s", "tp_included")
-    links = [(*pair, False, link) for pair, link in profile.links.items()]
-    links += [(name, name, True, link) for name, link in profile.intra_links.items()]
-
-    def speed(link: LinkSpeed) -> dict[str, Any]:
-        return {"latency_s": link.latency_s, "sizes": [list(one) for one in link.sizes]}
-
-    return document(
-        model,
-        [
-            {"kind": kind, "gpu": gpu, "tp": tp, "micro_batch": size}
-            | {name: getattr(times, name) for name in parts}
-            for (kind, gpu, tp, size), times in profile.layers.items()
-        ],
-        made=timestamp(),
-        nodes={name: {"gpu": gpu} for name, gpu in gpus.items()},
-        links=[{"nodes": [a, b], "within": same, **speed(link)} for a, b, same, link in links],
-        all_reduce=[
-            {"node": node, "ranks": ranks, **speed(link)}
-            for (node, ranks), link in profile.all_reduce.items()
-        ],
-        optimizer_s_per_parameter=dict(profile.optimizer_s_per_parameter),
-        step_s=dict(profile.step_s),
-        action_sigma=profile.action_sigma,
-    )
-
-
 def timestamp() -> str:
     """Returns the present moment as ``made`` of a profile file holds it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -139,6 +106,8 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
         ConfigError: they are of different models.
     """
     first_name, first = parts[0]
+    if len(parts) == 1:
+        return dict(first)
     keys: Mapping[str, Callable[[Any], Any]] = {
         "layers": lambda row: (row["kind"], row["gpu"], row["tp"], row["micro_batch"]),
         "links": lambda row: (*sorted(row["nodes"]), row["within"], row.get("pairs", 1)),
@@ -298,7 +267,10 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
     Raises:
         ConfigError: the file cannot be read, or a row breaks a rule; names the row.
     """
-    rows = [_numbers(row, f"{path}: row {at}") for at, row in enumerate(_rows(path), start=1)]
+    rows = [
+        {"tp": 1, "backward_weight_s": 0.0, **check_form(row, "cut_point", f"{path}: row {at}")}
+        for at, row in enumerate(_rows(path), start=1)
+    ]
     if not rows:
         raise ConfigError(f"{path}: no measurements: give a row for each piece of the model")
     pieces: dict[int, dict[str, Any]] = {}
@@ -330,40 +302,23 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
     return document({"name": name, "precision": precision, "layers": model_layers}, layers)
 
 
-def _rows(path: Path) -> list[Mapping[str, Any]]:
+def _rows(path: Path) -> list[Any]:
+    """Returns the rows of a JSON list or of CSV, whose numbers are texts there."""
     hint = "name a file of measurements per cut point"
-    if path.suffix.lower() != ".json":
-        return list(csv.DictReader(io.StringIO(read_text(path, hint))))
-    rows = read_json(path, hint)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path}: it must be a list of objects, one for each measurement")
-    return rows
+    if path.suffix.lower() == ".json":
+        return list(read_json(path, hint))
+    return [
+        {name: text if name == "gpu" else _number(text) for name, text in row.items() if text}
+        for row in csv.DictReader(io.StringIO(read_text(path, hint)))
+    ]
 
 
-def _numbers(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    for key in row:
-        if key not in _KNOWN:
-            raise ConfigError(f"{where}: {key!r} is not known: columns are {', '.join(_KNOWN)}")
-    numbers: dict[str, Any] = {"tp": 1, "backward_weight_s": 0.0}
-    for key in _KNOWN:
-        text = row.get(key)
-        if text is None or text == "":
-            if key in _NEEDED:
-                raise ConfigError(f"{where}: {key} is missing: needed are {', '.join(_NEEDED)}")
-            continue
-        if key == "gpu":
-            numbers[key] = str(text)
-            continue
-        least = _LEAST_WHOLE.get(key)
-        try:
-            value = float(text)
-        except (TypeError, ValueError):
-            value = -1.0
-        if not (least or 0) <= value < math.inf or (least is not None and value != int(value)):
-            rule = "a number, not negative" if least is None else f"a whole number from {least} on"
-            raise ConfigError(f"{where}: {key} is {text!r}: it must be {rule}")
-        numbers[key] = value if least is None else int(value)
-    return numbers
+def _number(text: Any) -> Any:
+    """Returns the number that a text is, or what is none."""
+    for kind in (int, float):
+        with suppress(ValueError, TypeError):
+            return kind(text)
+    return text
 
 
 def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:

@@ -21,17 +21,19 @@ pace as in Iqbal 1991, "Approximate algorithms for partitioning and assignment p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.auto import ScheduleChoice, choose
-from megatron.adaptive.schedule.compare import Candidate, evaluate
+from megatron.adaptive.schedule.auto import ScheduleChoice, choose, evaluate
 from megatron.adaptive.schedule.memory import with_rounding
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.registry import Candidate
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 Partition = tuple[int, ...]
@@ -81,17 +83,11 @@ class Loads:
 
     def whole(self) -> list[float]:
         """Returns the seconds that all layers would take on each rank."""
-        (counts,) = self._counts((sum(self.partition),))
-        return [_dot(counts, map(sum, each)) for each in self.layer_s]
+        return (self._each.sum(axis=2) @ self._before[-1]).tolist()  # type: ignore[no-any-return]
 
     def stage_times(self, partition: Sequence[int]) -> StageTimes:
         """Returns the seconds of each stage under a partition."""
-        found = []
-        for stage, counts in enumerate(self._counts(partition)):
-            parts = zip(*self.layer_s[self._rank_of(stage)], strict=True)
-            pairs = zip(parts, self.beside_s[stage], strict=True)
-            found.append([_dot(counts, part) + beside for part, beside in pairs])
-        forward, backward, weight = zip(*found, strict=True)
+        forward, backward, weight = map(tuple, self._seconds(partition).T.tolist())
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def lying(self, kind: PlacementKind) -> Loads:
@@ -101,63 +97,57 @@ class Loads:
         wanted, slowness = replace(self.placement, kind=kind), self.slowness
         beside = []
         for stage, (forward, backward, weight) in enumerate(self.beside_s):
-            now, then = self._rank_of(stage), wanted.locate(stage)[0]
+            now, then = self._ranks[stage], wanted.locate(stage)[0]
             factor = slowness[then] / max(slowness[now], _LEAST_S)
             beside.append((forward * factor, backward * factor, weight * factor))
         return replace(self, placement=wanted, beside_s=tuple(beside))
 
     def paces(self, partition: Sequence[int]) -> list[float]:
         """Returns the seconds that each rank takes for a microbatch under a partition."""
-        paces = self.beside()
-        for stage, counts in enumerate(self._counts(partition)):
-            rank = self._rank_of(stage)
-            paces[rank] += _dot(counts, map(sum, self.layer_s[rank]))
-        return paces
+        return self._by_rank(self._seconds(partition).sum(axis=1))
 
     def beside(self) -> list[float]:
         """Returns the seconds of each rank outside its layers."""
-        return self._by_rank(map(sum, self.beside_s))
-
-    def layers_of(self, partition: Sequence[int]) -> list[int]:
-        """Returns the layers of each rank under a partition."""
-        return [int(layers) for layers in self._by_rank(partition)]
+        return self._by_rank(np.array(self.beside_s).sum(axis=1))
 
     def fits(self, partition: Sequence[int]) -> bool:
         """Returns whether every rank's memory allows a partition."""
-        sizes = self.sizes or ((1.0,) * len(self.layer_s[0]),) * len(self.layer_s)
-        taken = self._by_rank(
-            _dot(counts, sizes[self._rank_of(stage)])
-            for stage, counts in enumerate(self._counts(partition))
-        )
+        sizes = np.array(self.sizes) if self.sizes else np.ones(self._each.shape[:2])
+        taken = self._by_rank((self._counts(partition) * sizes[self._ranks]).sum(axis=1))
         pairs = zip(taken, self.most_layers, strict=True)
         return all(layers <= most + _ROUNDING for layers, most in pairs)
 
-    def stages_of(self, rank: int) -> list[int]:
-        """Returns the stages that a rank holds."""
-        chunks = range(self.placement.num_chunks)
-        return [self.placement.stage_of(rank, chunk) for chunk in chunks]
+    @cached_property
+    def _ranks(self) -> Any:
+        """Rank of each stage."""
+        stages = range(self.placement.num_stages)
+        return np.array([self.placement.locate(stage)[0] for stage in stages])
 
-    def _counts(self, partition: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Yields the layers of each kind in every stage."""
-        end = 0
-        for layers in partition:
-            start, end = end, end + layers
-            own = self.kinds[start:end]
-            alike = len(self.layer_s[0]) == 1
-            yield [layers] if alike else [*map(own.count, range(len(self.layer_s[0])))]
+    @cached_property
+    def _each(self) -> Any:
+        """``layer_s``, ``[ranks, kinds, 3]``."""
+        return np.array(self.layer_s)
 
-    def _by_rank(self, values: Iterable[float]) -> list[float]:
-        found = [0.0] * self.placement.num_ranks
-        for stage, value in enumerate(values):
-            found[self._rank_of(stage)] += value
-        return found
+    @cached_property
+    def _before(self) -> Any:
+        """Layers of each kind before every layer and behind the last, ``[layers + 1, kinds]``."""
+        every = np.eye(self._each.shape[1])
+        kinds = list(self.kinds) or [0] * sum(self.partition)
+        return np.concatenate([0 * every[:1], every[kinds].cumsum(axis=0)])
 
-    def _rank_of(self, stage: int) -> int:
-        return self.placement.locate(stage)[0]
+    def _counts(self, partition: Sequence[int]) -> Any:
+        """Returns the layers of each kind in every stage, ``[stages, kinds]``."""
+        ends = np.cumsum(partition)
+        return self._before[ends] - self._before[ends - partition]
 
+    def _seconds(self, partition: Sequence[int]) -> Any:
+        """Returns the seconds of each stage, ``[stages, 3]``."""
+        layers = self._counts(partition)[:, :, None] * self._each[self._ranks]
+        return np.array(self.beside_s) + layers.sum(axis=1)
 
-def _dot(counts: Iterable[int], values: Iterable[float]) -> float:
-    return sum(count * value for count, value in zip(counts, values, strict=True))
+    def _by_rank(self, values: Any) -> list[float]:
+        sums = np.bincount(self._ranks, weights=values, minlength=self.placement.num_ranks)
+        return sums.tolist()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)

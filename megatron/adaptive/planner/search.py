@@ -22,8 +22,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.planner.chunks import ONE_CHUNK, ChunkedPipeline, handed_over, scheduled
+from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.planner.chunks import (
+    ONE_CHUNK,
+    ChunkedPipeline,
+    hand_over,
+    handed_over,
+    scheduled,
+)
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.kernel import search_s
 from megatron.adaptive.planner.layers import OURS, in_flight
@@ -124,23 +130,12 @@ class Objective:
         most_price_per_hour: dearer nodes do not count.
         most_price_per_step: plans whose step costs more do not count; a budget for a run, divided
             by its steps.
-
-    Raises:
-        ConfigError: a limit is not above 0.
     """
 
     least: Literal["time", "cost"] = "time"
     most_seconds_per_step: float = math.inf
     most_price_per_hour: float = math.inf
     most_price_per_step: float = math.inf
-
-    def __post_init__(self) -> None:
-        if self.least not in ("time", "cost"):
-            raise ConfigError(f"objective is {self.least!r}: choose time or cost")
-        for name in ("most_seconds_per_step", "most_price_per_hour", "most_price_per_step"):
-            value = getattr(self, name)
-            if math.isnan(value) or value <= 0:
-                raise ConfigError(f"{name} is {value:g}: it must be above 0")
 
     def value(self, seconds: float, price_per_hour: float) -> float:
         """Returns what is minimised."""
@@ -649,17 +644,23 @@ class Searcher:
 
         shape, levels, made = bounded.shape, bounded.levels, bounded.arrays
         stages = int(made.level_follow[level]) + 1
-        cuts, path = np.zeros(stages + 1, dtype=np.int64), np.zeros(stages, dtype=np.int64)
+        cuts, path, kinds = (np.zeros(n, dtype=np.int64) for n in (stages + 1, stages, stages))
         if not self._exact:
             rows = 2 * stages * shape.choice.microbatches
             most_leaves = min(most_leaves, max(10, _ROW_STEPS // rows))
         cap = self._slack * best.most_seconds(price)
         walk = kernel.make_walk(made, stages)
         seconds, left_out, timed = kernel.search_level(
-            made, walk, level, *bounded.bounds, cap, most_leaves, cuts, path
+            made, walk, level, *bounded.bounds, cap, most_leaves, cuts, path, kinds
         )
         if seconds < cap and left_out < seconds:
-            seconds, more = kernel.improve(made, walk, stages, seconds, most_leaves, cuts, path)
+            walk.levels[:], walk.kinds[:] = path, kinds
+
+            def seconds_of(trial: Any) -> float:
+                walk.cuts[:] = trial
+                return float(kernel.leaf_s(made, walk, stages))
+
+            cuts, seconds, more = hand_over(cuts, seconds, seconds_of, most_leaves)
             timed += more
         self.timed += timed
         if seconds < cap:
@@ -715,9 +716,7 @@ class Searcher:
                 if even_s >= min(least_s, known_s):
                     continue
                 try:
-                    made = ChunkedPipeline(
-                        shape.classes, shape.choice, self._tables, numbers, order, chunks
-                    )
+                    made = ChunkedPipeline(bounded.arrays, shape.classes, numbers, order, chunks)
                     cuts = made.best(_HAND_OVERS, _NO_HOPE * least_s)
                 except ScheduleError:
                     continue  # not with so few microbatches

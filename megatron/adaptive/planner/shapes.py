@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,18 +29,17 @@ from megatron.adaptive.planner.layers import (
     LayerTable,
     all_reduce_s,
     boundary_s,
-    divided_parameters,
     embedding_s,
     exposed_reduce_s,
     layer_table,
+    link_of_types,
     link_within,
-    optimizer_s,
     range_largest,
     range_sums,
     reduction,
     stage_memory,
 )
-from megatron.adaptive.planner.plan import StagePlace, place_stage
+from megatron.adaptive.planner.plan import StagePlace, StageSettings, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
 
 _FEW = 2000
@@ -258,31 +258,15 @@ def _pack(edges: dict[_Key, list[tuple[_Key | None, int]]], whole: bool) -> DpSt
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapeChoice:
-    """Settings that all stages of a plan share.
-
-    Attributes:
-        microbatches: of a step.
-        recompute: one of ``model.RECOMPUTE``.
-        distributed_optimizer: whether replicas divide the optimizer state.
-        overlap_reduce: whether the reduction runs along with backwards.
-        sequence_parallel: whether tensor parallelism divides all activations.
-        expert_ranks: replicas that experts are spread over.
-        context_ranks: replicas that share each sequence.
-    """
+class ShapeChoice(StageSettings):
+    """The settings of stages, and the number of microbatches of a step."""
 
     microbatches: int
-    recompute: str = "none"
-    distributed_optimizer: bool = False
-    overlap_reduce: bool = False
-    sequence_parallel: bool = False
-    expert_ranks: int = 1
-    context_ranks: int = 1
 
     @property
     def of_plan(self) -> dict[str, Any]:
         """Those that a plan has under the same names."""
-        return {name: value for name, value in vars(self).items() if name != "microbatches"}
+        return {one.name: getattr(self, one.name) for one in fields(StageSettings)}
 
 
 class Totals(NamedTuple):
@@ -321,11 +305,7 @@ class Tables:
         self._first = np.concatenate(
             [[0], np.cumsum([group.count for group in inputs.cluster.groups])]
         ).tolist()
-        self._layers: dict[Any, LayerTable] = {}
-        self._reduce: dict[Any, Any] = {}
-        self._messages: dict[Any, tuple[float, float]] = {}
-        self._ranges: dict[Any, Any] = {}
-        self._places: dict[Any, StagePlace | None] = {}
+        self._kept: dict[Any, Any] = {}
         n = inputs.model.num_layers
         cuts = np.arange(n + 1)
         crossing = np.zeros((n + 1, n + 1), dtype=bool)
@@ -335,21 +315,23 @@ class Tables:
         outputs = [inputs.model.layer(i).output_elements for i in range(n)]
         self._sizes = [0.0, *(size * inputs.model.precision.element_bytes for size in outputs)]
 
+    def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Computes something the first time that it is asked for."""
+        if key not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]
+
     def place(self, one: StageClass, skip: tuple[int, ...] = ()) -> StagePlace | None:
         """Places a stage of a class on the first nodes after ``skip``; None if too few are left."""
-        if (one, skip) in self._places:
-            return self._places[one, skip]
         nodes: list[int] = []
-        place = None
         for index, count in enumerate(one.nodes):
             begin = self._first[index] + (skip[index] if skip else 0)
             if begin + count > self._first[index + 1]:
-                break
+                return None
             nodes += range(begin, begin + count)
-        else:
-            place = place_stage(self.cluster, nodes, *one.widths)
-        self._places[one, skip] = place
-        return place
+        key = ("place", one, skip)
+        found: StagePlace = self._once(key, lambda: place_stage(self.cluster, nodes, *one.widths))
+        return found
 
     def types(self, one: StageClass) -> list[NodeType]:
         """Returns the node types of a class."""
@@ -363,26 +345,15 @@ class Tables:
         Raises:
             ConfigError: the profile lacks a duration.
         """
-        memory = choice.recompute, choice.sequence_parallel
-        key: Any = (node.name, one.tp, one.micro_batch, *memory)
-        others: list[NodeType] = []
-        if choice.expert_ranks * choice.context_ranks > 1:
-            others = self.types(one) if one.nodes else [node]
-            names = (other.name for other in others)
-            key = (*key, choice.expert_ranks, choice.context_ranks, *names)
-        if key not in self._layers:
-            self._layers[key] = layer_table(
-                self.inputs,
-                node,
-                tp=one.tp,
-                micro_batch=one.micro_batch,
-                recompute=choice.recompute,
-                sequence_parallel=choice.sequence_parallel,
-                expert_ranks=choice.expert_ranks,
-                context_ranks=choice.context_ranks,
-                others=others,
-            )
-        return self._layers[key]
+        others = self.types(one) if one.nodes else ()
+        return layer_table(
+            self.inputs,
+            node,
+            tp=one.tp,
+            micro_batch=one.micro_batch,
+            settings=choice,
+            others=others,
+        )
 
     def totals(
         self, node: NodeType, one: StageClass, choice: ShapeChoice, whole: bool = True
@@ -397,29 +368,31 @@ class Tables:
         """
         table = self.layers(node, one, choice)
         key = (id(table), "totals", one, choice.distributed_optimizer, choice.overlap_reduce, whole)
-        if key in self._ranges:
-            found: Totals = self._ranges[key]
-            return found
+        found: Totals = self._once(key, lambda: self._totals(table, node, one, choice, whole))
+        return found
+
+    def _totals(
+        self, table: LayerTable, node: NodeType, one: StageClass, choice: ShapeChoice, whole: bool
+    ) -> Totals:
         work = table.forward_s + table.backward_s + table.weight_s
         way = table.forward_s + table.backward_s + whole * table.weight_s - 2 * table.launch_s
         parameters = float(table.parameters.sum())
         experts = float(table.expert_parameters.sum())
-        divided = divided_parameters(parameters, experts, choice.expert_ranks)
-        updated = divided if choice.distributed_optimizer else parameters
-        after = optimizer_s(self.profile, node.gpu, updated, one.dp, choice.distributed_optimizer)
+        updated = choice.state_parameters(parameters, experts, one.dp)
+        after = updated * self.inputs.optimizer_s([node])
         if not choice.overlap_reduce:
             alike = parameters - (experts if choice.expert_ranks > 1 else 0.0)
             after += self._least_reduce_s(one, alike * self.model.precision.reduce_bytes)
         held = stage_memory(
             self.model,
             parameters=parameters,
+            expert_parameters=experts,
             dp=one.dp,
-            distributed_optimizer=choice.distributed_optimizer,
+            settings=choice,
             context_bytes=0.0,
-            divided=divided,
         )
         least = (table.forward_s - table.launch_s)[1:-1].min(initial=np.inf)
-        self._ranges[key] = Totals(
+        return Totals(
             work_s=float(work.sum()),
             least_s=float(least) if math.isfinite(least) else 0.0,
             way_s=float(way.sum()),
@@ -429,7 +402,6 @@ class Tables:
             # A layer's activations stay while later layers go forward and back.
             stay=float((table.kept_bytes * way[::-1].cumsum()[::-1]).sum()),
         )
-        return self.totals(node, one, choice, whole)
 
     def _least_reduce_s(self, one: StageClass, size: float) -> float:
         """Returns seconds that no reduction of a stage of a class is faster than."""
@@ -441,10 +413,7 @@ class Tables:
         if len(types) == 1:
             link = link_within(self.inputs, types[0], sum(one.nodes) * types[0].gpus)
             return all_reduce_s(link, size, one.dp, one.tp)
-        ways = [
-            self.profile.links.get((a.name, b.name), self.cluster.link_of_types(a, b))
-            for a, b in itertools.permutations(types, 2)
-        ]
+        ways = [link_of_types(self.inputs, a, b) for a, b in itertools.permutations(types, 2)]
         return min(all_reduce_s(way, size, one.dp, one.tp) for way in ways)
 
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
@@ -478,17 +447,11 @@ class Tables:
         # One layout, so that the kernel is compiled once.
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
-    def _sums(self, key: Any, values: Any) -> Any:
-        """Returns ``[n + 1, n + 1]`` sums over every range of layers."""
-        if key not in self._ranges:
-            self._ranges[key] = range_sums(values)
-        return self._ranges[key]
-
     def _class(self, one: StageClass, choice: ShapeChoice) -> dict[str, Any]:
         """Returns the arrays of one class by name."""
         nodes = self.types(one)
         rows = [self.ranges(node, one, choice) for node in nodes]
-        action = max(self.profile.launch_s.get(node.gpu, 0.0) for node in nodes)
+        action = self.inputs.action_s(nodes)
         whole = [np.maximum.reduce([row[i] for row in rows]) for i in range(3)]
         # As in a prediction: the slowest with its launching, less the slowest without.
         work = [np.maximum.reduce([row[i] - row[3] for row in rows]) for i in range(2)]
@@ -513,30 +476,30 @@ class Tables:
             not share a stage; bytes of one microbatch.
         """
         table = self.layers(node, one, choice)
-        key = id(table)
-        values = (table.forward_s, table.backward_s, table.weight_s, table.launch_s)
-        sums = [self._sums((key, index), value) for index, value in enumerate(values)]
-        parameters = self._sums((key, "parameters"), table.parameters)
-        experts = self._sums((key, "experts"), table.expert_parameters)
+        names = ("forward_s", "backward_s", "weight_s", "launch_s", "parameters")
+        *sums, experts, kept = (
+            self._once((id(table), name), partial(range_sums, getattr(table, name)))
+            for name in (*names, "expert_parameters", "kept_bytes")
+        )
         need = stage_memory(
             self.model,
-            parameters=parameters,
+            parameters=sums[-1],
+            expert_parameters=experts,
             workspace_bytes=range_largest(table.workspace_bytes),
             dp=one.dp,
-            distributed_optimizer=choice.distributed_optimizer,
+            settings=choice,
             limit_bytes=node.memory_bytes,
             context_bytes=self.profile.context_bytes.get(node.gpu),
-            divided=divided_parameters(parameters, experts, choice.expert_ranks),
         )
         base = np.where(self.crossing, np.inf, need.total_bytes - node.memory_bytes)
-        return [*sums, parameters, experts, base, self._sums((key, "kept"), table.kept_bytes)]
+        return [*sums, experts, base, kept]
 
     def _after(
         self, one: StageClass, choice: ShapeChoice, parameters: Any, experts: Any, backward: Any
     ) -> Any:
         ranks = choice.expert_ranks
-        key = (one.nodes, one.tp, one.dp, ranks)
-        if key not in self._reduce:
+
+        def reduced() -> Any:
             place = self.place(one)
             assert place is not None
             alike = parameters - experts if ranks > 1 else parameters
@@ -547,19 +510,15 @@ class Tables:
                 sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
                 times = list(map(reduction((place,), 0, self.inputs, stride), sizes.tolist()))
                 whole = whole + np.array(times)[where].reshape(parameters.shape)
-            self._reduce[key] = whole
-        whole = self._reduce[key]
+            return whole
+
+        whole = self._once(("reduce", one.nodes, one.tp, one.dp, ranks), reduced)
         if choice.overlap_reduce:
             count = parameters.shape[0]
             layers = np.arange(count)[None, :] - np.arange(count)[:, None]
             whole = exposed_reduce_s(whole, backward, np.maximum(layers, 1))
-        updates = [
-            optimizer_s(self.profile, node.gpu, 1.0, one.dp, choice.distributed_optimizer)
-            for node in self.types(one)
-        ]
-        if choice.distributed_optimizer:
-            parameters = divided_parameters(parameters, experts, ranks)
-        return whole + np.maximum(parameters, 0.0) * max(updates)
+        updated = choice.state_parameters(parameters, experts, one.dp)
+        return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(one))
 
     def _messages_of(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any]:
         """Returns the latency and occupancy ``[2, 2, c, c, n + 1]``."""
@@ -585,15 +544,14 @@ class Tables:
     def _message(
         self, one: StageClass, other: StageClass, kind: int, size: float, choice: ShapeChoice
     ) -> tuple[float, float]:
-        key = (one, other, kind, size, choice.sequence_parallel)
-        if key not in self._messages:
-            pair = self._pair(one, other, kind)
-            if pair is None:
+        def timed() -> tuple[float, float]:
+            if (pair := self._pair(one, other, kind)) is None:
                 return 0.0, 0.0
-            self._messages[key] = boundary_s(
-                *pair, self.inputs, size, sliced=choice.sequence_parallel
-            )
-        return self._messages[key]
+            return boundary_s(*pair, self.inputs, size, sliced=choice.sequence_parallel)
+
+        key = ("message", one, other, kind, size, choice.sequence_parallel)
+        found: tuple[float, float] = self._once(key, timed)
+        return found
 
     def _pair(
         self, one: StageClass, other: StageClass, kind: int
@@ -615,10 +573,11 @@ class Tables:
                     if pair is None:
                         continue
                     # It does not depend on microbatches.
-                    key = ("tied", one.nodes, other.nodes, one.tp, one.dp, other.tp, other.dp, kind)
-                    if key not in self._reduce:
-                        self._reduce[key] = embedding_s(pair, self.inputs, one.tp)
-                    tied[kind, a, b] = self._reduce[key]
+                    widths = (one.tp, one.dp, other.tp, other.dp)
+                    tied[kind, a, b] = self._once(
+                        ("tied", one.nodes, other.nodes, widths, kind),
+                        partial(embedding_s, pair, self.inputs, one.tp),
+                    )
         return tied
 
 

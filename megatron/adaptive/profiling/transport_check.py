@@ -21,7 +21,6 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
 from megatron.adaptive.engine.job import Job, gather, meet, no_rendezvous
 from megatron.adaptive.errors import SetupError, TransportError
-from megatron.adaptive.planner.cluster import LinkSpeed
 from megatron.adaptive.profiling.links import NO_STEP, measure_link, process_groups, receive
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.interface import Endpoint, Label, Transport
@@ -77,38 +76,47 @@ class TransportCheck:
         self._own = self._groups.own_end(self._job.places, options, environment.master_addr)
         self._ends: list[Endpoint] = gather(self._own)
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """Returns rank 0 with the first other rank of its machine, and of every other machine."""
+    def outcomes(self, seconds: float) -> list[dict[str, Any]]:
+        """Tries every transport between every pair. Collective; the same on every rank.
+
+        Pairs are rank 0 with the first other rank of its machine, and of every other machine.
+
+        Args:
+            seconds: for each of them.
+
+        Returns:
+            What ``transport --check`` prints of each, as the fields of its ``Outcome``.
+
+        Raises:
+            TransportError: a rank is gone.
+        """
         first: dict[str, int] = {}
         for end in self._ends[1:]:
             first.setdefault(end.machine, end.rank)
-        return [(0, rank) for rank in sorted(first.values())]
+        forced = self._options.forced
+        kinds = TRANSPORTS if forced is None else (forced,)
+        pairs = [(0, rank) for rank in sorted(first.values())]
+        return [self._outcome(pair, kind, seconds) for pair in pairs for kind in kinds]
 
-    def kinds(self) -> tuple[str, ...]:
-        """Returns the transports to try."""
-        return TRANSPORTS if self._options.forced is None else (self._options.forced,)
-
-    def hosts_of(self, pair: tuple[int, int]) -> tuple[str, str]:
-        """Returns the hosts of a pair."""
-        return self._ends[pair[0]].host, self._ends[pair[1]].host
-
-    def choice_of(self, pair: tuple[int, int]) -> Choice:
-        """Returns what a run would use between a pair, possible or not."""
+    def _outcome(self, pair: tuple[int, int], kind: str, seconds: float) -> dict[str, Any]:
+        one, other = self._ends[pair[0]], self._ends[pair[1]]
         try:
-            return choose(self._ends[pair[0]], self._ends[pair[1]], self._options.forced)
+            choice = choose(one, other, self._options.forced)
         except SetupError as error:
-            return Choice(str(self._options.forced), str(error))
+            choice = Choice(str(self._options.forced), str(error))
+        chosen = choice.kind == kind
+        hosts = one.host, other.host
+        facts = {"ranks": pair, "hosts": hosts, "transport": kind, "chosen": chosen}
+        if (reason := why_not(kind, one, other)) is not None:
+            return {**facts, "note": reason}
+        try:
+            measured = self._run(pair, kind, seconds)
+        except TransportError as error:
+            return {**facts, "note": str(error)}
+        return {**facts, **measured, "works": True, "note": choice.reason if chosen else ""}
 
-    def why_not(self, pair: tuple[int, int], kind: str) -> str | None:
-        """Returns why a transport cannot connect a pair, ``None`` where it can."""
-        return why_not(kind, self._ends[pair[0]], self._ends[pair[1]])
-
-    def run(self, pair: tuple[int, int], kind: str, seconds: float) -> LinkSpeed:
+    def _run(self, pair: tuple[int, int], kind: str, seconds: float) -> dict[str, Any]:
         """Connects a pair and tries it out. Collective over all ranks, also those of no part in it.
-
-        Returns:
-            Half of a round trip of 1 KiB, and bytes per second of 4 MiB messages that follow each
-            other, as the leader measured them.
 
         Raises:
             TransportError: it did not work; on all ranks alike.
@@ -134,12 +142,12 @@ class TransportCheck:
         errors = [one["error"] for one in gathered if "error" in one]
         if errors:
             raise TransportError(errors[0])
-        return LinkSpeed(**gathered[pair[0]])
+        return gathered[pair[0]]
 
     def _measure(
         self, transport: Transport, peer: int, leads: bool, seconds: float
     ) -> dict[str, Any]:
-        """Returns what goes into a :class:`LinkSpeed`."""
+        """Returns half of a round trip of 1 KiB, and the pace of 4 MiB that follow each other."""
         device = self._job.accelerator.device
         check_contents(transport, peer, device)
         small, large = (
@@ -159,8 +167,8 @@ class TransportCheck:
         # Without a difference between bursts, a message takes what it takes alone.
         each_s = large.occupancy_s or large.latency_s
         return {
-            "latency_s": small.latency_s + small.occupancy_s,
-            "bytes_per_s": _LARGE_BYTES / max(each_s, 1e-9),
+            "latency_us": (small.latency_s + small.occupancy_s) * 1e6,
+            "gb_per_s": _LARGE_BYTES / max(each_s, 1e-9) / 1e9,
         }
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.engine.executor import RankTimes
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.repartition import Decision, Loads, choose_together
 from megatron.adaptive.profiling.links import measure_link
@@ -35,9 +35,9 @@ FIRST, LAST = 2, 4
 _OPTIMIZER_BYTES = 4 + 12  # of each parameter beside itself: gradient, main weight, two moments
 
 
-@dataclass(frozen=True, kw_only=True)
-class TunedPipeline:
-    """Names what a schedule is chosen for: a pipeline as this rank sees it.
+@dataclass(kw_only=True)
+class Tuner:
+    """Measures the first steps of a pipeline and makes the choice; every rank has one.
 
     Attributes:
         job: this process within the job.
@@ -73,14 +73,9 @@ class TunedPipeline:
     can_turn: bool
     timeout_s: float
 
-
-class Tuner:
-    """Measures the first steps of a pipeline and makes the choice; every rank has one."""
-
-    def __init__(self, pipeline: TunedPipeline) -> None:
-        self._pipeline = pipeline
+    def __post_init__(self) -> None:
         self._steps = 0
-        self._sample = Sample(pp_rank=pipeline.pp_ranks.index(pipeline.job.rank))
+        self._sample = Sample(pp_rank=self.pp_ranks.index(self.job.rank))
 
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | None:
         """Adds a training step; after the last measured one, decides. Collective then.
@@ -99,24 +94,22 @@ class Tuner:
         self._sample.add(times.actions)
         if self._steps < LAST:
             return None
-        sample = self._sample
-        pipeline, job = self._pipeline, self._pipeline.job
+        sample, job = self._sample, self.job
         sample.free_bytes, sample.kept_bytes, sample.held_bytes = memory_of(
-            job, pipeline.forward_backward, pipeline.chunks
+            job, self.forward_backward, self.chunks
         )
         sample.links = self._links()
         samples = job.gather(sample)
-        loads = None if pipeline.loads is None else pipeline.loads(num_microbatches)
+        loads = None if self.loads is None else self.loads(num_microbatches)
         decision = job.on_first(lambda: self._choose(samples, loads, num_microbatches))
         if decision.stay is not None and decision.move is None:
-            pipeline.forward_backward.use(decision.stay)
+            self.forward_backward.use(decision.stay)
         return decision
 
     def _choose(
         self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
     ) -> Decision:
-        pipeline = self._pipeline
-        present = pipeline.placement
+        present = self.placement
         profile = profile_of(samples, present, num_microbatches)
         partition = () if loads is None else loads[0].partition
 
@@ -125,15 +118,15 @@ class Tuner:
             found = most_of(samples, present, wanted, partition, others)
             if (kind, others) == (present.kind, partition):
                 found = max(1.0, found)  # what runs now fits, whatever the estimate
-            return found if pipeline.cap is None else min(found, pipeline.cap)
+            return found if self.cap is None else min(found, self.cap)
 
         options: Any = {
             "num_microbatches": num_microbatches,
-            "splittable": pipeline.splits,
-            "pieces": pipeline.weight_pieces,
+            "splittable": self.splits,
+            "pieces": self.weight_pieces,
         }
         kinds: list[PlacementKind] = [present.kind]
-        if pipeline.can_turn and present.num_chunks == 2:
+        if self.can_turn and present.num_chunks == 2:
             kinds.append("loop" if present.kind == "v" else "v")
         try:
             if loads is None:
@@ -145,7 +138,7 @@ class Tuner:
                 profile,
                 {kind: partial(limit, kind) for kind in kinds},
                 halves=loads[1:],
-                gain=pipeline.gain,
+                gain=self.gain,
                 **options,
             )
         except ScheduleError as error:
@@ -153,26 +146,22 @@ class Tuner:
 
     def _links(self) -> dict[int, Link]:
         """Measures the links to the neighbours, one pair of the pipeline after the other."""
-        pipeline, me = self._pipeline, self._sample.pp_rank
-        if pipeline.transport is None:
+        me = self._sample.pp_rank
+        if self.transport is None:
             return {}
-        group = pipeline.job.control_group
-        payload = torch.zeros(
-            *pipeline.payload_shape,
-            dtype=pipeline.payload_dtype,
-            device=pipeline.job.accelerator.device,
-        )
+        group, device = self.job.control_group, self.job.accelerator.device
+        payload = torch.zeros(*self.payload_shape, dtype=self.payload_dtype, device=device)
         found = {}
-        for low, high in pipeline.placement.neighbours():
+        for low, high in self.placement.neighbours():
             dist.barrier(group=group)
             if me in (low, high):
                 other = high if me == low else low
                 found[other] = measure_link(
-                    pipeline.transport,
-                    pipeline.pp_ranks[other],
+                    self.transport,
+                    self.pp_ranks[other],
                     leads=me == low,
                     payload=payload,
-                    timeout_s=pipeline.timeout_s,
+                    timeout_s=self.timeout_s,
                 )
         dist.barrier(group=group)
         return found

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
@@ -25,13 +27,14 @@ from megatron.adaptive.checkpoint.state import mesh_shape
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
-from megatron.adaptive.engine.forward_backward import ForwardBackward
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import CheckpointError, ScheduleError
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.planner.repartition import (
     Loads,
     Partition,
+    PartitionMove,
     Times,
     propose,
     simulated_step,
@@ -90,22 +93,16 @@ class StepMeasurements:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class Move(PartitionMove):
     """Holds the partition that all ranks take after this step.
 
     Attributes:
-        partition: layers of each stage from here on.
         why: for the log.
-        gain: share of a step that it saves, simulated.
         before_s: the step as it was measured before.
-        layers: how many change their rank.
     """
 
-    partition: tuple[int, ...]
     why: str
-    gain: float
     before_s: float
-    layers: int
 
 
 def resume_partition(job: TrainingJob) -> TrainingJob:
@@ -204,10 +201,11 @@ class Repartitioner:
     def moved(self, move: Move, run: Run, seconds: float) -> None:
         """Reports a move and goes on after it."""
         before = format_partition(self._partition)
+        layers = travelling(self._partition, move.partition, run.placement)
         self._message(
             f"  repartition: {before} -> {format_partition(move.partition)}: {move.why}; a step of "
-            f"{move.before_s * 1e3:.4g} ms shall take {move.gain:.1%} less; {move.layers} layer"
-            f"{'s' * (move.layers != 1)} moved in {seconds:.3f} s"
+            f"{move.before_s * 1e3:.4g} ms shall take {move.gain:.1%} less; {layers} layer"
+            f"{'s' * (layers != 1)} moved in {seconds:.3f} s"
         )
         self._promise = move
         self._skip = _WARM_UP
@@ -251,7 +249,7 @@ class Repartitioner:
         """Returns what pays, and the step that this is based on."""
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
-        candidate = run.forward_backward.candidate(num_microbatches)
+        candidate = run.forward_backward.orders.candidate(num_microbatches)
         count = min(len(one.steps) for one in measured)
         span_s = statistics.median(
             max(one.spans_s[step] for one in measured) for step in range(count)
@@ -274,19 +272,12 @@ class Repartitioner:
             found = None  # the order cannot be simulated for this many microbatches
         if found is None:
             return None, span_s
-        move = Move(
-            partition=found.partition,
-            why=_reason(whole),
-            gain=found.gain,
-            before_s=span_s,
-            layers=travelling(whole.partition, found.partition, run.placement),
-        )
-        return move, span_s
+        return Move(**vars(found), why=_reason(whole), before_s=span_s), span_s
 
     def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
-        candidate = run.forward_backward.candidate(num_microbatches)
+        candidate = run.forward_backward.orders.candidate(num_microbatches)
         half = min(len(one.steps) for one in measured) // 2
         return [
             loads_of(
@@ -352,13 +343,12 @@ def loads_of(
     sizes = [size for stage in layers for size, _ in stage]
     numbers = {size: kind for kind, size in enumerate(sorted({*sizes} or {0}))}
     kinds = tuple(numbers[size] for size in sizes)
-    found: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
+    sums, counts = np.zeros((ranks, len(numbers), 3)), np.zeros((ranks, len(numbers)))
     for stage in range(stages):
         rank = placement.locate(stage)[0]
         for size, part in layers[stage]:
-            one = [take * shares[stage] * part for take in takes[stage]]
-            found[rank, numbers[size]].append(one)
-    each = _all_times(found, ranks, len(numbers))
+            sums[rank, numbers[size]] += np.array(takes[stage]) * shares[stage] * part
+            counts[rank, numbers[size]] += 1
     most, relative = [math.inf] * ranks, [(1.0,) * len(numbers)] * ranks
     for own in measured:
         limit, wanted = _most_layers(own, placement, partition, units, sorted(numbers))
@@ -372,7 +362,7 @@ def loads_of(
     return Loads(
         placement=placement,
         partition=tuple(partition),
-        layer_s=each,
+        layer_s=_all_times(sums, counts),
         beside_s=tuple(beside),
         most_layers=tuple(most),
         kinds=kinds,
@@ -380,49 +370,38 @@ def loads_of(
     )
 
 
-def _all_times(
-    found: Mapping[tuple[int, int], Sequence[Sequence[float]]], ranks: int, kinds: int
-) -> tuple[tuple[Times, ...], ...]:
+def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     """Returns what a layer of each kind takes on each rank, also where none was measured.
 
     A kind has a time and a rank a slowness, whose products come near what was measured. A rank
     whose kinds no other has is taken for a usual one.
 
     Args:
-        found: times of layers, by rank and kind.
-        ranks, kinds: their numbers.
+        sums: seconds of the layers measured, ``[ranks, kinds, 3]``.
+        counts: of them, ``[ranks, kinds]``.
     """
-    means = {
-        place: [statistics.fmean(part) for part in zip(*layers, strict=True)]
-        for place, layers in found.items()
-    }
-    slowness = [1.0] * ranks
+    ranks, kinds = counts.shape
+    means = sums / np.maximum(counts, 1)[:, :, None]
+    whole, every = means.sum(axis=2), np.arange(kinds)
+    slowness = np.ones(ranks)
 
-    def middle(kind: int) -> tuple[float, int]:
-        """Returns the time of a kind on a usual rank, and the rank that it is of."""
-        takes = sorted(
-            (sum(m) / slowness[rank], rank) for (rank, own), m in means.items() if own == kind
-        )
-        return takes[(len(takes) - 1) // 2] if takes else (0.0, 0)
+    def middle() -> Any:
+        """Returns the usual rank of those that have each kind."""
+        usual = np.where(counts > 0, whole / slowness[:, None], np.inf)
+        has = np.maximum((counts > 0).sum(axis=0) - 1, 0)
+        return np.argsort(usual, axis=0, kind="stable")[has // 2, every]
 
     for _ in range(_FITS):
-        usual = [max(middle(kind)[0], _LEAST_S) for kind in range(kinds)]
-        for rank in range(ranks):
-            ratios = [
-                sum(times) / usual[kind]
-                for (own, kind), layers in found.items()
-                for times in layers
-                if own == rank
-            ]
-            slowness[rank] = max(statistics.fmean(ratios or [1.0]), _LEAST_S)
-
-    def times_of(rank: int, kind: int) -> Times:
-        source = rank if (rank, kind) in means else middle(kind)[1]
-        factor = slowness[rank] / slowness[source]
-        forward, backward, weight = means.get((source, kind), (0.0, 0.0, 0.0))
-        return forward * factor, backward * factor, weight * factor
-
-    return tuple(tuple(times_of(rank, kind) for kind in range(kinds)) for rank in range(ranks))
+        source = middle()
+        usual = np.maximum(whole[source, every] / slowness[source], _LEAST_S)
+        ratios = (whole / usual * counts).sum(axis=1)
+        measured = counts.sum(axis=1)
+        found = np.where(measured > 0, ratios / np.maximum(measured, 1), 1.0)
+        slowness = np.maximum(found, _LEAST_S)
+    source = np.where(counts > 0, np.arange(ranks)[:, None], middle())
+    factor = slowness[:, None] / slowness[source]
+    times = means[source, every] * factor[:, :, None]
+    return tuple(tuple(map(tuple, kinds)) for kinds in times.tolist())
 
 
 def _typical(steps: Sequence[Lanes], chunk: int) -> Times:

@@ -24,9 +24,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy, actions_of, rule_of
 from megatron.adaptive.schedule.schedule import Order, Schedule
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, Link, StageTimes, Workload, draw
-
-__all__ = ["Jitter", "Link", "SimResult", "SimSpan", "StageTimes", "Workload", "draw", "simulate"]
+from megatron.adaptive.schedule.workload import PS_PER_S, StageTimes, Workload, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +129,13 @@ def simulate(
     policies: Sequence[Policy],
     times: StageTimes | Workload,
     *,
-    latency_s: float = 0.0,
-    jitter: Jitter | None = None,
     cap: float | None = None,
     sizes: Sequence[float] | None = None,
     forward_only: bool = False,
     weight_pieces: int = 0,
     beside: bool = False,
     compiled: bool = False,
+    **more: Any,
 ) -> SimResult:
     """Simulate one step.
 
@@ -147,8 +144,6 @@ def simulate(
         num_microbatches: microbatches per step, at least 1.
         policies: one per rank; one object may serve several.
         times: mean durations per stage, or everything already drawn (``workload.draw``).
-        latency_s: seconds of every message between two ranks; only with mean durations.
-        jitter: random factors; only with mean durations.
         cap: activation cap of every rank, None for no limit.
         sizes: activations of each microbatch, see :class:`RankState`.
         forward_only: simulate an evaluation step.
@@ -156,6 +151,7 @@ def simulate(
         beside: an action may start while another, of another kind, communicates.
         compiled: use machine code, which numba makes at the first call; needs rules of ``rules``.
             Without it the same loop runs as Python, some fifty times slower.
+        **more: as ``draw`` takes them, with mean durations alone.
 
     Returns:
         Times, idle fractions and peaks.
@@ -170,9 +166,7 @@ def simulate(
         )
     workload = times
     if isinstance(workload, StageTimes):
-        workload = draw(
-            placement, num_microbatches, workload, jitter=jitter, link=Link(latency_s=latency_s)
-        )
+        workload = draw(placement, num_microbatches, workload, **more)
     states = [
         RankState(
             placement=placement,
@@ -208,7 +202,7 @@ def run_states(
         compiled: see ``simulate``.
     """
     placement = states[0].placement
-    compiled_rule = rule_of(policies, placement.num_chunks) if compiled else None
+    compiled_rule = rule_of(policies) if compiled else None
     world = _world(states, workload, widths)
     if compiled_rule is None:
         world = _run_plain(world, states, policies)

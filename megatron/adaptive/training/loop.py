@@ -27,14 +27,14 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
 from megatron.adaptive.gpt.step import Step, gather_parameters, params_norm
 from megatron.adaptive.planner.repartition import Decision
-from megatron.adaptive.rebalance.auto import TunedPipeline, Tuner
+from megatron.adaptive.rebalance.auto import Tuner
 from megatron.adaptive.rebalance.dealing import ReplicaDealing
 from megatron.adaptive.rebalance.move_stages import move_stages
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner
@@ -318,7 +318,7 @@ class Rebalancing(RunHook):
         is_tuned = settings.pipeline_schedule == "auto"
         if settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1):
             self._repartitioner = Repartitioner(live.run, live.log.message)
-        self._tuner = Tuner(_tuned(live.run, self._repartitioner)) if is_tuned else None
+        self._tuner = _tuner_of(live.run, self._repartitioner) if is_tuned else None
         self._due: Decision | Move | None = None
 
     def after_step(self, step: TrainedStep) -> None:
@@ -392,12 +392,12 @@ def _engine_of(run: Run) -> ForwardBackward:
     return run.forward_backward
 
 
-def _tuned(run: Run, layers: Repartitioner | None) -> TunedPipeline:
+def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
     config = run.job.config
     settings = config.schedule
     may_cut = settings.partition is None or settings.repartition != "off"
     group = parallel_state.get_pipeline_model_parallel_group()
-    return TunedPipeline(
+    return Tuner(
         job=run.job,
         placement=run.placement,
         pp_ranks=dist.get_process_group_ranks(group),
@@ -584,8 +584,7 @@ class Saving(RunHook):
         self._recorder.write()
         with live.run.tracing.host_span("checkpoint"):
             gather_parameters(live.run)
-            save = live.checkpoints.save_behind if behind else live.checkpoints.save
-            path: Path | None = save(live.progress)
+            path = live.checkpoints.save(live.progress, behind=behind)
         self._saved_at = live.progress.iteration
         self._waited_s = time.perf_counter() - begin_s
         if path is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -124,13 +125,15 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         facts = node_facts(accelerator, environment.local_world_size)
         nodes = job.gather({"name": options.node or gpu, **facts})
         names = [one["name"] for one in nodes]
-        layers: list[dict[str, Any]] = []
-        others: dict[str, dict[str, list[float]]] = {"launch": {}, "optimizer": {}, "sigma": {}}
+        mine: list[dict[str, Any]] = []
         for tp in widths:
             job = replace(job, config=_config(options, tp, 1, world))
             remake_mesh(job)
             for size in options.micro_batches:
-                layers += _measure(options, job, gpu, tp, size, others, first=not layers)
+                mine += _measure(options, job, tp, size, optimizer=not mine)
+        measured: dict[str, list[dict[str, Any]]] = {}
+        for name, found in job.gather((gpu, mine)):
+            measured.setdefault(name, []).extend(found)
         links: list[Any] = []
         reductions: list[Any] = []
         if options.links and world > 1:
@@ -140,28 +143,41 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
         dist.barrier(group=job.control_group)
         if not job.is_first:
             return None
-        if not layers:
+        if not any(measured.values()):
             raise SetupError(
                 "nothing was measured: memory does not suffice for the layers; profile with a"
                 " smaller --micro-batch-sizes or a wider --tp"
             )
         return profile_file.document(
             {"name": options.name, "arguments": list(options.arguments)},
-            layers,
+            [row for gpu, found in measured.items() for row in _rows(gpu, found)],
             made=profile_file.timestamp(),
             nodes={one["name"]: {key: one[key] for key in one if key != "name"} for one in nodes},
             links=links,
             all_reduce=reductions,
-            optimizer_s_per_parameter=_medians(others["optimizer"]),
-            action_sigma=statistics.fmean(_medians(others["sigma"]).values()),
-            launch_s=_medians(others["launch"]),
+            optimizer_s_per_parameter=_medians(measured, "optimizer_s"),
+            action_sigma=statistics.fmean(_medians(measured, "sigma").values()),
+            launch_s=_medians(measured, "launch_s"),
         )
     finally:
         end_job()
 
 
-def _medians(values: dict[str, list[float]]) -> dict[str, float]:
+def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, float]:
+    """Returns the median of a figure over all layers that have it, by GPU."""
+    values = {gpu: [one[name] for one in found if name in one] for gpu, found in measured.items()}
     return {gpu: statistics.median(each) for gpu, each in values.items() if each}
+
+
+def _rows(gpu: str, found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields the mean of what ranks with a GPU measured of each kind, width and size."""
+    alike: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for one in found:
+        alike.setdefault((one["kind"], one["tp"], one["micro_batch"]), []).append(one)
+    for (kind, tp, size), its in alike.items():
+        means = {name: statistics.fmean(one[name] for one in its) for name in _FIGURES}
+        row = {"kind": kind, "gpu": gpu, "tp": tp, "micro_batch": size, "tp_included": True}
+        yield {**row, **means}
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
@@ -208,17 +224,10 @@ def _alone(kind: str, layers: int, core: CoreConfig) -> str:
 
 
 def _measure(
-    options: ProfileOptions,
-    job: Any,
-    gpu: str,
-    tp: int,
-    size: int,
-    others: dict[str, dict[str, list[float]]],
-    *,
-    first: bool,
+    options: ProfileOptions, job: Any, tp: int, size: int, *, optimizer: bool
 ) -> list[dict[str, Any]]:
-    """Measures all kinds for one width and size; returns the rows of all GPUs, on every rank."""
-    core, optimizer = job.config.core, first
+    """Measures all kinds for one width and size on this rank, as far as memory suffices."""
+    core = job.config.core
 
     def stage(number: int, kind: str, layers: int = FEW, *, optimizer: bool = False) -> Figures:
         # The middle one of three stages holds the layers. Each is alone here; a head of its own
@@ -228,40 +237,25 @@ def _measure(
         config = _config(options, tp, size, STAGES * job.environment.world_size, more)
         return _measure_stage(config, job.accelerator, number, options.repeats, optimizer=optimizer)
 
-    mine: dict[str, Figures] = {}
-    its_others: dict[str, list[float]] = {"launch": [], "optimizer": [], "sigma": []}
+    found: list[dict[str, Any]] = []
     for kind in options.kinds:
         _report(job, f"tp {tp}, microbatch {size}, {kind}")
         name, mark, spread_over = kind.partition("/")
         try:
-            if name == "embedding":
-                mine[kind] = stage(0, options.last)
-            elif name == "head":
-                mine[kind] = stage(STAGES - 1, options.last + mark + spread_over)
+            if name in ("embedding", "head"):
+                number = 0 if name == "embedding" else STAGES - 1
+                alone = stage(number, options.last + (mark + spread_over) * (name == "head"))
+                figures = {figure: alone[figure] for figure in _FIGURES}
             else:
                 few = stage(1, kind, optimizer=optimizer)
-                many = stage(1, kind, MANY)
-                mine[kind], launch_s = layer_sample(few, many)
-                its_others["launch"].append(launch_s)
-                its_others["sigma"] += [few["sigma"], many["sigma"]]
-                if optimizer:
-                    its_others["optimizer"].append(few["optimizer_s"] / few["parameters"])
+                figures = layer_sample(few, stage(1, kind, MANY))
                 optimizer = False
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             _report(job, f"tp {tp}, microbatch {size}, {kind}: not enough memory, left out")
-    rows = []
-    gathered = job.gather((gpu, mine, its_others))
-    for name in dict.fromkeys(gpu for gpu, _, _ in gathered):
-        for key, found in others.items():
-            values = [value for gpu, _, one in gathered if gpu == name for value in one[key]]
-            found.setdefault(name, []).extend(values)
-        for kind in options.kinds:
-            its = [one[kind] for gpu, one, _ in gathered if gpu == name and kind in one]
-            means = {key: statistics.fmean(one[key] for one in its) for key in _FIGURES if its}
-            row = {"kind": kind, "gpu": name, "tp": tp, "micro_batch": size, "tp_included": True}
-            rows += [{**row, **means}] if its else []
-    return rows
+            continue
+        found.append({"kind": kind, "tp": tp, "micro_batch": size, **figures})
+    return found
 
 
 def _report(job: Any, text: str) -> None:
@@ -270,18 +264,20 @@ def _report(job: Any, text: str) -> None:
         print(f"profile: {text}", file=sys.stderr, flush=True)
 
 
-def layer_sample(few: Figures, many: Figures) -> tuple[Figures, float]:
+def layer_sample(few: Figures, many: Figures) -> Figures:
     """Derives what a layer takes from what a stage of ``FEW`` and one of ``MANY`` took.
 
     Returns:
-        Figures of one layer, and the seconds that a forward costs beyond its layers.
+        Figures of one layer, and ``launch_s``, the seconds that a forward costs beyond its layers.
     """
     layer = {
         # Noise may make the difference small; a layer is never far from the mean.
         name: max((many[name] - few[name]) / (MANY - FEW), _LEAST_SHARE * many[name] / MANY)
         for name in _FIGURES
     }
-    return layer, max(0.0, few["forward_s"] - FEW * layer["forward_s"])
+    layer["launch_s"] = max(0.0, few["forward_s"] - FEW * layer["forward_s"])
+    layer["sigma"] = (few["sigma"] + many["sigma"]) / 2
+    return layer | {name: few[name] for name in ("optimizer_s",) if name in few}
 
 
 def _measure_stage(
@@ -296,7 +292,7 @@ def _measure_stage(
         accelerator: this rank's device.
         stage: which one.
         repeats: microbatches that count.
-        optimizer: whether to measure a step of the optimizer too, as ``optimizer_s``.
+        optimizer: whether to measure a step of the optimizer too: ``optimizer_s`` of a parameter.
     """
     placement = Placement(num_ranks=STAGES, num_chunks=1)
     groups, meter = default_process_groups(), ActivationMeter()
@@ -337,7 +333,6 @@ def _measure_stage(
             forward_only=False,
             collect_non_loss_data=False,
             first_val_step=None,
-            split=split,
             stores=attach_stores(chunks) if split else None,
         )
         shape, dtype = payload_shape(config), core.pipeline_dtype
@@ -362,7 +357,8 @@ def _measure_stage(
     sample["parameters"] = float(sum(one.numel() for one in chunks[0].parameters()))
     if optimizer:
         step = build_optimizer(config, chunks).step
-        sample["optimizer_s"] = time_call(step, accelerator.device, repeats)
+        seconds = time_call(step, accelerator.device, repeats)
+        sample["optimizer_s"] = seconds / sample["parameters"]
     del chunks, stages
     gc.collect()
     if accelerator.is_cuda:
