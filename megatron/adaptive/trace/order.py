@@ -36,8 +36,7 @@ from megatron.adaptive.trace.table import TraceTable
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Iterations that a text file holds unless one is asked for: as many as the program that the
-form comes from looks at."""
+"""Iterations that a text file holds: as many as the program that the form comes from looks at."""
 
 NS_PER_MS = 1_000_000
 
@@ -61,20 +60,19 @@ def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def write_legacy(run: RunTrace, path: str | os.PathLike[str], iteration: int | None = None) -> None:
-    """Write iterations of a pipeline in the text form, replacing the file.
+def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
+    """Write the last complete iterations of a pipeline in the text form, replacing the file.
+
+    Where none is complete it is the last one.
 
     Args:
         run: the run.
         path: where; :func:`legacy_name` gives the usual name.
-        iteration: only this one; by default the last 20 complete ones (the last one, where none
-            is complete).
 
     Raises:
-        TraceError: there is no such iteration, or the file cannot be written.
+        TraceError: the run has no iteration, or the file cannot be written.
     """
     chosen = run.complete_iterations()[-KEPT_ITERATIONS:] or run.iterations[-1:]
-    chosen = chosen if iteration is None else (iteration,)
     steps = [pipeline_step(run, number) for number in chosen or [None]]
     with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(f"# run {run.run}\n# schedule {steps[0].schedule}\n")

@@ -27,7 +27,7 @@ from megatron.adaptive.trace.diagnose.causes import best_partition, split_costs
 from megatron.adaptive.trace.figures import medians
 from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
-from megatron.adaptive.trace.table import Ints, Mask
+from megatron.adaptive.trace.table import Ints, Mask, row_keys
 from megatron.adaptive.trace.whatif.operations import (
     BACKWARD_COMM,
     FORWARD_COMM,
@@ -459,11 +459,7 @@ class _Answers:
         usual = self._own_cells[self._cell(ops)]
         times = ops.duration_s[rows] / np.where(usual > 0, usual, 1.0)
         columns = (ops.iteration[rows], self._where.replica[ops.worker[rows]], ops.microbatch[rows])
-        key = np.zeros(ops.num_computes, dtype=np.int64)
-        for column in columns:
-            _, place = np.unique(column, return_inverse=True)
-            key = key * (int(place.max()) + 1) + place
-        _, group = np.unique(key, return_inverse=True)
+        _, group = np.unique(row_keys(columns), return_inverse=True)
         number = np.bincount(group)
         length = np.ones(len(ops))
         length[rows] = np.maximum(medians(group, times, number)[group], 1e-3)
