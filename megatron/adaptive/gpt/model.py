@@ -9,7 +9,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -246,20 +246,14 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     if config.core.heterogeneous_layers_config_encoded_json:
         kind = UnlikeLayersConfig
     settings = {
-        **_by_name(kind, model, precision, config.recompute),
+        **_by_name(kind, model, precision, config.recompute, parallel),
         **core_settings(config, kind),
         "num_query_groups": model.query_groups,
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
         "attention_backend": AttnBackend[model.attention_backend],
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": parallel.context_parallel_size,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        "sequence_parallel": parallel.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU, and the
@@ -279,8 +273,6 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
-    if parallel.context_parallel_size > 1:
-        settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
         settings["pipeline_model_parallel_layout"] = layout_of(config)
     core = checked(kind, settings)
@@ -333,27 +325,28 @@ def _by_name(target: type, *sections: Any) -> dict[str, Any]:
     return {name: value for name, value in given if name in names}
 
 
+_ACTIVATIONS: Mapping[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "swiglu": (True, F.silu),
+    "quick_geglu": (True, quick_gelu),
+    "geglu": (True, functools.partial(F.gelu, approximate="tanh")),
+    "squared_relu": (False, lambda tensor: torch.square(F.relu(tensor))),
+    "openai_gelu": (False, openai_gelu),
+}
+"""Whether the feed-forward block has a gate, and its function, by the name of the setting."""
+
+
 def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
     model = config.model
-    if model.swiglu:
-        return {
-            "gated_linear_unit": True,
-            "activation_func": F.silu,
-            "bias_activation_fusion": model.bias_swiglu_fusion and accelerator.is_cuda,
-        }
-    if model.quick_geglu:
-        return {"gated_linear_unit": True, "activation_func": quick_gelu}
-    if model.geglu:
-        tangent = functools.partial(F.gelu, approximate="tanh")
-        return {"gated_linear_unit": True, "activation_func": tangent}
-    if model.squared_relu or model.openai_gelu:
-        function = _squared_relu if model.squared_relu else openai_gelu
-        return {"activation_func": function, "bias_activation_fusion": False}
-    return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.is_cuda}
-
-
-def _squared_relu(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.square(F.relu(tensor))
+    name = next((name for name in _ACTIVATIONS if getattr(model, name)), None)
+    if name is None:
+        return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.is_cuda}
+    is_gated, function = _ACTIVATIONS[name]
+    is_fused = name == "swiglu" and model.bias_swiglu_fusion and accelerator.is_cuda
+    return {
+        "gated_linear_unit": is_gated,
+        "activation_func": function,
+        "bias_activation_fusion": is_fused,
+    }
 
 
 def _communication(config: TrainerConfig) -> dict[str, Any]:
@@ -365,14 +358,8 @@ def _communication(config: TrainerConfig) -> dict[str, Any]:
     parallel = config.parallel
     own = config.schedule.pipeline_schedule == "megatron"
     if parallel.num_chunks == 1:
-        return {"deallocate_pipeline_outputs": not own}
-    return {
-        "overlap_p2p_comm": parallel.overlap_p2p_comm,
-        "batch_p2p_comm": not parallel.overlap_p2p_comm,
-        "deallocate_pipeline_outputs": not own,
-        "microbatch_group_size_per_vp_stage": parallel.microbatch_group_size_per_vp_stage
-        or parallel.pipeline_model_parallel_size,
-    }
+        return {"overlap_p2p_comm": False, "deallocate_pipeline_outputs": not own}
+    return {"batch_p2p_comm": not parallel.overlap_p2p_comm, "deallocate_pipeline_outputs": not own}
 
 
 def build_chunks(

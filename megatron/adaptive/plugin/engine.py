@@ -310,7 +310,6 @@ class Engine:
         assert isinstance(self._forward_backward, ForwardBackward)
         return Tuner(
             job=self._job,
-            placement=orders.placement,
             pp_ranks=self._pp_ranks,
             chunks=self._chunks,
             forward_backward=self._forward_backward,
@@ -320,8 +319,6 @@ class Engine:
             loads=None,
             gain=None,
             cap=settings.activation_cap,
-            splits=self._splits,
-            weight_pieces=settings.weight_pieces,
             can_turn=False,  # the model is Megatron-LM's
             timeout_s=settings.timeout_s,
         )

@@ -399,7 +399,6 @@ def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
     group = parallel_state.get_pipeline_model_parallel_group()
     return Tuner(
         job=run.job,
-        placement=run.placement,
         pp_ranks=dist.get_process_group_ranks(group),
         chunks=run.chunks,
         forward_backward=_engine_of(run),
@@ -409,8 +408,6 @@ def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
         loads=None if layers is None else layers.gather_loads,
         gain=settings.repartition_gain if may_cut else None,
         cap=settings.activation_cap,
-        splits=config.splits_backward,
-        weight_pieces=settings.weight_pieces,
         can_turn=settings.pipeline_placement is None,
         timeout_s=settings.pipeline_timeout_s,
     )
