@@ -222,8 +222,8 @@ class Rank(GptRank):
 
         from megatron.adaptive.config.parallel import TransportConfig
         from megatron.adaptive.engine.build import build_executor
-        from megatron.adaptive.engine.forward_backward import ForwardBackward
         from megatron.adaptive.engine.orders import Orders
+        from megatron.adaptive.engine.stages import ForwardBackward
         from megatron.adaptive.gpt.setup import payload_shape
 
         run, config = self._run, self._job.config

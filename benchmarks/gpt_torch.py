@@ -31,7 +31,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore
-from megatron.adaptive.gpt.forward import LOSS_NAME, Microbatch, masked_mean_loss
+from megatron.adaptive.gpt.forward import LOSS_NAME, Microbatch, masked_loss
 from megatron.adaptive.gpt.setup import Run, payload_shape
 
 _SCHEDULES: dict[str, Any] = {
@@ -181,7 +181,7 @@ class TorchRunner:
         return tokens, target, {"position_ids": join("position_ids"), "labels": join("labels")}
 
     def _loss(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return masked_mean_loss(mask, losses)[0] / self._num_microbatches
+        return masked_loss(mask, losses)[0] / self._num_microbatches
 
     def _make_stage(self, chunk: int, stage: int) -> PipelineStage:
         length, size, _ = shape = payload_shape(self._run.job.config)

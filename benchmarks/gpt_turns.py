@@ -163,7 +163,7 @@ class SavingRank(_Rank):
             if is_saving:
                 start = time.perf_counter()
                 gather_parameters(self._run)
-                self._checkpoints.save_behind(self.progress(self._iteration))
+                self._checkpoints.save(self.progress(self._iteration), behind=True)
                 self._waited_s.append(time.perf_counter() - start)
             for _ in range(WINDOW):
                 self._iteration += 1

@@ -223,6 +223,7 @@ def compare_tokens(megabytes: float) -> None:
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     from megatron.adaptive.config.data import TokenizerConfig
     from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
@@ -249,10 +250,7 @@ def compare_tokens(megabytes: float) -> None:
             byte_fallback=True,
             minloglevel=2,
         )
-        letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in letters]
-        byte_of = {chr(byte): byte for byte in letters}
-        byte_of |= {chr(256 + number): byte for number, byte in enumerate(others)}
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
         merged = [
             bytes(byte_of[letter] for letter in token)
             for token, _ in sorted(bpe.get_vocab().items(), key=lambda one: one[1])

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from megatron.adaptive.cluster.conf import LaunchConf, load_conf  # noqa: E402
 from megatron.adaptive.cluster.node import trainer_flags  # noqa: E402
 from tests.labs import slurm_lab  # noqa: E402
 from tests.labs.slurm_lab import Kind, Lab  # noqa: E402
-from tests.multiprocess.launch import kill_tree  # noqa: E402
+from tests.multiprocess.launch import kill_tree, start  # noqa: E402
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
@@ -144,16 +143,8 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
     try:
         for rank, name in enumerate(("n1", "n2")):
             place = [f"--master-port={PORT}", f"--node-rank={rank}", str(ROOT / "pretrain_gpt.py")]
-            with (folder / f"{name}.out").open("wb") as out:
-                started.append(
-                    subprocess.Popen(
-                        [*lab.enter(name, str(ROOT)), *words, *place, *trainer_flags(conf, folder)],
-                        env=lab.variables,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            command = [*lab.enter(name, str(ROOT)), *words, *place, *trainer_flags(conf, folder)]
+            started.append(start(command, folder / f"{name}.out", lab.variables))
         until(lambda: has_iterated(folder), "iteration")
         return time.perf_counter() - begin_s
     finally:

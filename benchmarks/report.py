@@ -167,16 +167,9 @@ def describe_machine() -> dict[str, Any]:
 
 def others_busy(seconds: float = 1.0) -> float:
     """Share of the processors that is in use while this process sleeps, 0 to 1."""
+    import psutil  # a machine without the packages is named first
 
-    def read() -> tuple[int, int]:
-        fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-        numbers = [int(field) for field in fields]
-        return numbers[3] + numbers[4], sum(numbers)  # idle and waiting for a disk; all
-
-    idle, total = read()
-    time.sleep(seconds)
-    idle_after, total_after = read()
-    return 1.0 - (idle_after - idle) / max(1, total_after - total)
+    return psutil.cpu_percent(seconds) / 100
 
 
 def attempt(name: str, part: Callable[[], Result]) -> Result:

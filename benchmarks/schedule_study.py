@@ -29,13 +29,12 @@ import numpy as np
 from benchmarks.report import Row
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.repartition import Loads, choose_together, propose, simulated_step
-from megatron.adaptive.schedule.auto import STATIC, choose
-from megatron.adaptive.schedule.compare import Candidate, evaluate, make_candidate
+from megatron.adaptive.schedule.auto import STATIC, choose, evaluate
 from megatron.adaptive.schedule.machine import B, F, W
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.registry import Candidate, make_candidate
 from megatron.adaptive.schedule.workload import (
     PS_PER_S,
-    Jitter,
     Link,
     StageProfile,
     StageTimes,
@@ -82,22 +81,8 @@ class Cell:
 
     def bound_s(self, placement: Placement, seeds: Sequence[int]) -> float:
         """Mean of the lower bound over draws."""
-        profile = self.profile
         return statistics.fmean(
-            lower_bound_s(
-                placement,
-                draw(
-                    placement,
-                    self.microbatches,
-                    profile.times,
-                    jitter=Jitter(
-                        seed=seed,
-                        action_sigma=profile.action_sigma,
-                        microbatch_sigma=profile.microbatch_sigma,
-                    ),
-                    link=profile.link,
-                ),
-            )
+            lower_bound_s(placement, draw(placement, self.microbatches, self.profile, seed=seed))
             for seed in seeds
         )
 

@@ -56,10 +56,14 @@ class CppTests:
     def build(self, name: str, *more: str) -> Path:
         """Returns the program of ``csrc/tests/<name>.cc`` and ``more`` files there.
 
+        One without a function ``main`` gets that of ``test_main.cc``.
+
         Raises:
             AssertionError: it does not compile without warnings; carries the compiler's words.
         """
         sources = [ROOT / "csrc" / "tests" / f"{part}.cc" for part in (name, *more)]
+        if not any("\nint main(" in source.read_text() for source in sources):
+            sources.append(sources[0].with_name("test_main.cc"))
         for folder in FOLDERS:
             sources += sorted((ROOT / "csrc" / folder).glob("*.cc"))
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -6,20 +6,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import DeadlineError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
-from megatron.adaptive.transport.gloo import GlooTransport
-from megatron.adaptive.transport.interface import Completions, Label, Transport
+from megatron.adaptive.transport.interface import Label, Transport
 from megatron.adaptive.transport.liveness import here
 
 from .connectors import half_of
@@ -43,7 +40,8 @@ def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
     Args:
         name: see the module.
         rank: 0 or 1.
-        options: ``slot_bytes`` and ``slots``; ``address`` where it is not loopback.
+        options: ``slot_bytes`` and ``slots``; ``address`` where it is not loopback; ``fixed`` where
+            all messages have the size of a slot, which gloo gains from.
     """
     settings = TransportConfig(
         transport=name.split()[0],
@@ -60,40 +58,17 @@ def open_transport(name: str, rank: int, options: dict[str, Any]) -> Transport:
         options=settings,
         address=options.get("address", "127.0.0.1"),
     )
-    made = _Connector(
+    nbytes = options.get("slot_bytes") if options.get("fixed") else None
+    made = Connector(
         members=[0, 1],
         gather=gather,
-        accelerator=SimpleNamespace(device=torch.device("cpu")),  # type: ignore[arg-type]
-        payloads=Payloads(shape=None, dtype=_BYTES),
+        accelerator=Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU"),
+        payloads=Payloads(shape=None if nbytes is None else (nbytes // 4,), dtype=torch.float32),
         describe=lambda rank: f"rank {rank}",
         timeout_s=LIMIT_S,
-        nbytes=options.get("slot_bytes") if options.get("fixed") else None,
     ).connect(own, [1 - rank], settings)
     assert made is not None
     return made
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Connector(Connector):
-    """Connects two ranks.
-
-    Attributes:
-        nbytes: size of all messages where it is known beforehand, which gloo gains from.
-    """
-
-    nbytes: int | None
-
-    def over_torch(
-        self, kind: str, peers: Sequence[int], completions: Completions | None
-    ) -> Transport | None:
-        group = dist.new_group([0, 1], backend="gloo")
-        return GlooTransport(
-            group,
-            peers=peers,
-            device=torch.device("cpu"),
-            payload_shape=None if self.nbytes is None else (self.nbytes // 4,),
-            dtype=torch.float32,
-        )
 
 
 class TransportConnector:

@@ -21,8 +21,8 @@ from benchmarks.ranks import train
 from benchmarks.report import Result, Row
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.planner.repartition import Loads, simulated_step
-from megatron.adaptive.schedule.compare import make_candidate
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import make_candidate
 
 WORKER = Path(__file__).with_name("timed_layers.py")
 GOAL_SHARE, GOAL_STEPS, GOAL_LOSS = 0.8, 2.0, 1e-5

@@ -10,6 +10,7 @@ What a layer computes, and so the losses, is as ever. The environment says:
                    tokens, both as of one document of 128; without it lengths do not matter
 ``SLOW_RANKS``     global ranks, joined by commas, on which everything takes longer
 ``SLOW_FACTOR``    how many times longer
+``SLOW_STEPS``     ``7-16``: only from the 7th step of this process to before the 16th
 ``MOVES``          ``6:3-1,9:2-2``: under ``--repartition auto``, the layers per stage from after
                    these iterations of this process on, whatever was measured
 ``COMPARE``        under ``--repartition auto``, the arguments of :func:`compare` in JSON
@@ -18,6 +19,7 @@ What a layer computes, and so the losses, is as ever. The environment says:
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
@@ -40,13 +42,27 @@ from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
 
+_STEPS = itertools.count(1)
 _PATIENCE = 20  # steps without a move, after which the partition at hand is the choice
 
 
-def time_layers(seconds: float) -> None:
-    """Let every transformer layer of this process take so long, and backwards twice as long."""
+def time_layers(seconds: float, slow: float) -> None:
+    """Let every transformer layer of this process take so long, and backwards twice as long.
+
+    Args:
+        seconds: of a layer.
+        slow: how many times longer in ``SLOW_STEPS``.
+    """
     for name, times in (("forward", 1), ("backward", 2)):
-        setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds))
+        setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds, slow))
+
+
+def is_slow(stages: Any) -> bool:
+    """Whether a step is one of ``SLOW_STEPS``."""
+    if not hasattr(stages, "number_of_step"):
+        stages.number_of_step = next(_STEPS)
+    first, end = map(int, os.environ.get("SLOW_STEPS", "0-1000000").split("-"))
+    return first <= stages.number_of_step < end
 
 
 def time_each_layer(seconds: float) -> None:
@@ -80,10 +96,11 @@ def share_of(stages: Any, chunk: int, microbatch: int) -> float:
     return float(((1 - of_pairs) * parts + of_pairs * parts**2).sum())
 
 
-def _timed(work: Callable[..., Any], layer_s: float) -> Callable[..., Any]:
+def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..., Any]:
     @functools.wraps(work)
     def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
-        end_s, share = time.perf_counter(), share_of(stages, chunk, microbatch)
+        end_s = time.perf_counter()
+        share = share_of(stages, chunk, microbatch) * (slow if is_slow(stages) else 1.0)
         for one in stages._chunks[chunk].modules():
             end_s += share * layer_s * factor_of(one)
         found = work(stages, chunk, microbatch, *others)
@@ -150,12 +167,12 @@ if __name__ == "__main__":
     given = json.loads(os.environ.get("LAYER_MS", "0"))
     layer_ms = given[os.environ["MEGATRON_ADAPTIVE_NODE"]] if isinstance(given, dict) else given
     layer_s = layer_ms / 1e3
-    if os.environ["RANK"] in os.environ.get("SLOW_RANKS", "").split(","):
-        layer_s *= float(os.environ["SLOW_FACTOR"])
+    is_here = os.environ["RANK"] in os.environ.get("SLOW_RANKS", "").split(",")
+    slow = float(os.environ["SLOW_FACTOR"]) if is_here else 1.0
     if layer_s:
-        time_layers(layer_s)
+        time_layers(layer_s, slow)
         if "EXPERT_FACTOR" in os.environ:
-            time_each_layer(layer_s)
+            time_each_layer(layer_s * slow)
     if "MOVES" in os.environ:
         words = [move.split(":") for move in os.environ["MOVES"].split(",")]
         force_moves({int(step): parse_partition(layers) for step, layers in words})

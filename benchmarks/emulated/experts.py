@@ -26,11 +26,11 @@ from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import MemoryLinks
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.compare import Candidate, evaluate, make_candidate
+from megatron.adaptive.schedule.auto import evaluate
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.registry import Candidate, make_candidate, make_policies
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, StageProfile, StageTimes, draw
+from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTimes, draw
 from megatron.adaptive.transport.interface import CompletionQueue, Completions, Label
 from tests.engine import groups
 from tests.engine.loopback import Loopback, arrival
@@ -187,8 +187,8 @@ class ExpertStages(IdleStages):
         self._stages = [
             placement.stage_of(rank.position, chunk) for chunk in range(placement.num_chunks)
         ]
-        jitter = Jitter(seed=seed, action_sigma=SIGMA) if "jitter" in scenario else None
-        workload = draw(placement, MICROBATCHES, _times(STAGES, rank.chunk_s), jitter=jitter)
+        times, sigma = _times(STAGES, rank.chunk_s), SIGMA if "jitter" in scenario else 0.0
+        workload = draw(placement, MICROBATCHES, times, seed=seed, action_sigma=sigma)
         self._seconds = workload.durations_ps / PS_PER_S
         self._exchanges = workload.exchanges_ps / PS_PER_S
         self._split = candidate.weight_pieces > 0
@@ -250,13 +250,7 @@ class Rank:
         """Run a step; returns its seconds on the rank done last, and the share hidden here."""
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
-        policy = make_policies(
-            name,
-            candidate.placement,
-            MICROBATCHES,
-            cap=candidate.cap,
-            weight_pieces=candidate.weight_pieces,
-        )[self.position]
+        policy = candidate.policies(MICROBATCHES)[self.position]
         state = RankState(
             placement=candidate.placement,
             rank=self.position,

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, Link, StageTimes, Workload, draw
+from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, Workload, draw
 
 HALVES = 2
 """Half-stages per rank."""
@@ -115,11 +115,9 @@ class Draws:
                 backward_s=times.backward_s,
                 weight_s=times.weight_s,
             ),
-            jitter=Jitter(
-                seed=rng.randrange(2**31),
-                action_sigma=scenario.jitter_sigma,
-                microbatch_sigma=scenario.length_sigma,
-            ),
+            seed=rng.randrange(2**31),
+            action_sigma=scenario.jitter_sigma,
+            microbatch_sigma=scenario.length_sigma,
             links={
                 pair: Link(latency_s=self.delay_s(*pair))
                 for pair in ((middle - 1, middle), (middle, middle - 1))

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.simulate import SimResult, Workload, simulate
-from megatron.adaptive.schedule.workload import PS_PER_S
+from megatron.adaptive.schedule.simulate import SimResult, simulate
+from megatron.adaptive.schedule.workload import PS_PER_S, Workload
 
 from .competitors import Competitor
 from .scenarios import Draws

@@ -17,7 +17,8 @@ from megatron.adaptive.planner.plan import Plan
 from megatron.adaptive.planner.propose import pareto
 from megatron.adaptive.planner.search import SearchOptions
 from megatron.adaptive.schedule import registry
-from megatron.adaptive.schedule.simulate import Link, StageTimes, draw, simulate
+from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
 _SPACE = SearchOptions(
     tp=(1, 2, 4),

@@ -19,13 +19,12 @@ import numpy as np
 
 from benchmarks.tracing.synthetic_step import step_rows
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.schedule.compare import Candidate, make_candidate
 from megatron.adaptive.schedule.machine import F
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
-from megatron.adaptive.schedule.registry import make_policies
+from megatron.adaptive.schedule.registry import Candidate, make_candidate
 from megatron.adaptive.schedule.simulate import SimResult, simulate
-from megatron.adaptive.schedule.workload import PS_PER_S, Jitter, Link, StageTimes, Workload, draw
+from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, Workload, draw
 from megatron.adaptive.trace.event import (
     COLUMNS,
     ClockSamples,
@@ -415,12 +414,10 @@ def draw_step(
             backward_s=run.backward_s / placement.num_chunks,
             weight_s=run.weight_s / placement.num_chunks,
         ),
-        jitter=Jitter(
-            seed=seed,
-            action_sigma=run.action_sigma,
-            microbatch_sigma=run.microbatch_sigma,
-            latency_sigma=0.3,
-        ),
+        seed=seed,
+        action_sigma=run.action_sigma,
+        microbatch_sigma=run.microbatch_sigma,
+        latency_sigma=0.3,
         link=Link(latency_s=run.latency_s, occupancy_s=run.occupancy_s),
         links=links,
         rank_factors=factors,
@@ -447,10 +444,4 @@ def draw_step(
 
 @lru_cache(maxsize=16)
 def _policies(candidate: Candidate, num_microbatches: int) -> tuple[Policy, ...]:
-    return make_policies(
-        candidate.name,
-        candidate.placement,
-        num_microbatches,
-        cap=candidate.cap,
-        weight_pieces=candidate.weight_pieces,
-    )
+    return candidate.policies(num_microbatches)

@@ -25,10 +25,9 @@ from benchmarks.emulated.ours import Channels, EmulatedStages  # noqa: E402
 from benchmarks.emulated.scenarios import seconds_of  # noqa: E402
 from benchmarks.emulated.work import RankWork, Sleeper, sharpen_timers  # noqa: E402
 from benchmarks.tracing.synthetic import Fault, SyntheticRun, draw_step  # noqa: E402
-from megatron.adaptive.schedule.compare import make_candidate  # noqa: E402
 from megatron.adaptive.schedule.dealing import deal  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
-from megatron.adaptive.schedule.registry import make_policies  # noqa: E402
+from megatron.adaptive.schedule.registry import make_candidate  # noqa: E402
 from megatron.adaptive.schedule.state import RankState  # noqa: E402
 from megatron.adaptive.schedule.workload import Workload, order_by_cost  # noqa: E402
 from megatron.adaptive.trace.event import KINDS, TraceHeader  # noqa: E402
@@ -141,8 +140,8 @@ class Rank:
         """Run an iteration; returns when its actions ran."""
         run, made = self._run, self._candidate
         drawn, data_s = draw_dealt(run, self._placement, iteration, self.replica)
-        count, more = len(data_s), {"cap": made.cap, "weight_pieces": made.weight_pieces}
-        policies = make_policies(run.schedule, made.placement, count, **more)
+        count = len(data_s)
+        policies = made.policies(count)
         self._channels.delay(
             {
                 fault.rank: fault.seconds
@@ -160,7 +159,11 @@ class Rank:
             split=self._candidate.weight_pieces > 0,
         )
         state = RankState(
-            placement=self._placement, rank=self.position, num_microbatches=count, **more
+            placement=self._placement,
+            rank=self.position,
+            num_microbatches=count,
+            cap=made.cap,
+            weight_pieces=made.weight_pieces,
         )
         dist.barrier(group=self._world)
         self._recorder.begin_iteration(iteration, count)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
-from megatron.adaptive.trace.event import SpanFormat, TraceHeader, header_line, trace_file_name
+from megatron.adaptive.trace.event import TraceHeader, header_line, trace_file_name
 
 LIMIT_S = 10.0
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
@@ -33,7 +33,6 @@ nodes:
 network: {bandwidth: 40 Gbit/s}
 """
 _PLAN = "plan --model gpt2-xl --global-batch-size 8 --cluster {f}/cluster.yaml"
-_WIDTHS = "simulate --stages 2 --microbatches 4 --stage-data-parallel-sizes"
 _CONF = "submit {f}/conf.sh --dry-run --plan {f}"
 _TRAINER = (
     "pretrain-gpt --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
@@ -56,8 +55,6 @@ simulate --stages 4 --microbatches 8 --forward 0 --backward 0 --weight 0 => abov
 simulate --stages 4 --microbatches 8 --weight-pieces 1000000000 => --weight-pieces
 simulate --stages 4 --microbatches 8 --slow-rank 0:nan => factor of rank 0
 simulate --stages 4 --microbatches 8 --schedules bogus => bogus
-simulate --stages 4 --microbatches 8 --stage-data-parallel-sizes 1-2 => make them equal
-simulate --stages 2 --microbatches 8 --stage-data-parallel-sizes 999999999-1 => same number
 simulate --stages 0 --microbatches 8 => '0' is not a whole number from 1 to 1,000,000
 simulate --microbatches 8 => --stages
 simulate --stages 4 --microbatches 8 --speed 3 => --speed
@@ -67,11 +64,6 @@ simulate --stages 4 --microbatches 3 --schedules interleaved => raise the global
 simulate --stages 4 --microbatches 8 --slow-rank 4:2 => a rank from 0 to 3
 simulate --stages 4 --microbatches 8 --slow-rank fast => give RANK:FACTOR
 simulate --stages 4 --microbatches 8 --profile {{f}}/none.json => name a profile
-{_WIDTHS} 2-1-1 => 2-1-1 gives the ranks of 3 stages, --stages is 2
-{_WIDTHS} 2-0 => '2-0' does not give the ranks
-{_WIDTHS} 3-1 => 4 microbatches over the 3 replicas of stage 0
-{_WIDTHS} 2-1 --schedules zb-v => zb-v for stages of widths 2-1: choose one of 1f1b
-{_WIDTHS} 2-1 --jitter 0.1 => --jitter is not known with --stage-data-parallel-sizes
 simulate --stages 1 --microbatches 8 --profile {{f}}/deep.json => levels deep
 simulate --stages 1 --microbatches 8 --profile {{f}}/empty.json => no JSON
 simulate --stages 1 --microbatches 8 --profile {{f}}/links.json => links
@@ -186,7 +178,6 @@ def write_files(folder: Path) -> None:
         run="one", rank=0, world_size=1, pp_rank=0, num_ranks=1, num_chunks=1,
         num_microbatches=4, schedule=HOSTILE, host=HOSTILE,
     )  # fmt: skip
-    assert isinstance(header.span_format, SpanFormat)
     line = header_line(header)
 
     def changed(**values: Any) -> str:

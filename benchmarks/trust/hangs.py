@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 
 from benchmarks.report import Result, Row, one_line
-from tests.multiprocess.launch import ROOT, SMALL_GPT, Forkserver, environment, forkserver
+from tests.multiprocess.launch import ROOT, SMALL_GPT, Forkserver, Ranks, forkserver
 
 KINDS = (
     *("stopped", "collective", "reader", "disk", "schedule", "network", "lock"),
@@ -132,86 +131,61 @@ def run(
         ``ended``, the statuses of the ranks where they are to end; ``shares``, of a processor,
         that the processes beside the ranks took, each.
     """
-    server = server or forkserver()
-    job = Job(case, folder, server, iterations, on_hang)
-    keys, ended = job.keys, {}
+    log, ended = folder / "log.txt", {}
+    job = start(case, folder, iterations, on_hang, server)
     try:
-        said, waited_s = _until_said(folder / "log.txt", server, keys)
-        shares = _shares(server, keys)
+        said, waited_s = _until_said(log, job)
+        shares = _shares(job)
         if on_hang == "end":
-            for key in keys:
-                ended |= server.wait([key], 30.0)
+            for key in job.keys:
+                ended |= job.server.wait([key], 30.0)
     finally:
-        job.end()
-    text = (folder / "log.txt").read_text(errors="replace")
+        _end(job)
+    text = log.read_text(errors="replace")
     return {"said": said, "waited_s": waited_s, "text": text, "ended": ended, "shares": shares}
 
 
-class Job:
-    """The ranks of a job, which write ``log.txt``.
-
-    Args:
-        case: the job.
-        folder: new, for what it writes.
-        server: forks its ranks.
-        iterations: its length where nothing hangs.
-        on_hang: ``report`` or ``end``.
-
-    Attributes:
-        keys: of its ranks on the server.
-    """
-
-    def __init__(
-        self, case: Case, folder: Path, server: Forkserver, iterations: int, on_hang: str = "report"
-    ) -> None:
-        folder.mkdir(parents=True)
-        log = folder / "log.txt"
-        log.write_text("")
-        ranks, stages, tensor = case.shape
-        limits = [str(case.after_s), on_hang]
-        words = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
-        words += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
-        words += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
-        words += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
-        words += ["--tensor-model-parallel-size", str(tensor)]
-        words += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
-        if case.kind == "schedule":
-            words += _orders(folder, stages, 8 * stages * tensor // ranks)
-        if case.kind == "network":
-            words += ["--transport", "tcp"]
-        if case.kind == "quiet":
-            words += ["--keep-checkpoints", "1", "--eval-interval", "15"]
-        if case.program == "pipeline":
-            words = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
-            words += limits
-        hang = {**vars(case), "folder": str(folder), "step_s": 0.05}
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {
-            "HANG": json.dumps(hang),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_RUN_ID": "none",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        self._server = server
-        self.keys: list[str] = []
-        for rank in range(ranks):
-            variables = environment(**common, RANK=str(rank), LOCAL_RANK=str(rank))
-            self.keys.append(server.start(words, output=log, error=log, variables=variables))
-
-    def end(self) -> None:
-        """Kills the ranks and all that they started."""
-        for key in self.keys:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(self._server._pids[key]).kill()
-        self._server.kill(self.keys)
+def start(
+    case: Case, folder: Path, iterations: int, on_hang: str, server: Forkserver | None
+) -> Ranks:
+    """Starts the ranks of a job, which write ``log.txt``; see :func:`run`."""
+    folder.mkdir(parents=True)
+    ranks, stages, tensor = case.shape
+    limits = [str(case.after_s), on_hang]
+    words = [str(TRAINER), *SMALL_GPT.split(), "--num-layers", str(stages), "--mock-data"]
+    words += ["--train-iters", str(iterations), "--lr-decay-style", "constant"]
+    words += ["--log-interval", "1", "--hang-after-s", limits[0], "--on-hang", on_hang]
+    words += ["--pipeline-model-parallel-size", str(stages), "--progress-dir", str(folder)]
+    words += ["--tensor-model-parallel-size", str(tensor)]
+    words += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
+    if case.kind == "schedule":
+        words += _orders(folder, stages, 8 * stages * tensor // ranks)
+    if case.kind == "network":
+        words += ["--transport", "tcp"]
+    if case.kind == "quiet":
+        words += ["--keep-checkpoints", "1", "--eval-interval", "15"]
+    if case.program == "pipeline":
+        words = [str(TRAINER.with_name("hanging_pipeline.py")), str(folder), str(iterations)]
+        words += limits
+    hang = {**vars(case), "folder": str(folder), "step_s": 0.05}
+    return Ranks(
+        words,
+        world_size=ranks,
+        log=folder / "log.txt",
+        limit_s=LIMIT_S,
+        variables={"HANG": json.dumps(hang), "CUDA_VISIBLE_DEVICES": ""},
+        server=server,
+    )
 
 
-def _until_said(log: Path, server: Forkserver, keys: list[str]) -> tuple[str, float]:
+def _end(job: Ranks) -> None:
+    """Kills the ranks of a job, which may not hear a request, and all that they started."""
+    for process in job.processes():
+        process.kill()
+    job.kill()
+
+
+def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
     seen, still_since_s, end_s = 0, time.monotonic(), time.monotonic() + LIMIT_S
     is_over = False
     while True:
@@ -221,16 +195,16 @@ def _until_said(log: Path, server: Forkserver, keys: list[str]) -> tuple[str, fl
             return found[0] if found else "", time.monotonic() - still_since_s
         if len(text) != seen:
             seen, still_since_s = len(text), time.monotonic()
-        ended = server.wait(keys, 0.2)
-        is_over = len(ended) == len(keys) or any(ended.values())
+        ended = job.wait(0.2)
+        is_over = len(ended) == len(job.keys) or any(ended)
 
 
-def _shares(server: Forkserver, keys: list[str]) -> list[float]:
+def _shares(job: Ranks) -> list[float]:
     """Returns what share of a processor each process that watches has taken."""
     found = []
-    for key in keys:
+    for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(server._pids[key]).children():
+            for child in process.children():
                 if any(word.endswith("trace/hang.py") for word in child.cmdline()):
                     used = child.cpu_times()
                     found.append((used.user + used.system) / (time.time() - child.create_time()))
@@ -373,18 +347,18 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
                 program="trainer" if number % 3 == 2 else "pipeline",
             )
             place = folder / f"quiet-{len(kept.rows) + number}-{time.time_ns()}"
-            job = Job(case, place, server, iterations=100_000)
-            stack.callback(job.end)
-            started.append((case, place, job.keys, time.monotonic()))
+            job = start(case, place, 100_000, "report", server)
+            stack.callback(_end, job)
+            started.append((case, place, job, time.monotonic()))
             time.sleep(1.0)  # a start is work
         end_s = time.monotonic() + span_s
         while (left_s := end_s - time.monotonic()) > 0:
-            server.wait([key for one in started for key in one[2]], min(left_s, 1.0))
+            server.wait([key for one in started for key in one[2].keys], min(left_s, 1.0))
             time.sleep(0.5)
         now_s = time.monotonic()
-        for case, place, keys, since_s in started:
+        for case, place, job, since_s in started:
             text = (place / "log.txt").read_text(errors="replace")
-            if server.wait(keys, 0.0):
+            if job.wait(0.0):
                 raise RuntimeError(f"{case} ended: {text[-2000:]}")
             steps = len(re.findall(r"^step |iteration +\d+/", text, re.MULTILINE))
             kept.add(

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def run_rank(
 
     from megatron.adaptive.checkpoint.collective_errors import RankGroup
     from megatron.adaptive.checkpoint.local_disk import hold
-    from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest
+    from megatron.adaptive.checkpoint.saver import CheckpointSaver
     from megatron.adaptive.config.environment import Environment
     from megatron.adaptive.engine import lease
     from megatron.adaptive.engine.job import Job
@@ -160,18 +161,11 @@ def run_rank(
         for step in range(latest + 1, latest + saves + 1):
             time.sleep(chance.random() * 0.4)
             behind = chance.random() < 0.5
-            request = SaveRequest(
-                folder=CheckpointFolder(folder),
-                step=step,
-                take=lambda step=step: _state(number, step, rank),
-                remedy="",
-            )
+            state = partial(_state, number, step, rank)
+            saver.save(CheckpointFolder(folder), step, state, remedy="", behind=behind)
             if behind:
-                saver.save_behind(request)
                 time.sleep(chance.random() * 0.1)
                 saver.finish()
-            else:
-                saver.save(request)
             say(saved=step)
         saver.close()
         job.close()
@@ -184,23 +178,22 @@ def _state(number: int, step: int, rank: int) -> Any:
     """Return a small state that names its job, step and rank."""
     import torch
 
-    from megatron.adaptive.checkpoint.folder import Manifest
     from megatron.adaptive.checkpoint.torch_dist import Piece, TakenState, pickled
 
     tensor = torch.full((_NUMBERS,), _stamp(number, step, rank), dtype=torch.int64)
     piece = Piece(tensor=tensor, size=[_NUMBERS], whole=[_NUMBERS])
-    manifest = Manifest(
-        progress={"iteration": step, "job": number},
-        config={},
-        shape={},
-        padded_vocab_size=1,
-        has_optimizer=False,
-        has_rng=False,
-    )
+    manifest = {
+        "progress": {"iteration": step, "job": number},
+        "config": {},
+        "shape": {},
+        "padded_vocab_size": 1,
+        "has_optimizer": False,
+        "has_rng": False,
+    }
     return TakenState(
         pieces={(f"weight.{rank}", (0,)): piece},
         once={"metadata.json": b"{}", "common.pt": pickled({"job": number})},
-        manifest=lambda save_id, _: {**manifest.to_dict(), "save_id": save_id},
+        manifest=lambda save_id, _: {**manifest, "save_id": save_id},
     )
 
 
@@ -217,7 +210,7 @@ def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
         except Exception as error:
             seen.mixed.append(f"{folder}: step {step}: {error}")
             continue
-        number = owners[step] = manifest.progress["job"]
+        number = owners[step] = manifest["progress"]["job"]
         for rank in range(RANKS):
             content = (path / f"__{rank}_0.distcp").read_bytes()
             expected = _stamp(number, step, rank).to_bytes(8, "little") * _NUMBERS

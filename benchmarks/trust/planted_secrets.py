@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import stat
 import subprocess
@@ -27,7 +26,8 @@ from typing import Any
 import psutil
 
 from tests.cluster.jobs import FLAGS, JobFolder, command, environment
-from tests.multiprocess.launch import ROOT, free_port, wait_until
+from tests.labs import sshd
+from tests.multiprocess.launch import ROOT, free_port, start, wait_until
 
 LIMIT_S = 120.0
 NOBODY = 65534
@@ -36,26 +36,17 @@ PLAIN = {"HF_HOME": '/nowhere/it\'s "$HOME" & `x`'}
 """A variable that is no secret and must arrive as it is."""
 _PERIOD_S = 0.05
 _LARGEST = 1 << 26
-_SSHD = "/usr/sbin/sshd"
 _SERVER = """
 ListenAddress 127.0.0.1
 Port {port}
-HostKey {0}/host_key
-AuthorizedKeysFile {0}/key.pub
-PermitRootLogin prohibit-password
-StrictModes no
-UsePAM no
-SetEnv TMPDIR={0}
-PidFile {0}/sshd.pid
+SetEnv TMPDIR={{0}}
 """
 _CLIENT = """
-Host *
-  HostName 127.0.0.1
-  Port {port}
-  IdentityFile {0}/key
-  StrictHostKeyChecking no
-  UserKnownHostsFile /dev/null
-  LogLevel ERROR
+HostName 127.0.0.1
+Port {port}
+StrictHostKeyChecking no
+UserKnownHostsFile /dev/null
+LogLevel ERROR
 """
 _CONF = """
 MODEL=tiny
@@ -221,8 +212,8 @@ def _seen_in_sight(folder: Path) -> int:
 
 def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
     """Runs a job of one node that is reached by ssh; its manager has the secrets."""
-    if not Path(_SSHD).exists() or shutil.which("ssh") is None:
-        raise _CannotRunError("no ssh or sshd")
+    if reason := sshd.why_not():
+        raise _CannotRunError(reason)
     programs = _ssh_programs(folder)
     wanted = {**planted, **PLAIN}
     (folder / "machines.txt").write_text("far name=far slots=1\n")
@@ -233,16 +224,8 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
         flags=[*FLAGS, "--pipeline-model-parallel-size", "1"],
     )
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    with (folder / "log.txt").open("w") as log:
-        manager = subprocess.Popen(
-            words,
-            env={**environment(), **wanted, "PATH": path, "TMPDIR": str(folder)},
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    given = environment(**wanted, PATH=path, TMPDIR=str(folder))
+    manager = start(words, folder / "log.txt", given)
     server = int((folder / "sshd.pid").read_text())
     job = JobFolder(folder / "checkpoints")
     try:
@@ -265,20 +248,11 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
 
 def _ssh_programs(folder: Path) -> Path:
     """Starts an sshd of this user; returns the folder of an ssh that reaches it by any name."""
-    for name in ("key", "host_key"):
-        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-        subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
     port = free_port()
-    for name, text in (("sshd_config", _SERVER), ("ssh_config", _CLIENT)):
-        (folder / name).write_text(text.format(folder, port=port))
-    programs = folder / "bin"
-    programs.mkdir()
-    real = shutil.which("ssh")
-    (programs / "ssh").write_text(f'#!/bin/sh\nexec {real} -F {folder}/ssh_config "$@"\n')
-    (programs / "ssh").chmod(0o755)
+    programs, command = sshd.prepare(folder, _SERVER.format(port=port), _CLIENT.format(port=port))
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for it
-    subprocess.run([_SSHD, "-f", str(folder / "sshd_config")], check=True)
+    subprocess.run(command, check=True)
     wait_until((folder / "sshd.pid").exists, lambda: "sshd", LIMIT_S)
     return programs
 
@@ -298,14 +272,8 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
     wanted = {**planted, **PLAIN}
     words = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(free_port())]
     arrived = False
-    with (folder / "log.txt").open("wb") as log:
-        job = subprocess.Popen(
-            words,
-            env={**environment(), "PYTHON": sys.executable, "TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+    given = environment(PYTHON=sys.executable, TMPDIR=str(folder))
+    job = start(words, folder / "log.txt", given)
     while job.poll() is None:
         with contextlib.suppress(psutil.Error):
             for one in psutil.Process(job.pid).children(recursive=True):

@@ -23,7 +23,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +39,7 @@ from megatron.adaptive import extension
 from megatron.adaptive.cli.doctor import check_way
 from megatron.adaptive.handshake import Handshake, Session, StrangerError, new_secret
 from tests.cluster.jobs import ElasticJob
-from tests.multiprocess.launch import ROOT, forking, free_port, wait_until
+from tests.multiprocess.launch import ROOT, forking, free_port, kill_tree, start, tail, wait_until
 
 LIMIT_S = 200.0
 HELD = 200
@@ -246,60 +245,50 @@ class Crowd:
         one.close()
 
 
-class Crowds:
-    """Lets strangers talk to listeners, each in a process of its own; use it as a context.
+@contextlib.contextmanager
+def crowds(
+    places: Sequence[Place], messages: int, seed: int, found: dict[str, Any] | None = None
+) -> Iterator[list[Any]]:
+    """Lets strangers talk to listeners until the context ends.
 
     Args:
         places: the listeners.
         messages: to each of them.
         seed: of what is said.
+        found: takes what was said to whom, where it is of interest.
+
+    Yields:
+        Their processes, one for each listener.
     """
-
-    def __init__(self, places: Sequence[Place], messages: int, seed: int) -> None:
-        context = multiprocessing.get_context("fork")
-        self._over = context.Event()
-        self._links = []
-        self.all = []
-        for number, place in enumerate(places):
-            link, other = context.Pipe()
-            given = (place, messages, seed + 10 * number, other, self._over.is_set)
-            self.all.append(context.Process(target=_speak, args=given, daemon=True))
-            self._links.append((place.name, link))
-        self._begun_s = time.monotonic()
-        for one in self.all:
-            one.start()
-
-    def __enter__(self) -> Crowds:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for one in self.all:
-            one.join(10.0)
+    context = multiprocessing.get_context("fork")
+    over, counts = context.Event(), context.SimpleQueue()
+    talking = []
+    for number, place in enumerate(places):
+        given = (place, messages, seed + 10 * number, counts, over.is_set)
+        talking.append(context.Process(target=_speak, args=given, daemon=True))
+        talking[-1].start()
+    try:
+        yield talking
+        over.set()
+        for place, one in zip(places, talking, strict=True):
+            one.join(LIMIT_S)
+            if one.is_alive():
+                raise RuntimeError(f"the strangers at {place.name} came to no end")
+    finally:
+        for one in talking:
             one.kill()
-
-    def wait(self, limit_s: float, is_over: Callable[[], object]) -> None:
-        """Waits until all is said, the time is over or something has become true."""
-        end_s = self._begun_s + limit_s
-        while any(one.is_alive() for one in self.all) and time.monotonic() < end_s:
-            if is_over():
-                return
-            time.sleep(0.1)
-
-    def end(self, found: dict[str, Any]) -> None:
-        """Notes what was said to whom, after all have ended."""
-        self._over.set()
-        for name, link in self._links:
-            if not link.poll(LIMIT_S):
-                raise RuntimeError(f"the strangers at {name} came to no end")
-            said, unheard, took_s = link.recv()
-            found["said"][name] = said
-            found["per_s"][name] = said / max(0.1, took_s)
-            if unheard:
-                found["unheard"][name] = unheard
+            one.join()
+    while found is not None and not counts.empty():
+        name, said, unheard, took_s = counts.get()
+        found["said"][name] = said
+        found["per_s"][name] = said / max(0.1, took_s)
+        if unheard:
+            found["unheard"][name] = unheard
 
 
-def _speak(place: Place, messages: int, seed: int, link: Any, is_over: Callable[[], bool]) -> None:
+def _speak(
+    place: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
+) -> None:
     """Is the process of a crowd."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if place.unix:
@@ -308,7 +297,7 @@ def _speak(place: Place, messages: int, seed: int, link: Any, is_over: Callable[
         os.setuid(NOBODY)
     crowd, begun_s = Crowd(place, seed), time.monotonic()
     crowd.speak(messages, is_over)
-    link.send((crowd.said, crowd.unheard, time.monotonic() - begun_s))
+    counts.put((place.name, crowd.said, crowd.unheard, time.monotonic() - begun_s))
     os._exit(0)
 
 
@@ -392,11 +381,13 @@ def _talk(
 ) -> None:
     """Lets strangers talk, and does something while they still do, without a goal, at the end."""
     begun_s = time.monotonic()
-    with Crowds(places, messages, seed) as crowds:
-        crowds.wait(limit_s, is_over)
+    with crowds(places, messages, seed, found) as talking:
+        while any(one.is_alive() for one in talking) and not is_over():
+            if time.monotonic() > begun_s + limit_s:
+                break
+            time.sleep(0.1)
         found["talked_s"] += time.monotonic() - begun_s
         then()
-        crowds.end(found)
 
 
 def listening(process: psutil.Process) -> list[int]:
@@ -477,84 +468,59 @@ def _complaints(said: str, most: int) -> list[str]:
     return found + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
 
 
-class _Programs:
-    """Runs programs and reads what they say; use it as a context, which ends them."""
-
-    def __init__(self, **variables: str) -> None:
-        self.all: dict[str, subprocess.Popen[str]] = {}
-        self.said: dict[str, list[str]] = {}
-        self._variables = {**forking(), **variables}
-
-    def __enter__(self) -> _Programs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for one in self.all.values():
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-                one.wait(10)
-
-    def start(self, name: str, *command: str | Path) -> subprocess.Popen[str]:
-        """Starts one."""
-        program = self.all[name] = subprocess.Popen(
-            [*map(str, command)],
-            env=self._variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        lines = self.said[name] = []
-        reading = threading.Thread(target=lambda: lines.extend(program.stdout or ()), daemon=True)
-        reading.start()
-        return program
-
-    def wait(self, found: dict[str, Any]) -> None:
-        """Waits for the end of all, which must be a good one."""
-        for name, one in self.all.items():
-            if status := one.wait(LIMIT_S):
-                said = "".join(self.said[name])[-2000:]
-                found["ends"].append(f"{name}: status {status}: {said}")
+@contextlib.contextmanager
+def _started(
+    log: Path, *command: str | Path, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a program as long as the context lasts."""
+    program = start(command, log, {**forking(), **variables})
+    try:
+        yield program
+    finally:
+        kill_tree(program)
 
 
 def _pods(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
-    conf, logs = folder / "pods" / "conf.sh", folder / "pods" / "logs"
-    conf.parent.mkdir()
+    own = folder / "pods"
+    own.mkdir()
+    conf, logs, said = own / "conf.sh", own / "logs", own / "master.txt"
     conf.write_text(_CONF)
     port, begun_s = free_port(), time.monotonic()
     waiting = logs / "master.json"
     variables = {"PYTHON": sys.executable, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with _Programs(**variables) as pods:
-        master = pods.start("master", "bash", ROOT / "run_master.sh", conf, "--timeout", "3000")
-        wait_until(lambda: waiting.exists() and _is_open(port), lambda: pods.said, LIMIT_S)
+    with contextlib.ExitStack() as stack:
+        words = ["bash", ROOT / "run_master.sh", conf, "--timeout", "3000"]
+        master = stack.enter_context(_started(said, *words, **variables))
+        wait_until(lambda: waiting.exists() and _is_open(port), said.read_text, LIMIT_S)
+        nodes = {said: master}
 
         def join() -> None:
             """Lets the worker come while strangers still do: until the nodes have met."""
             end_s = time.monotonic() + LIMIT_S
-            with Crowds([place], 10**9, seed + 1):
-                pods.start("worker", "bash", ROOT / "run_worker.sh", "--log-dir", logs)
+            words = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
+            with crowds([place], 10**9, seed + 1):
+                worker = _started(own / "worker.txt", *words, **variables)
+                nodes[own / "worker.txt"] = stack.enter_context(worker)
                 while waiting.exists() and time.monotonic() < end_s:
                     time.sleep(0.02)
 
         place = Place(name="master of pods", port=port)
         is_over = lambda: master.poll() is not None  # noqa: E731
         _talk([place], messages, limit_s, seed, found, is_over, join)
-        pods.wait(found)
+        for log, node in nodes.items():
+            if status := node.wait(LIMIT_S):
+                found["ends"].append(f"{log.stem}: status {status}: {tail(log, 2000)}")
         lines = 1 + int(time.monotonic() - begun_s) // 60
-        found["effects"] += _complaints("".join(pods.said["master"]), lines)
+        found["effects"] += _complaints(said.read_text(), lines)
 
 
 def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[str, Any]) -> None:
     """Lets strangers talk to ``doctor`` as it waits for another node, which then comes."""
-    secret, port = new_secret(), free_port()
-    with _Programs(MEGATRON_ADAPTIVE_SECRET=secret) as programs:
-        words = ["doctor", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        words += ["--timeout", "3000", "--json"]
-        doctor = programs.start("doctor", sys.executable, "-m", "megatron.adaptive", *words)
-        wait_until(
-            lambda: _is_open(port) or doctor.poll() is not None, lambda: programs.said, LIMIT_S
-        )
+    secret, port, log = new_secret(), free_port(), folder / "doctor.txt"
+    words = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
+    words += ["--master-port", str(port), "--timeout", "3000", "--json"]
+    with _started(log, *words, MEGATRON_ADAPTIVE_SECRET=secret) as doctor:
+        wait_until(lambda: _is_open(port) or doctor.poll() is not None, log.read_text, LIMIT_S)
 
         def come() -> None:
             for check in check_way("127.0.0.1", port, LIMIT_S, secret):
@@ -564,7 +530,7 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, found: dict[
         place = Place(name="doctor", port=port)
         _talk([place], messages, limit_s, seed, found, lambda: doctor.poll() is not None, come)
         doctor.wait(LIMIT_S)  # its status is about the machine
-        said = "".join(programs.said["doctor"])
+        said = log.read_text()
         found["effects"] += _complaints(said, 0)
         if "reaches this node and is reached" not in said:
             found["ends"].append(f"doctor: {said[-500:]}")

@@ -1,6 +1,6 @@
 // The contract of channels between processes, kept by shared memory, TCP and RDMA alike: most tests
 // have both ends in this process, so that sanitizers see both. RDMA takes part where the program
-// was built for it and there is a device, as in tests/labs. Build: see tests/cpp_tests.py.
+// was built for it and there is a device, as in tests/labs.
 #include "shm/channel.h"
 
 #include <signal.h>

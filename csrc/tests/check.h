@@ -1,6 +1,5 @@
 // What the tests here share: checks that say what they expected, tests over forked processes, and a
-// line per test. The main() of a test program is `return adaptive::testing::run_tests(argc,
-// argv);`.
+// line per test. tests/cpp_tests.py builds the programs.
 #pragma once
 
 #include <dirent.h>
@@ -183,17 +182,9 @@ inline bool add_test(const std::string& name, const std::function<void()>& test)
   return true;
 }
 
-// Runs the tests that TEST() defined; the body of a main().
-inline int run_tests(int argc, char** argv) {
-  for (const auto& [name, test] : all_tests()) {
-    run(name, test, argc > 1 ? argv[1] : "");
-  }
-  return summary();
-}
-
 }  // namespace adaptive::testing
 
-// Defines a test: `TEST(what_it_shows) { ... }`.
+// Defines a test: `TEST(what_it_shows) { ... }`. test_main.cc runs them all.
 #define TEST(name)                                                                        \
   void name();                                                                            \
   [[maybe_unused]] const bool name##_added = ::adaptive::testing::add_test(#name, &name); \

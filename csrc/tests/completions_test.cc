@@ -1,5 +1,4 @@
-// Tests of the bell and of the queue that waits on it. Build: see
-// tests/test_extension.py.
+// Tests of the bell and of the queue that waits on it.
 #include "common/completions.h"
 
 #include <fcntl.h>
@@ -157,7 +156,3 @@ TEST(sources_are_polled_in_order_with_what_is_put) {
 
 }  // namespace
 }  // namespace adaptive::testing
-
-int main(int argc, char** argv) {
-  return adaptive::testing::run_tests(argc, argv);
-}

@@ -1,5 +1,5 @@
 // Tests of shared memory channels between GPUs, over the stand-in driver: each end a process of its
-// own, streams that go on after random delays. Build: see tests/test_extension.py.
+// own, streams that go on after random delays.
 #include <dirent.h>
 #include <unistd.h>
 
@@ -336,7 +336,3 @@ TEST(both_ends_in_one_process) {
 
 }  // namespace
 }  // namespace adaptive::testing
-
-int main(int argc, char** argv) {
-  return adaptive::testing::run_tests(argc, argv);
-}

@@ -1,5 +1,4 @@
-// Tests of the decision log over real processes: every reader is a fork. Build: see
-// tests/test_extension.py.
+// Tests of the decision log over real processes: every reader is a fork.
 #include "shm/decision_log.h"
 
 #include <fcntl.h>
@@ -182,7 +181,3 @@ TEST(overwritten_memory_is_noticed) {
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return adaptive::testing::run_tests(argc, argv);
-}

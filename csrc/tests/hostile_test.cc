@@ -1,6 +1,5 @@
 // Channels with a peer that writes nonsense, into shared memory or a socket: a failure that names
-// it, and nothing worse. What any message has to keep is tested in message_test.cc. Build: see
-// tests/cpp_tests.py.
+// it, and nothing worse. What any message has to keep is tested in message_test.cc.
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -390,7 +389,3 @@ TEST(what_the_peer_would_refuse_is_refused_by_the_sender) {
 
 }  // namespace
 }  // namespace adaptive::testing
-
-int main(int argc, char** argv) {
-  return adaptive::testing::run_tests(argc, argv);
-}

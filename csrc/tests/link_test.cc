@@ -1,5 +1,4 @@
-// Tests of links and listeners. Build: c++ -std=c++17 -I csrc -pthread <this>
-// csrc/common/{hello,link,link_watch,listener,reactor,socket_address,socket_io,fork_safe_fd}.cc
+// Tests of links and listeners.
 #include "common/link.h"
 
 #include <fcntl.h>
@@ -310,7 +309,3 @@ TEST(bad_addresses_are_refused) {
 
 }  // namespace
 }  // namespace adaptive::testing
-
-int main(int argc, char** argv) {
-  return adaptive::testing::run_tests(argc, argv);
-}

@@ -1,5 +1,4 @@
-// Tests of the watch over a link. Build: c++ -std=c++17 -I csrc -pthread <this>
-// csrc/common/{hello,link,link_watch,listener,reactor,socket_address,socket_io,fork_safe_fd}.cc
+// Tests of the watch over a link.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -206,7 +205,3 @@ TEST(a_forked_child_does_not_disturb) {
 
 }  // namespace
 }  // namespace adaptive::testing
-
-int main(int argc, char** argv) {
-  return adaptive::testing::run_tests(argc, argv);
-}

@@ -1,5 +1,4 @@
-// Tests of what every message has to keep, of checksums, and of messages in pieces. Build: see
-// tests/test_extension.py.
+// Tests of what every message has to keep, of checksums, and of messages in pieces.
 #include "common/message.h"
 
 #include <algorithm>
@@ -141,7 +140,3 @@ TEST(pieces_that_are_not_due) {
 
 }  // namespace
 }  // namespace adaptive::testing
-
-int main(int argc, char** argv) {
-  return adaptive::testing::run_tests(argc, argv);
-}

@@ -1,6 +1,5 @@
 // Tests of what the RDMA transport decides without hardware: the choice of a port, the records that
-// peers exchange, the words for errors. Build: c++ -std=c++17 -I csrc <this>
-// csrc/rdma/{select,status,wire}.cc csrc/common/message.cc
+// peers exchange, the words for errors.
 #include <cstring>
 
 #include "common/error.h"
@@ -216,7 +215,3 @@ TEST(every_status_has_words) {
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return adaptive::testing::run_tests(argc, argv);
-}

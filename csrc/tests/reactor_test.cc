@@ -1,4 +1,4 @@
-// Tests of the reactor. Build: c++ -std=c++17 -I csrc -pthread <this> csrc/common/reactor.cc
+// Tests of the reactor.
 #include "common/reactor.h"
 
 #include <signal.h>
@@ -245,7 +245,3 @@ TEST(the_last_owner_may_be_a_handler) {
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  return adaptive::testing::run_tests(argc, argv);
-}

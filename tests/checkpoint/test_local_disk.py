@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megatron.adaptive.checkpoint import local_disk
@@ -108,22 +107,22 @@ def test_training_goes_on_while_the_copy_lags(
     saved = tmp_path / "saved"
     run = make(save=saved, save_local=tmp_path / "disk", keep_checkpoints=1)
     found = run.learn(0, 2)
-    run.checkpoints.save_behind(worker.progress(2))
+    run.checkpoints.save(worker.progress(2), behind=True)
     found += run.learn(2, 3)
-    run.checkpoints.save_behind(worker.progress(3))
+    run.checkpoints.save(worker.progress(3), behind=True)
     found += run.learn(3, 4)
-    run.checkpoints.save_behind(worker.progress(4))
+    run.checkpoints.save(worker.progress(4), behind=True)
     assert found + run.learn(4, 6) == losses
     run.checkpoints.saver.finish()
     assert run.checkpoints.saver.completed() is None
     assert CheckpointFolder(saved).latest() is None
     assert len(warned(caplog)) == 2
     for line, iteration in zip(warned(caplog), (3, 4), strict=True):
-        assert f"iteration {iteration} stays on the nodes' own disks: iteration 2, 0% of" in line
+        assert f"iteration {iteration} stays on the nodes' own disks: one before" in line
     # That which is being copied stays beside those that are to be kept.
     assert list(run.local._folder.steps()) == [2, 4]
     run.local._timeout_s = 0.1
-    with pytest.raises(CheckpointError, match=r"the copy of iteration 2, .* did not end within"):
+    with pytest.raises(CheckpointError, match=r"the copy of iteration 2 to .* did not end within"):
         run.checkpoints.saver.drain()
     run.local._timeout_s = 60.0
     storage.is_open.set()
@@ -153,11 +152,9 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     run.checkpoints.save(worker.progress(2))
     shutil.rmtree(CheckpointFolder(saved).complete_path(2))  # as if it had not come there
     (saved / TRACKER).write_text("1")
-    monkeypatch.setattr(local_disk, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(local_disk, "_ROUND_S", 0.0)
 
     def slowly(pieces: Iterator[None]) -> bool:
-        time.sleep(0.05)
+        time.sleep(0.2)
         return any(True for _ in pieces)
 
     monkeypatch.setattr(local_disk, "_some", slowly)
@@ -171,24 +168,9 @@ def test_a_former_copy_that_takes_too_long_is_left_out(
     again = make(save=saved, load=saved, save_local=disk)
     assert again.resume() == worker.progress(1)
     (line,) = warned(caplog)
-    assert "the copy of iteration 2, " in line
+    assert "the copy of iteration 2 to " in line
     assert line.endswith("; going on from that of iteration 1")
     assert not list(saved.glob(".iter*"))
-
-
-def test_copying_comes_after_what_else_the_machine_reads_and_writes() -> None:
-    found: list[Any] = []
-
-    def copy() -> None:
-        local_disk._be_gentle()
-        found.append(psutil.Process(threading.get_native_id()).ionice())
-
-    before = psutil.Process().ionice()
-    thread = threading.Thread(target=copy)
-    thread.start()
-    thread.join()
-    assert found == [(psutil.IOPRIO_CLASS_BE, 7)]
-    assert psutil.Process().ionice() == before  # training's own
 
 
 def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
@@ -203,17 +185,17 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
         at_start.setattr(local_disk, "hold", lambda *_, **__: None)
         run = make(save=outer / "saved", save_local=tmp_path / "disk")
     outer.write_text("a file in the way")
-    run.checkpoints.save_behind(worker.progress(1))
+    run.checkpoints.save(worker.progress(1), behind=True)
     run.checkpoints.saver.finish()
     run.local._wait(run.local._control, 1e12)
     (line,) = warned(caplog)
     assert "iteration 1 was not copied to" in line
     assert "Not a directory" in line
-    assert line.endswith("; training goes on")
+    assert line.endswith("those before it are as they were")
     with pytest.raises(CheckpointError, match="iteration 2 was not copied to .*Not a directory"):
         run.checkpoints.save(worker.progress(2))
     assert list(run.local._folder.steps()) == [1, 2]
-    assert len(warned(caplog)) == 2  # as it is not known yet that somebody waits
+    assert len(warned(caplog)) == 3  # of each try
     outer.unlink()
     run.checkpoints.saver.drain()  # the last one goes there after all
     assert CheckpointFolder(outer / "saved").latest() == 2
@@ -225,11 +207,11 @@ def test_a_disk_that_cannot_be_written_is_passed_by(
     disk = tmp_path / "disk"
     disk.write_text("a file in the way")
     run = make(save=tmp_path / "saved", save_local=disk)
-    run.checkpoints.save_behind(worker.progress(1))
+    run.checkpoints.save(worker.progress(1), behind=True)
     run.checkpoints.saver.finish()
     assert CheckpointFolder(tmp_path / "saved").latest() == 1
     (line,) = warned(caplog)
-    assert f"--save-local {disk}: " in line
+    assert f"{disk}: " in line
     assert "Not a directory" in line
     assert "iteration 1 goes to" in line
     disk.unlink()
@@ -256,7 +238,7 @@ def test_a_full_disk_is_named(
     if full == "shared":
         saved, disk = small_disk / "saved", tmp_path / "disk"
     run = make(save=saved, save_local=disk)
-    run.checkpoints.save_behind(worker.progress(1))
+    run.checkpoints.save(worker.progress(1), behind=True)
     run.checkpoints.saver.finish()
     run.local._wait(run.local._control, 1e12)
     (line,) = warned(caplog)

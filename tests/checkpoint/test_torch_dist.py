@@ -61,7 +61,7 @@ def test_a_later_checkpoint_is_that_of_a_run_which_saves_for_the_first_time(
     for iteration in range(1, 4):
         run.step()
         if iteration == 2:
-            run.checkpoints.save_behind(worker.progress(iteration))
+            run.checkpoints.save(worker.progress(iteration), behind=True)
         else:
             run.checkpoints.save(worker.progress(iteration))
     assert plans == ["planned"]

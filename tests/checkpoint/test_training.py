@@ -194,10 +194,10 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
     losses = make().learn(0, 6)
     run = make(save=tmp_path, keep_checkpoints=2)
     assert run.learn(0, 1) == losses[:1]
-    run.checkpoints.save_behind(worker.progress(1))
+    run.checkpoints.save(worker.progress(1), behind=True)
     assert run.learn(1, 3) == losses[1:3]
-    run.checkpoints.save_behind(worker.progress(3))
-    run.checkpoints.save_behind(worker.progress(4))  # waits for the one before
+    run.checkpoints.save(worker.progress(3), behind=True)
+    run.checkpoints.save(worker.progress(4), behind=True)  # waits for the one before
     assert run.learn(3, 6) == losses[3:]
     run.checkpoints.saver.finish()
     path = CheckpointFolder(tmp_path).complete_path
@@ -217,31 +217,31 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
     folder = tmp_path / "late"
     run = make(save=folder / "inner")
     folder.write_text("a file in the way")
-    run.checkpoints.save_behind(worker.progress(1))
+    run.checkpoints.save(worker.progress(1), behind=True)
     with pytest.raises(CheckpointError, match="iteration 2 was not written to .*Not a directory"):
-        run.checkpoints.save_behind(worker.progress(2))
+        run.checkpoints.save(worker.progress(2), behind=True)
     (text,) = caplog.messages
     assert "iteration 1 was not written to" in text
     assert text.endswith("training waits until that of iteration 2 is there in its place")
     run.checkpoints.saver.finish()
 
-    run.checkpoints.save_behind(worker.progress(3))
+    run.checkpoints.save(worker.progress(3), behind=True)
     run.step(1)
     state = run.state()
     with pytest.raises(CheckpointError, match="iteration 3 was not written"):
         run.checkpoints.saver.finish()
-    run.checkpoints.save_behind(worker.progress(4))
+    run.checkpoints.save(worker.progress(4), behind=True)
     pending = run.checkpoints.saver._pending
     assert pending is not None
     pending.join()
     folder.unlink()
-    path = run.checkpoints.save_behind(worker.progress(5))
+    path = run.checkpoints.save(worker.progress(5), behind=True)
     assert path == CheckpointFolder(folder / "inner").complete_path(5)
     resumed = make(load=folder / "inner")
     assert resumed.checkpoints.load() == worker.progress(5)
     worker.require_equal(resumed.state(), state, "resumed")
 
-    assert run.checkpoints.save_behind(worker.progress(6)) is None
+    assert run.checkpoints.save(worker.progress(6), behind=True) is None
     assert run.checkpoints.save(worker.progress(7)).is_dir()
     assert CheckpointFolder(folder / "inner").latest() == 7
 
@@ -261,7 +261,7 @@ def test_ranks_that_the_job_went_on_without_save_nothing(
     others = folder.begin(2)
     with pytest.raises(CheckpointError, match="was taken over by .* while this job stood still"):
         run.checkpoints.save(worker.progress(2))
-    run.checkpoints.save_behind(worker.progress(2))
+    run.checkpoints.save(worker.progress(2), behind=True)
     with pytest.raises(CheckpointError, match="was taken over by .* while this job stood still"):
         run.checkpoints.saver.finish()
     assert others.is_dir()

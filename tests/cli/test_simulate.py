@@ -32,17 +32,6 @@ def test_the_table_shows_every_schedule_against_the_first(
     assert "1.294x" in rows["zb-v"]
 
 
-def test_stages_of_unequal_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--stages 2 --microbatches 4 --stage-data-parallel-sizes 1-2 --backward 2 --weight 0"
-    assert simulate(f"{words} --json {tmp_path / 'results.json'}") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("stages of 1-2 ranks")
-    assert [line.split()[0] for line in lines[3:]] == ["1f1b", "adaptive", "gpipe"]
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results[0]["orders"][0] == "F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 B0-2 B0-3"
-    assert results[0]["peak_microbatches"] == [3, 1, 1]
-
-
 def test_a_slow_rank_sets_the_pace(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(f"{SMALL} --schedules 1f1b --slow-rank 3:2") == 0
     # Eight microbatches of 6 s on the last rank, and the way there and back of the first ones.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tests.multiprocess.launch import ROOT, environment, forkserver, run_forked, wait_until
+from tests.multiprocess.launch import ROOT, environment, forkserver, run_forked, start, wait_until
 
 TRAINER = ROOT / "pretrain_gpt.py"
 FLAGS = (
@@ -126,16 +125,8 @@ class ElasticJob(JobFolder):
         self._write(names)
         # Of its nodes; the parent of their fork servers, and so of their ranks, is the tests'.
         self._parent, forked = forkserver().nodes()
-        with self.log.open("w") as output:
-            self.manager = subprocess.Popen(
-                command(self.machines, self.checkpoints, extra, *own, script=script, flags=flags),
-                env={**environment(), **forked, **(variables or {})},
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        words = command(self.machines, self.checkpoints, extra, *own, script=script, flags=flags)
+        self.manager = start(words, self.log, {**environment(), **forked, **(variables or {})})
         self._family: dict[int, psutil.Process] = {}
 
     def _write(self, names: Sequence[str]) -> None:

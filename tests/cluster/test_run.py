@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from megatron.adaptive.cluster.job import (
 from megatron.adaptive.cluster.ranks import EXIT_LEFT
 from megatron.adaptive.errors import ConfigError, SetupError
 
-from ..multiprocess.launch import forking
+from ..multiprocess.launch import forking, start
 from .jobs import FLAGS, ROOT, JobFolder
 
 TRAINER = str(ROOT / "pretrain_gpt.py")
@@ -179,16 +178,10 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
     words += ["--nodes", "2", "--address", "127.0.0.1", "--replicate-every", "1"]
     trainer = [TRAINER, *FLAGS, "--train-iters", "9999", "--save-interval", "5"]
     job = JobFolder(checkpoints)
-    logs = {name: (tmp_path / f"{name}.txt").open("w") for name in "ab"}
+    trainer += ["--keep-checkpoints", "2", "--async-save"]
     nodes = {
-        name: subprocess.Popen(
-            [*words, "--name", name, *trainer, "--keep-checkpoints", "2", "--async-save"],
-            env=forking(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        for name, log in logs.items()
+        name: start([*words, "--name", name, *trainer], tmp_path / f"{name}.txt", forking())
+        for name in "ab"
     }
     try:
         job.until(lambda: job.state().get("checkpoint_iteration", 0) >= 10, "a checkpoint", 200)
@@ -232,6 +225,4 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
             if node.poll() is None:
                 node.kill()
             node.wait(10)
-        for log in logs.values():
-            log.close()
     assert psutil.wait_procs(family, timeout=10)[1] == []

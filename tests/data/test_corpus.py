@@ -102,5 +102,5 @@ def test_a_file_in_the_way_is_named(tmp_path: Path, sources: Path) -> None:
     (tmp_path / "made").write_text("file")
     with pytest.raises(DataError, match="is not a folder"):
         make_corpus(_spec(tmp_path, sources))
-    with pytest.raises(DataError, match="cannot be made"):
+    with pytest.raises(DataError, match="cannot be written"):
         make_corpus(_spec(tmp_path, sources, output_dir=tmp_path / "made" / "deeper"))

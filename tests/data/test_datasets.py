@@ -17,7 +17,7 @@ import torch
 from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.data.datasets import Blend, Samples, build_datasets, parse_blend
-from megatron.adaptive.data.loader import MicrobatchLoader
+from megatron.adaptive.data.loader import Batching, MicrobatchLoader
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer, NullTokenizer, Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
@@ -83,12 +83,11 @@ def test_blends_are_read(words: list[str], blend: Blend) -> None:
     ("words", "message"),
     [
         ([], "is empty"),
-        (["0.3", "a", "b", "c"], "'b' stands where a weight should"),
-        (["a", "b", "0.5", "c"], "'a' stands where a weight should"),
-        (["0.3", "a", "0.7"], "neither a prefix nor followed by one"),
-        (["0", "a", "1", "b"], "weight 0.0 must be a number above 0"),
-        (["-1", "a", "1", "b"], "weight -1.0"),
-        (["nan", "a", "1", "b"], "weight nan"),
+        (["0.3", "a", "b", "c"], "0.3 a b c: not every prefix has a weight above 0"),
+        (["a", "b", "0.5", "c"], "not every prefix has a weight"),
+        (["0", "a", "1", "b"], "0 a 1 b: not every prefix has a weight above 0"),
+        (["-1", "a", "1", "b"], "a weight above 0"),
+        (["nan", "a", "1", "b"], "a weight above 0"),
     ],
 )
 def test_wrong_blends_are_named(words: list[str], message: str) -> None:
@@ -136,9 +135,8 @@ def test_weights_decide_the_mixture(write_tokens: Write, tmp_path: Path) -> None
     assert len(train) >= 200
     of_small = sum(int(train[i]["tokens"][0]) < 50 for i in range(200))
     assert abs(of_small - 150) <= 2
-    step = MicrobatchLoader(
-        train, consumed_samples=0, micro_batch_size=4, dp_rank=0, dp_size=1
-    ).step(1)
+    batching = Batching(micro_batch_size=4, replicas=1)
+    step = MicrobatchLoader(train, consumed_samples=0, batching=batching, dp_rank=0).step(1)
     assert sorted(step[0]) == ["labels", "loss_mask", "position_ids", "tokens"]
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.datasets import build_datasets
-from megatron.adaptive.data.lengths import Batching, LengthLoader, first_fit, left_out
-from megatron.adaptive.data.loader import Deal
+from megatron.adaptive.data.lengths import left_out
+from megatron.adaptive.data.loader import Batching, Deal, MicrobatchLoader, first_fit
 from megatron.adaptive.data.tokenizer import NullTokenizer
 from megatron.adaptive.errors import ConfigError, DataError
 
@@ -65,10 +65,10 @@ def test_every_shape_takes_the_same_documents(
     def taken(
         replicas: int, consumed: int, steps: int, deal: Deal | None = None
     ) -> list[list[tuple[int, ...]]]:
-        batching = Batching(micro_batch_size=1, pack_to=pack_to, replicas=replicas)
+        batching = Batching(micro_batch_size=1, varies=True, pack_to=pack_to, replicas=replicas)
         given = {"consumed_samples": consumed, "batching": batching}
-        loaders = [LengthLoader(dataset, dp_rank=r, **given) for r in range(replicas)]
-        silent = LengthLoader(dataset, dp_rank=0, reads=False, **given)
+        loaders = [MicrobatchLoader(dataset, dp_rank=r, **given) for r in range(replicas)]
+        silent = MicrobatchLoader(dataset, dp_rank=0, reads=False, **given)
         found = []
         for _ in range(steps):
             # Also where a replica is dealt less than its siblings.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.adaptive.data.loader import Microbatch, MicrobatchLoader
+from megatron.adaptive.data.loader import Batching, Microbatch, MicrobatchLoader
 from megatron.adaptive.errors import DataError
 
 # Reads of workers take milliseconds.
@@ -47,14 +47,11 @@ class Numbered:
 
 
 def _loader(dataset: Any, **changes: Any) -> MicrobatchLoader:
-    settings: dict[str, Any] = {
-        "consumed_samples": 0,
-        "micro_batch_size": 2,
-        "dp_rank": 0,
-        "dp_size": 1,
-        **changes,
-    }
-    return MicrobatchLoader(dataset, **settings)
+    batching = Batching(
+        micro_batch_size=changes.pop("micro_batch_size", 2), replicas=changes.pop("dp_size", 1)
+    )
+    settings: dict[str, Any] = {"consumed_samples": 0, "dp_rank": 0, **changes}
+    return MicrobatchLoader(dataset, batching=batching, **settings)
 
 
 def _numbers(microbatch: Microbatch) -> list[int]:

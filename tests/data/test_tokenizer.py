@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -129,14 +130,10 @@ def test_missing_flags_are_named(kind: str, given: dict[str, str], message: str)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{broken", "is not JSON"),
-        ("[1, 2]", "list instead of"),
-        ("{}", "filled JSON object"),
-        ('{"a": "b"}', "token 'a' has id 'b'"),
-        ('{"a": -1}', "token 'a' has id -1"),
-        ('{"a": 1, "b": 1}', "share an id"),
-        ('{"a": 0}', "no token '<|endoftext|>'"),
-        ('{"a": 0, "<|endoftext|>": 1}', "lacks 255 of the 256 byte symbols"),
+        ("{broken", "do not belong together"),
+        ("[1, 2]", "do not belong together"),
+        ('{"a": -1}', "do not belong together"),
+        ("{}", "do not belong together"),
         (b"\xff\xfe", "is not of a text in UTF-8"),
     ],
 )
@@ -145,32 +142,32 @@ def test_broken_vocabularies_are_named(
 ) -> None:
     vocab, merges = files
     vocab.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         GPT2BPETokenizer(vocab, merges)
-    assert str(caught.value).startswith(f"{vocab}: ")
-    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(vocab))
     vocab.unlink()
     with pytest.raises(DataError, match="vocab.json: No such file.*; check --vocab-file"):
         GPT2BPETokenizer(vocab, merges)
 
 
-@pytest.mark.parametrize(
-    ("content", "place", "message"),
-    [
-        ("a b\nab c d\n", ":2", "two tokens parted by one space"),
-        ("a  b\n", ":1", "two tokens parted by one space"),
-        ("a b\nb a\n", ":2", "token 'ba' is not in"),
-    ],
-)
-def test_broken_merges_are_named_with_their_line(
-    files: tuple[Path, Path], content: str, place: str, message: str
-) -> None:
+def test_vocabularies_that_would_lose_text_are_refused(files: tuple[Path, Path]) -> None:
+    vocab, merges = files
+    whole = json.loads(vocab.read_text())
+    for less, message in ((END_OF_DOCUMENT, "lacks '<|endoftext|>'"), ("z", "lacks 'z'")):
+        vocab.write_text(json.dumps({token: at for token, at in whole.items() if token != less}))
+        with pytest.raises(DataError, match=re.escape(message)):
+            GPT2BPETokenizer(vocab, merges)
+    vocab.write_text(json.dumps({**whole, "z": whole["a"]}))
+    with pytest.raises(DataError, match="share an id"):
+        GPT2BPETokenizer(vocab, merges)
+
+
+@pytest.mark.parametrize("content", ["a b\nab c d\n", "a  b\n", "a b\nb a\n"])
+def test_broken_merges_are_refused(files: tuple[Path, Path], content: str) -> None:
     vocab, merges = files
     merges.write_text(content)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"merges\.txt do not belong together \(.+\); --vocab-file"):
         GPT2BPETokenizer(vocab, merges)
-    assert str(caught.value).startswith(f"{merges}{place}: ")
-    assert message in str(caught.value)
 
 
 # Tokenizers of other libraries
@@ -305,7 +302,7 @@ def test_tiktoken_is_as_megatron_core_builds_it(pattern: str, tmp_path: Path) ->
     theirs = TikTokenTokenizer(str(file), None, 19, pattern=pattern, vocab_size=280)
     assert [ours.tokenize(text) for text in MIXED] == [theirs.text_to_ids(text) for text in MIXED]
     assert (ours.vocab_size, ours.eod) == (280, theirs.eod)
-    with pytest.raises(ConfigError, match="is not 261 ranks"):
+    with pytest.raises(DataError, match="--vocab-size 300 less --tiktoken-num-special-tokens 19"):
         _build("TikTokenizer", file, **given | {"vocab_size": 300})
 
 

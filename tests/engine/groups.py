@@ -254,7 +254,7 @@ class World:
                 if action is None:
                     here, other = other, None
                     continue
-                while not state.try_start(action):
+                while not state.start(action):
                     assert not member.agreement.decides, str(action)
                     assert state.is_possible(action), str(action)
                     yield None

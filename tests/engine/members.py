@@ -56,7 +56,7 @@ def inputs(step: int, seed: int) -> list[Arrival]:
     actions = []
     for chunk in range(PLACEMENT.num_chunks):
         for kind in (ActionKind.F, ActionKind.B):
-            if kind is ActionKind.B and PLACEMENT.next_of(PP_RANK, chunk) is None:
+            if kind is ActionKind.B and PLACEMENT.target_of(ActionKind.F, PP_RANK, chunk) is None:
                 continue
             actions += [Action(kind, chunk, number) for number in range(MICROBATCHES)]
     random.Random(seed).shuffle(actions)

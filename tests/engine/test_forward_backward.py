@@ -16,8 +16,8 @@ accelerator.install()
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
 
 from megatron.adaptive.engine.executor import Executor  # noqa: E402
-from megatron.adaptive.engine.forward_backward import ForwardBackward  # noqa: E402
 from megatron.adaptive.engine.orders import Orders  # noqa: E402
+from megatron.adaptive.engine.stages import ForwardBackward  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
 

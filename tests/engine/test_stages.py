@@ -263,16 +263,8 @@ class TestSplit:
         assert stores[0].pending == 0
         run_step(chunks, pairs(1, 2))
 
-    def test_one_store_per_chunk(self) -> None:
-        chunks = build(core_config(), chunks=2)
-        stores = attach_stores(chunks)
-        text = "given to split the backwards of 2 chunks; give one per chunk"
-        with pytest.raises(ConfigError, match=f"1 stores were {text}"):
-            make_stages(chunks, 2, stores[:1])
-        with pytest.raises(ConfigError, match=f"0 stores were {text}"):
-            make_stages(chunks, 2, None, split=True)
-        assert not stores[0].active
-        stages = make_stages(chunks, 1)
+    def test_whole_backwards_leave_nothing_for_later(self) -> None:
+        stages = make_stages(build(core_config(), chunks=2), 1)
         text = "chunk 0, microbatch 0 were asked for in a step whose backwards are whole"
         with pytest.raises(ScheduleError, match=text):
             stages.weights(0, 0, 0, 1)

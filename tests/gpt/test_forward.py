@@ -9,7 +9,7 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
-from megatron.adaptive.gpt.forward import LOSS_NAME, masked_mean_loss  # noqa: E402
+from megatron.adaptive.gpt.forward import LOSS_NAME, masked_loss  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def test_loss_is_the_mean_of_what_the_mask_leaves() -> None:
     losses = torch.tensor([[1.0, 2.0], [3.0, 100.0]], requires_grad=True)
     mask = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    loss, reported = masked_mean_loss(mask, losses)
+    loss, reported = masked_loss(mask, losses)
     assert float(loss) == 2.0
     assert float(reported[LOSS_NAME]) == 2.0
     assert not reported[LOSS_NAME].requires_grad
@@ -27,5 +27,5 @@ def test_loss_is_the_mean_of_what_the_mask_leaves() -> None:
 
 
 def test_loss_of_nothing_is_zero() -> None:
-    loss, _ = masked_mean_loss(torch.zeros(2, 2), torch.ones(2, 2))
+    loss, _ = masked_loss(torch.zeros(2, 2), torch.ones(2, 2))
     assert float(loss) == 0.0

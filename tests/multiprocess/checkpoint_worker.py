@@ -251,7 +251,7 @@ def reshape(
         run.step()
         run.checkpoints.save(progress(1))  # the next one is written as this one was
         run.step()
-        run.checkpoints.save_behind(progress(2))
+        run.checkpoints.save(progress(2), behind=True)
         run.checkpoints.saver.finish()
     for target in targets:
         run = Training(jobs, common | target)
@@ -381,7 +381,7 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
     run = Training(jobs, flags)
     for iteration in range(1, 5):
         run.step()
-        run.checkpoints.save_behind(progress(iteration))
+        run.checkpoints.save(progress(iteration), behind=True)
     run.checkpoints.saver.drain()
     saved = run.state()
     shared, rank = CheckpointFolder(folder / "shared"), dist.get_rank()
@@ -414,14 +414,12 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
     run = Training(jobs, with_disks(folder))
     run.step()
     run.checkpoints.save(progress(1))
-    local_disk._PIECE_BYTES = 1000
     if dist.get_rank() == 1:
         pieces = local_disk.Upload._pieces
 
         def copy_and_die(upload: local_disk.Upload) -> Iterator[None]:
-            for number, _ in enumerate(pieces(upload)):
-                if number == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            for _ in pieces(upload):
+                os.kill(os.getpid(), signal.SIGKILL)
                 yield
 
         local_disk.Upload._pieces = copy_and_die  # type: ignore[method-assign]

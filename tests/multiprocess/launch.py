@@ -29,6 +29,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
+TIMED_LAYERS = ROOT / "benchmarks" / "elasticity" / "timed_layers.py"
 RANK = Path(__file__).with_name("forked_rank.py")
 NODES = Path(__file__).with_name("forked_nodes")
 START_LIMIT_S = 120.0
@@ -250,7 +251,18 @@ def run_ranks(
 
 
 class Ranks:
-    """Ranks of a job that run while the test goes on; see :func:`run_ranks`."""
+    """Ranks of a job that run while the test goes on; see :func:`run_ranks`.
+
+    Args:
+        command: as for :func:`run_ranks`, as ``world_size``, ``log``, ``limit_s`` and
+            ``python_path`` are.
+        variables: further ones of their environment.
+        server: forks them, the one of this process if ``None``.
+
+    Attributes:
+        server: which forked them.
+        keys: of the ranks there.
+    """
 
     def __init__(
         self,
@@ -260,25 +272,33 @@ class Ranks:
         log: Path,
         limit_s: float,
         python_path: str = str(ROOT),
+        variables: Mapping[str, str] | None = None,
+        server: Forkserver | None = None,
     ) -> None:
         log.write_text("")
-        self._server, self._store = forkserver(python_path), _meeting()
-        self._keys: list[str] = []
+        self.server, self._store = server or forkserver(python_path), _meeting()
+        self.keys: list[str] = []
         common = _rank_variables(world_size, limit_s, self._store.port, python_path)
         for rank in range(world_size):
             own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-            variables = environment(**common, **own)
-            self._keys.append(
-                self._server.start(command, output=log, error=log, variables=variables)
-            )
+            given = environment(**common, **own, **(variables or {}))
+            self.keys.append(self.server.start(command, output=log, error=log, variables=given))
+
+    def processes(self) -> list[psutil.Process]:
+        """Returns those that still run."""
+        found = []
+        for key in self.keys:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(self.server._pids[key]))
+        return found
 
     def wait(self, limit_s: float) -> list[int]:
         """Waits until all have ended or one has failed; returns those statuses."""
-        return [*self._server.wait(self._keys, limit_s).values()]
+        return [*self.server.wait(self.keys, limit_s).values()]
 
     def kill(self) -> None:
         """Ends those that still run."""
-        self._server.kill(self._keys)
+        self.server.kill(self.keys)
 
 
 def _meeting() -> Any:
@@ -350,22 +370,36 @@ def _run_fresh(
 ) -> int | None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    # The launcher itself is forked.
+    job = start([*command, script, *arguments], log, {**forking(), "WATCHDOG_S": str(limit_s)})
+    try:
+        return job.wait(limit_s + 5)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        kill_tree(job)
+
+
+def start(
+    command: Sequence[str | Path], log: Path, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts a program in a session of its own.
+
+    Args:
+        command: itself and its arguments.
+        log: new file for what it prints; it runs in that folder.
+        variables: its whole environment.
+    """
     with log.open("w") as output:
-        job = subprocess.Popen(
-            [*command, str(script), *arguments],
-            env={**forking(), "WATCHDOG_S": str(limit_s)},  # the launcher itself is forked
+        return subprocess.Popen(
+            command,
+            env=variables,
             cwd=log.parent,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            return job.wait(limit_s + 5)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            kill_tree(job)
 
 
 def run_forked(
@@ -411,6 +445,14 @@ SMALL_GPT = (
 
 255 tokens and the end of document: 256 rows for every tensor-parallel size.
 """
+_FOUR = """
+{"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
+{"attention":{"n_heads_in_group":null,"no_op":true},"ffn":{"ffn_mult":2.0}},
+{"attention":{"n_heads_in_group":null,"replace_with_linear":true},"mlp":{"ffn_hidden_size":32}},
+{"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
+""".replace("\n", "")
+UNLIKE_LAYERS = f'--heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
+"""Flags of layers of four shapes, each twice."""
 
 
 class CaseRuns:

@@ -10,11 +10,10 @@ import pytest
 
 from megatron.adaptive.engine.record import ScheduleRecord
 
-from .launch import torchrun
+from .launch import TIMED_LAYERS, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.long]
 
-SCRIPT = Path(__file__).with_name("slow_rank.py")
 BATCH, FIRST, END, LAST = 40, 7, 16, 24
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
@@ -27,7 +26,7 @@ FLAGS = (
 def losses_of(folder: Path, *flags: str) -> list[float]:
     words = [*FLAGS, *flags, "--progress-dir", str(folder)]
     folder.mkdir()
-    torchrun(SCRIPT, words, world_size=2, log=folder / "output.txt", limit_s=200)
+    torchrun(TIMED_LAYERS, words, world_size=2, log=folder / "output.txt", limit_s=200)
     lines = map(json.loads, (folder / "progress.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
@@ -37,8 +36,9 @@ def test_a_slow_replica_gets_less_and_losses_stay(
 ) -> None:
     record = tmp_path / "record.json"
     # Sleep counts for more than whatever else the machine does.
-    slow = {"ranks": [0], "sleep_s": 0.008, "factor": 3, "first": FIRST, "end": END}
-    monkeypatch.setenv("SLOWED", json.dumps(slow))
+    slow = {"LAYER_MS": "3", "SLOW_RANKS": "0", "SLOW_FACTOR": "3", "SLOW_STEPS": f"{FIRST}-{END}"}
+    for name, value in slow.items():
+        monkeypatch.setenv(name, value)
     balanced = ("--balance-replicas", "speed")
     dealt = losses_of(tmp_path / "dealt", *balanced, "--record-schedule", str(record))
     found = ScheduleRecord.load(record)
@@ -50,7 +50,7 @@ def test_a_slow_replica_gets_less_and_losses_stay(
     assert statistics.median(counts[step] for step in slowed) <= 15, counts
     assert statistics.median(counts[step] for step in after) >= 17, counts
 
-    monkeypatch.setenv("SLOWED", json.dumps({**slow, "sleep_s": 0.0}))
+    monkeypatch.setenv("LAYER_MS", "0")
     # Bit by bit where the same replicas had the same microbatches.
     again = losses_of(tmp_path / "again", *balanced, "--replay-schedule", str(record))
     assert again == dealt

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .launch import torchrun
+from .launch import TIMED_LAYERS, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -17,10 +17,11 @@ FLAGS = (
 ).split()
 
 
-def test_the_log_names_a_slow_rank(tmp_path: Path) -> None:
+def test_the_log_names_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "output.txt"
-    script = Path(__file__).with_name("slow_rank.py")
-    torchrun(script, FLAGS, world_size=2, log=log, limit_s=200)
+    for name, value in {"LAYER_MS": "2", "SLOW_RANKS": "0", "SLOW_FACTOR": "4"}.items():
+        monkeypatch.setenv(name, value)
+    torchrun(TIMED_LAYERS, FLAGS, world_size=2, log=log, limit_s=200)
     told = [line for line in log.read_text().splitlines() if "warning: slow rank:" in line]
     # A link may be slow as well: on a busy machine messages are.
     assert len(told) == 1, told

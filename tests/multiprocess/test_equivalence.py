@@ -20,7 +20,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_schedule
 
 from .free_orders import ORIGINS, free_order, write_files
-from .launch import SMALL_GPT, CaseRuns
+from .launch import SMALL_GPT, UNLIKE_LAYERS, CaseRuns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
@@ -64,15 +64,7 @@ GEMMA = (
 )
 GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
 # Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
-_FOUR = """
-{"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
-{"attention":{"n_heads_in_group":null,"no_op":true},"ffn":{"ffn_mult":2.0}},
-{"attention":{"n_heads_in_group":null,"replace_with_linear":true},"mlp":{"ffn_hidden_size":32}},
-{"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
-""".replace("\n", "")
-UNLIKE = (
-    f'{MODERN} --heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
-)
+UNLIKE = f"{MODERN} {UNLIKE_LAYERS}"
 # Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
@@ -118,7 +110,8 @@ SEQUENCE = "--sequence-parallel"
 SPREAD = "--expert-model-parallel-size 2"
 GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
 LAYOUT = "--pipeline-model-parallel-layout"
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RECOMPUTED = "--recompute-granularity full --recompute-method"
+RECOMPUTE = f"{RECOMPUTED} uniform --recompute-num-layers 1"
 
 
 @dataclass(frozen=True)
@@ -510,9 +503,11 @@ def every_cut() -> Iterator[tuple[Case, Case]]:
     flags = f"{UNCLIPPED} --untie-embeddings-and-output-weights"
     whole = dataclasses.replace(DROPPING, schedule="megatron", extra=flags)
     for case in (
-        dataclasses.replace(DROPPING, extra=RECOMPUTE),
+        dataclasses.replace(DROPPING, extra=f"{RECOMPUTED} uniform --recompute-num-layers 2"),
         dataclasses.replace(DROPPING, pp=2),
-        dataclasses.replace(DROPPING, pp=2, extra=f"--partition 3-5 {RECOMPUTE}"),
+        dataclasses.replace(
+            DROPPING, pp=2, extra=f"{RECOMPUTED} block --recompute-num-layers 1 --partition 3-5"
+        ),
         dataclasses.replace(DROPPING, pp=2, chunks=2, extra=V),
         dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{LOOP} --partition 0-5-3-0"),
         dataclasses.replace(whole, pp=2, chunks=2, extra=""),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .launch import SMALL_GPT, CaseRuns
+from .launch import SMALL_GPT, UNLIKE_LAYERS, CaseRuns
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -28,14 +28,6 @@ EXPERTS = (
     "--disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
 )
-# Layers of four shapes, each twice.
-_FOUR = """
-{"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
-{"attention":{"n_heads_in_group":null,"no_op":true},"ffn":{"ffn_mult":2.0}},
-{"attention":{"n_heads_in_group":null,"replace_with_linear":true},"mlp":{"ffn_hidden_size":32}},
-{"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
-""".replace("\n", "")
-UNLIKE = f'--heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
 # Flags, the partition after iteration 2 and the one after iteration 4. Some stages are empty for a
 # while, some stay as they are, some give a layer and get another.
 SHAPES = {
@@ -64,7 +56,7 @@ SHAPES = {
         "2-3-2-1",
         "0-2-2-4",
     ),
-    "pp4 unlike": (f"--pipeline-model-parallel-size 4 {UNLIKE}", "3-1-2-2", "0-4-1-3"),
+    "pp4 unlike": (f"--pipeline-model-parallel-size 4 {UNLIKE_LAYERS}", "3-1-2-2", "0-4-1-3"),
     # The norm before the predictions goes with the last layer.
     "pp2 ep2 mtp alltoall distributed": (
         f"{EXPERTS} {DISTRIBUTED} --moe-token-dispatcher-type alltoall --mtp-num-layers 1 "

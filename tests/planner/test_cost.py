@@ -13,7 +13,7 @@ from megatron.adaptive.planner.chunks import handed_over, scheduled
 from megatron.adaptive.planner.cost import as_run, dealt_widths, held_of, predict
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace, conf_text, plan_document
 from megatron.adaptive.planner.propose import Request, propose
-from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.unequal import Widths
 
 
 def problem() -> Problem:

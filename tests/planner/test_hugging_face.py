@@ -225,7 +225,7 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mamba2"}, "model_type 'mamba2' .* is not known .*: give their sizes"),
+        ({"model_type": "mamba2"}, "model_type 'mamba2' is not known; .* give its sizes"),
         ({"hidden_size": None}, "config.json: hidden_size or n_embd is missing"),
         ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32': it must be a whole number"),

@@ -19,8 +19,9 @@ from megatron.adaptive.planner.repartition import (
     simulated_step,
     travelling,
 )
-from megatron.adaptive.schedule.compare import Candidate, evaluate, make_candidate
+from megatron.adaptive.schedule.auto import evaluate
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import Candidate, make_candidate
 from megatron.adaptive.schedule.workload import StageProfile
 
 LOOP4 = Placement(num_ranks=4, num_chunks=1)

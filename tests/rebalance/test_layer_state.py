@@ -27,12 +27,7 @@ def test_a_layer_goes_from_each_replica_to_its_own() -> None:
         2: table({}, whole, replica=0),
         3: table({}, whole, replica=1),
     }
-    assert passages(tables) == [
-        Passage(0, 2, "a", True, 0, 0),
-        Passage(0, 2, "a", False, 0, 10),
-        Passage(1, 3, "a", True, 0, 0),
-        Passage(1, 3, "a", False, 0, 10),
-    ]
+    assert passages(tables) == [Passage(0, 2, "a", 0, 10), Passage(1, 3, "a", 0, 10)]
 
 
 def test_what_stays_as_it_is_goes_nowhere() -> None:
@@ -77,11 +72,10 @@ def test_shares_are_put_together_from_all_that_have_a_part() -> None:
             covered = [
                 element
                 for way in ways
-                if way.target == rank and not way.is_weight
+                if way.target == rank
                 for element in range(way.start, way.end)
             ]
             assert sorted(covered) == list(range(low, high))
         for way in ways:
-            if not way.is_weight:
-                low, high = tables[way.source].had["a"]
-                assert low <= way.start < way.end <= high
+            low, high = tables[way.source].had["a"]
+            assert low <= way.start < way.end <= high

@@ -25,5 +25,5 @@ def run(state: RankState, *todo: Action | str) -> None:
     """Start and finish actions, or those that a text names."""
     for action in (actions(one) if isinstance(one, str) else (one,) for one in todo):
         for each in action:
-            state.start(each)
+            assert state.start(each), state.why_not(each)
             state.finish(each)

@@ -11,9 +11,9 @@ from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy, RulePolicy
 from megatron.adaptive.schedule.registry import make_policies
-from megatron.adaptive.schedule.simulate import Jitter, SimResult, StageTimes, simulate
+from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import Workload, draw
+from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, Workload, draw
 
 ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
 
@@ -69,15 +69,13 @@ def test_a_quiet_pipeline_is_never_slower_than_the_best_static_schedule(
                 placement,
                 microbatches,
                 make_policies(static, placement, microbatches),
-                times,
-                latency_s=latency,
+                StageProfile(times=times, link=Link(latency_s=latency)),
             )
             ours = simulate(
                 placement,
                 microbatches,
                 make_policies("adaptive", placement, microbatches),
-                times,
-                latency_s=latency,
+                StageProfile(times=times, link=Link(latency_s=latency)),
                 cap=default_cap(placement, microbatches),
             )
             assert ours.makespan_s <= best.makespan_s, (microbatches, backward)
@@ -96,9 +94,8 @@ def test_jitter_is_absorbed(chunks: int, gain: float) -> None:
                 placement,
                 16,
                 make_policies(name, placement, 16),
-                times,
-                latency_s=0.05,
-                jitter=Jitter(seed=seed, action_sigma=0.3),
+                StageProfile(times=times, link=Link(latency_s=0.05), action_sigma=0.3),
+                seed=seed,
                 cap=cap,
             ).makespan_s
             for seed in range(8)
@@ -127,8 +124,7 @@ def test_within_five_percent_of_the_bound(ranks: int, sigma: float) -> None:
     for microbatches in (2 * ranks, 3 * ranks, 4 * ranks):
         policies = make_policies("adaptive", placement, microbatches)
         for seed in range(10):
-            jitter = Jitter(seed=seed, action_sigma=sigma)
-            workload = draw(placement, microbatches, times, jitter=jitter)
+            workload = draw(placement, microbatches, times, seed=seed, action_sigma=sigma)
             result = simulate(
                 placement,
                 microbatches,

@@ -18,8 +18,8 @@ from megatron.adaptive.schedule import file
 from megatron.adaptive.schedule.file import load, save
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_schedule, placement_for, schedule_names
-from megatron.adaptive.schedule.render import render_schedule
 from megatron.adaptive.schedule.schedule import Schedule
+from megatron.adaptive.schedule.validate import render_schedule
 
 # Run in a process of its own: the package must not need torch, and neither must these tests.
 TORCH_WRITES_ITS_SCHEDULES = """
@@ -161,7 +161,7 @@ def test_bad_json_is_refused_in_one_line(tmp_path: Path, text: str, message: str
 @pytest.mark.parametrize(
     ("order", "message", "marked"),
     [
-        ("F0-0 B0-0 F0-1", "position 3: the order ends, but B0-1 is missing", "[missing]"),
+        ("F0-0 B0-0 F0-1", "position 3: the order ends before B0-1", "[missing]"),
         ("F0-0 W0-0 B0-0 F0-1", "position 1: W0-0 cannot be here: its own backward", "[W0-0]"),
     ],
 )
@@ -245,7 +245,7 @@ def test_bad_csv_is_refused_in_one_line(tmp_path: Path, text: str, message: str)
 
 def test_weight_gradients_only_for_some_are_drawn(tmp_path: Path) -> None:
     lines = refused(tmp_path, "0F0,0I0,0W0,0F1,0I1\n", ".csv")
-    assert lines[0].endswith("rank 0, position 5: the order ends, but W0-1 is missing")
+    assert lines[0].endswith("position 5: the order ends before W0-1: list each action once")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.schedule.validate import validate
-from megatron.adaptive.schedule.workload import Jitter, Link, StageTimes, draw
+from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
 CASES = {"adaptive": 500, "dfc": 150, "bfc": 150, "hinted": 200, "any": 15}
 
@@ -67,9 +67,17 @@ def run_random(name: str, cases: int) -> None:
             * bool(cuts),
             exchanges=cuts,
         )
-        jitter = Jitter(seed=rng.getrandbits(30), action_sigma=0.5, latency_sigma=2.0)
+        seed = rng.getrandbits(30)
         link = Link(latency_s=rng.choice([0.0, 0.5, 20.0]), occupancy_s=rng.choice([0.0, 3.0]))
-        workload = draw(placement, microbatches, times, jitter=jitter, link=link)
+        workload = draw(
+            placement,
+            microbatches,
+            times,
+            seed=seed,
+            action_sigma=0.5,
+            latency_sigma=2.0,
+            link=link,
+        )
         policies: tuple[Policy, ...] = (AnyThatFits(rng),) * placement.num_ranks
         if name != "any":
             policies = make_policies(

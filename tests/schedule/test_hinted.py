@@ -9,7 +9,7 @@ from megatron.adaptive.schedule.policy import Follow
 from megatron.adaptive.schedule.registry import hint_codes, hint_for, make_policies, make_schedule
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.validate import peak_units, validate
-from megatron.adaptive.schedule.workload import Jitter, Link, StageTimes, draw
+from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
 
 def v(ranks: int) -> Placement:
@@ -56,11 +56,9 @@ def test_never_slower_than_its_hint_with_the_same_memory(kind: str) -> None:
             placement,
             16,
             times,
-            jitter=Jitter(
-                seed=seed,
-                action_sigma=0.3 * (kind == "jitter"),
-                microbatch_sigma=0.5 * (kind == "lengths"),
-            ),
+            seed=seed,
+            action_sigma=0.3 * (kind == "jitter"),
+            microbatch_sigma=0.5 * (kind == "lengths"),
             link=Link(latency_s=0.4 * (kind == "latency")),
             rank_factors={"slow rank": (1.3, 1, 1, 1), "fast rank": (1, 1, 0.7, 1)}.get(kind),
         )

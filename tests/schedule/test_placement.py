@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
+from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 
 placements = st.builds(
@@ -43,13 +44,13 @@ def test_locate_inverts_stage_of_and_covers_all_stages(placement: Placement) -> 
 @given(placements)
 def test_next_walks_all_stages_and_previous_walks_back(placement: Placement) -> None:
     place = placement.locate(0)
-    assert placement.previous_of(*place) is None
+    assert placement.source_of(ActionKind.F, *place) is None
     for stage in range(1, placement.num_stages):
-        following = placement.next_of(*place)
+        following = placement.target_of(ActionKind.F, *place)
         assert following == placement.locate(stage)
-        assert placement.previous_of(*following) == place
+        assert placement.source_of(ActionKind.F, *following) == place
         place = following
-    assert placement.next_of(*place) is None
+    assert placement.target_of(ActionKind.F, *place) is None
 
 
 def test_the_ring_of_neighbours_closes_with_several_chunks() -> None:

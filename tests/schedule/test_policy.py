@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.registry import (
 )
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import Jitter, StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from megatron.adaptive.trace.event import REASONS
 
 from .conftest import run
@@ -52,34 +52,22 @@ def test_the_cap_is_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        ((Action(F, 0, 1),), "position 0 of bad lists F0-1: F0-0 comes before it"),
-        ((Action(B, 0, 0),), "position 0 of bad lists B0-0: its own forward F0-0"),
-        ((Action(F, 1, 0),), "lists F1-0: there is no such action"),
-        ((Action(ActionKind.W, 0, 0),), "this step has no W"),
-        ((), "ends after 0 of 4 actions"),
-    ],
+    "order", [(Action(B, 0, 0),), (Action(F, 1, 0),), (Action(ActionKind.W, 0, 0),), ()]
 )
-def test_impossible_lists_are_refused(order: tuple[Action, ...], message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        Follow(order, "bad").pick(make_state())
+def test_an_impossible_list_stands_still(order: tuple[Action, ...]) -> None:
+    assert Follow(order).pick(make_state()) is None
 
 
 def test_a_doubled_action_is_refused() -> None:
-    state = make_state()
-    run(state, Action(F, 0, 0))
-    with pytest.raises(
-        ScheduleError, match="position 1 of twice lists F0-0: it was started before"
-    ):
-        Follow((Action(F, 0, 0), Action(F, 0, 0)), "twice").pick(state)
+    with pytest.raises(ScheduleError, match="lists F0-0 behind a later one"):
+        Follow((Action(F, 0, 0), Action(F, 0, 0)))
 
 
 def words_of(name: str, placement: Placement, pieces: int = 0) -> list[list[str]]:
     policies = make_policies(name, placement, 6, weight_pieces=pieces)
     times = StageTimes.equal(placement.num_stages, forward_s=1, backward_s=1, weight_s=1)
-    jitter = Jitter(seed=4, action_sigma=0.5)
-    result = simulate(placement, 6, policies, times, weight_pieces=pieces, jitter=jitter)
+    profile = StageProfile(times=times, action_sigma=0.5)
+    result = simulate(placement, 6, policies, profile, weight_pieces=pieces, seed=4)
     return [
         reasons_of(policy, codes.tolist(), placement.num_chunks)
         for policy, codes in zip(policies, result.codes, strict=True)
@@ -115,7 +103,6 @@ def test_an_undisturbed_hint_is_followed_and_a_late_input_is_overtaken() -> None
 
 def test_overtaking_is_told_from_filling() -> None:
     hint = codes_of([Action(F, 0, 0), Action(F, 1, 0), Action(B, 1, 0), Action(B, 0, 0)], 2)
-    assert hint is not None
     policy = RulePolicy("hinted", rules.hinted, hint)
     assert reasons_of(policy, [0, 3, 1, 2], 2) == ["hint", "overtake", "hint", "hint"]
 

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import dualpipe_v, gpipe, one_f_one_b, v_half, zb_v
+from megatron.adaptive.schedule import fixed_in_v, gpipe, one_f_one_b
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow
 from megatron.adaptive.schedule.registry import make_schedule, placement_for, schedule_names
 from megatron.adaptive.schedule.schedule import Schedule
-from megatron.adaptive.schedule.simulate import SimResult, StageTimes, simulate
+from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.validate import peak_units, render_schedule, validate
+from megatron.adaptive.schedule.workload import StageTimes
 
 # Five microbatches in a group of three and one of two.
 GROUPS_OF_3 = """\
@@ -58,7 +59,6 @@ def followed(schedule: Schedule, times: StageTimes) -> SimResult:
                 made("combined-1f1b", 2, 4),
             ],
         ),
-        (dualpipe_v, [made("dualpipe-v", 2, 4)]),
         (
             gpipe,
             [
@@ -68,8 +68,7 @@ def followed(schedule: Schedule, times: StageTimes) -> SimResult:
                 made("varuna", 3, 6),
             ],
         ),
-        (v_half, [made("v-half", 3, 3)]),
-        (zb_v, [made("zb-v", 2, 3)]),
+        (fixed_in_v, [made("zb-v", 2, 3), made("dualpipe-v", 2, 4), made("v-half", 3, 3)]),
     ],
 )
 def test_orders_are_the_tables_of_their_docstrings(
@@ -222,7 +221,7 @@ def test_zb_h1_is_1f1b_with_weight_gradients(ranks: int, microbatches: int) -> N
 def test_v_half_repeats_its_steady_part(ranks: int, more: int) -> None:
     """It is the same as placing everything."""
     schedule = made("v-half", ranks, ranks + 5 + more)
-    rows = v_half.squeezed(schedule.placement, schedule.num_microbatches)
+    rows = fixed_in_v.squeezed(schedule.placement, schedule.num_microbatches)
     assert schedule.orders == tuple(tuple(row.values()) for row in rows)
 
 
@@ -247,19 +246,19 @@ ONE = Placement(num_ranks=2, num_chunks=1)
 @pytest.mark.parametrize(
     ("name", "placement", "microbatches", "group_size", "message"),
     [
-        ("1f1b", LOOP, 4, None, r"with 2 chunk.*a loop of 1, choose interleaved or adaptive"),
-        ("zb-h1", LOOP, 4, None, r"a loop of 1, choose zb-v or v-half"),
+        ("1f1b", LOOP, 4, None, r"with 2 chunk.*a loop of 1, else choose adaptive"),
+        ("zb-h1", LOOP, 4, None, r"a loop of 1, else"),
         ("varuna", LOOP, 4, None, r"varuna got a loop placement with 2 chunk"),
-        ("breadth-first", ONE, 4, None, "with 1 chunk.*a loop of at least 2, choose gpipe"),
+        ("breadth-first", ONE, 4, None, "with 1 chunk.*a loop of at least 2, else"),
         ("breadth-first", V, 4, None, "got a v placement"),
-        ("interleaved", ONE, 4, None, "at least 2, choose 1f1b"),
+        ("interleaved", ONE, 4, None, "at least 2, else choose adaptive"),
         ("interleaved", V, 4, None, "got a v placement"),
         ("interleaved", LOOP, 3, None, "at most 3"),
         ("interleaved", LOOP, 6, None, "remainder 2 is below 4"),
         ("interleaved", LOOP, 8, 3, "groups of 3 microbatches.*at least 4"),
         ("interleaved", LOOP, 8, 9, "at most 8"),
         ("v-half", LOOP, 4, None, "v-half got a loop placement with 2 chunk.*a v of 2"),
-        ("zb-v", Placement(num_ranks=2, num_chunks=3, kind="v"), 4, None, "v of 2, choose"),
+        ("zb-v", Placement(num_ranks=2, num_chunks=3, kind="v"), 4, None, "v of 2, else"),
         *((name, placement_for(name, 2, 2), 0, None, "0 microb") for name in schedule_names()),
     ],
 )

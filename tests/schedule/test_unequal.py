@@ -10,8 +10,14 @@ import pytest
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.registry import make_schedule, placement_for
 from megatron.adaptive.schedule.simulate import SimResult
-from megatron.adaptive.schedule.unequal import SCHEDULES, default_cap, make_policy, simulate
-from megatron.adaptive.schedule.widths import Widths, chosen
+from megatron.adaptive.schedule.unequal import (
+    SCHEDULES,
+    Widths,
+    chosen,
+    default_cap,
+    make_policy,
+    simulate,
+)
 
 SHAPES = [
     *(Widths(sizes) for n in (1, 2, 3) for sizes in itertools.product((1, 2, 3), repeat=n)),

@@ -14,14 +14,7 @@ from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import simulate
-from megatron.adaptive.schedule.workload import (
-    Jitter,
-    Link,
-    StageTimes,
-    draw,
-    load_profile,
-    order_by_cost,
-)
+from megatron.adaptive.schedule.workload import Link, StageTimes, draw, load_profile, order_by_cost
 
 TWO = Placement(num_ranks=2, num_chunks=1)
 TIMES = StageTimes.equal(2, forward_s=1.0, backward_s=2.0, weight_s=1.0)
@@ -40,23 +33,18 @@ def test_recomputation_is_part_of_the_backward() -> None:
 
 
 def test_factors_have_mean_one_and_microbatches_share_theirs() -> None:
-    jitter = Jitter(seed=3, microbatch_sigma=0.5)
-    durations = draw(TWO, 20000, TIMES, jitter=jitter).durations_ps / PS
+    durations = draw(TWO, 20000, TIMES, seed=3, microbatch_sigma=0.5).durations_ps / PS
     assert durations[0, 0].mean() == pytest.approx(1.0, rel=0.02)
     assert np.allclose(durations[1], 2 * durations[0], atol=1e-9)
-    own = draw(TWO, 20000, TIMES, jitter=Jitter(seed=3, action_sigma=0.5)).durations_ps / PS
+    own = draw(TWO, 20000, TIMES, seed=3, action_sigma=0.5).durations_ps / PS
     assert own[1].mean() == pytest.approx(2.0, rel=0.02)
     assert abs(np.corrcoef(own[0, 0], own[1, 0])[0, 1]) < 0.05
 
 
 def test_a_seed_and_one_sigma_do_not_change_the_other_draws() -> None:
-    one = draw(TWO, 5, TIMES, link=Link(latency_s=1.0), jitter=Jitter(seed=1, latency_sigma=0.4))
+    one = draw(TWO, 5, TIMES, link=Link(latency_s=1.0), seed=1, latency_sigma=0.4)
     both = draw(
-        TWO,
-        5,
-        TIMES,
-        link=Link(latency_s=1.0),
-        jitter=Jitter(seed=1, latency_sigma=0.4, action_sigma=0.2),
+        TWO, 5, TIMES, link=Link(latency_s=1.0), seed=1, latency_sigma=0.4, action_sigma=0.2
     )
     assert one.delays_ps.tolist() == both.delays_ps.tolist()
 
@@ -81,8 +69,8 @@ def test_one_link_may_differ() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Jitter(seed=0, action_sigma=-0.1), "action_sigma is -0.1"),
-        (lambda: Jitter(seed=0, latency_sigma=float("nan")), "latency_sigma is nan"),
+        (lambda: draw(TWO, 1, TIMES, action_sigma=-0.1), "action_sigma is -0.1"),
+        (lambda: draw(TWO, 1, TIMES, latency_sigma=float("nan")), "latency_sigma is nan"),
         (lambda: Link(latency_s=-1.0), "latency_s is -1.0"),
         (lambda: draw(TWO, 1, TIMES, rank_factors=(1.0,)), "1 rank factors for 2 ranks"),
         (
@@ -185,7 +173,7 @@ def test_in_that_order_a_step_takes_less_time(microbatches: int) -> None:
     policies = make_policies("adaptive", placement, microbatches)
     total_s = {"given": 0.0, "ordered": 0.0}
     for seed in range(10):
-        drawn = draw(placement, microbatches, times, jitter=Jitter(seed=seed, microbatch_sigma=0.8))
+        drawn = draw(placement, microbatches, times, seed=seed, microbatch_sigma=0.8)
         costs = drawn.durations_ps.sum(axis=(0, 1)).tolist()
         taken = drawn.durations_ps[:, :, order_by_cost(costs, 4)]
         for name, durations in (("given", drawn.durations_ps), ("ordered", taken)):

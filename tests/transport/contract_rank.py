@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.errors import AdaptiveError
 from megatron.adaptive.schedule.action import Action, ActionKind
@@ -84,7 +84,7 @@ class Rank:
         made = LateConnector(
             members=list(range(self.num_ranks)),
             gather=self._gather("open"),
-            accelerator=SimpleNamespace(device=CPU),  # type: ignore[arg-type]
+            accelerator=Accelerator(device=CPU, backend="gloo", name="CPU"),
             payloads=payloads,
             describe=describe,
             timeout_s=LIMIT_S,

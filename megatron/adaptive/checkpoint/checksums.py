@@ -201,26 +201,6 @@ class CheckedFile:
             raise _damaged(path, number, len(view))
 
 
-def require_same(found: FileSum, written: FileSum, path: Path) -> None:
-    """Check all of a file that was read.
-
-    Args:
-        found: size and checksums of it.
-        written: the same of what was written; no checksums where they are not known.
-        path: of the file.
-
-    Raises:
-        DamagedCheckpointError: they differ.
-    """
-    if found[0] != written[0]:
-        why = f"it has {found[0]} bytes and was written with {written[0]}"
-        raise DamagedCheckpointError(f"{path} is damaged ({why})")
-    if written[1] and found[1] != written[1]:
-        pairs = enumerate(zip(found[1], written[1], strict=True))
-        number = next(at for at, (one, other) in pairs if one != other) // _DIGITS
-        raise _damaged(path, number, min(BLOCK_BYTES, found[0] - number * BLOCK_BYTES))
-
-
 def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
     start = number * BLOCK_BYTES
     return DamagedCheckpointError(

@@ -53,6 +53,7 @@ from megatron.adaptive.gpt.lora import MARK
 _ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 ADAPTERS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_About = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 class _Exported(NamedTuple):
@@ -76,7 +77,7 @@ def _opened(
     if step is None:
         raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
     path, manifest = found.open(step)
-    config = TrainerConfig.from_dict(manifest.config)
+    config = TrainerConfig.from_dict(manifest["config"])
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
     if (like is None or not like.exists()) and (checkpoints / DESCRIPTION).is_dir():
         like = checkpoints / DESCRIPTION
@@ -96,7 +97,7 @@ def _opened(
         checkpoint=dataclasses.replace(config.checkpoint, load_hf=str(like)),
     )
     tensors = our_tensors(config, str(document["model_type"]))
-    with CheckpointReader(path, manifest.files, manifest.blocks) as reader:
+    with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         try:
             output.mkdir(parents=True, exist_ok=True)
             yield _Exported(path, reader, config, like, document, tensors)
@@ -145,7 +146,13 @@ class _TheirTensors:
 
 
 def export_folder(
-    checkpoints: Path, step: int | None, like: Path | None, output: Path, shard_bytes: int
+    checkpoints: Path,
+    step: int | None,
+    like: Path | None,
+    output: Path,
+    *,
+    kind: str,
+    shard_bytes: int,
 ) -> None:
     """Writes a checkpoint of ours as a folder of theirs, tensor by tensor.
 
@@ -155,45 +162,71 @@ def export_folder(
         like: folder of theirs with configuration and tokenizer; by default the one that the run
             came from, or what came with its weights.
         output: folder that is made, and must not hold a model.
+        kind: ``model``; ``adapters`` as PEFT does, whose configuration stays as it was if they were
+            loaded; or ``merged``: the model with what adapters add to its weights, those that the
+            checkpoint does not hold from ``like``.
         shard_bytes: size of the largest file.
 
     Raises:
         AdaptiveError: the checkpoint is of another model than the configuration, or damaged; or
             the output cannot be written.
     """
-    with _opened(checkpoints, step, like, output, (CONFIG, SINGLE, INDEX)) as found:
-        if found.config.lora.is_on:
-            raise CheckpointError(
-                f"{found.path} holds adapters: write them with --lora, or the model with "
-                "--merge-lora"
+    files = (peft.ADAPTER_CONFIG, ADAPTERS) if kind == "adapters" else (CONFIG, SINGLE, INDEX)
+    with _opened(checkpoints, step, like, output, files) as found:
+        if kind == "adapters":
+            theirs, size = _adapters_of(found), 1 << 62
+            write_folder(
+                output, theirs.about, theirs.read_theirs, shard_bytes=size, single=ADAPTERS
             )
-        theirs, known = _whole(found), found.tensors
-        if more := [one for one in found.reader.tensors if _is_weight(one) and one not in known]:
-            raise CheckpointError(
-                f"{found.path} has {more[0]}, which models of type {found.document['model_type']}"
-                " have no place for: export a run without it"
-            )
-        _write_model(found, output, theirs.about, theirs.read_theirs, shard_bytes)
+            write_files(output, {peft.ADAPTER_CONFIG: _adapter_config(found)})
+            return
+        about, read = _merged(found) if kind == "merged" else _plain(found)
+        write_folder(output, about, read, shard_bytes=shard_bytes)
+        dtype = str(next(iter(about.values()))[0]).removeprefix("torch.")
+        write_files(output, {CONFIG: _config_of(found.like / CONFIG, found.document, dtype)})
+        for name in BESIDE:
+            if (found.like / name).is_file():
+                shutil.copyfile(found.like / name, output / name)
+
+
+def _plain(found: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
+    """Returns what describes the tensors of a model without adapters, and what reads one."""
+    if found.config.lora.is_on:
+        raise CheckpointError(
+            f"{found.path} holds adapters: write them with --lora, or the model with --merge-lora"
+        )
+    theirs, known = _whole(found), found.tensors
+    if more := [one for one in found.reader.tensors if _is_weight(one) and one not in known]:
+        raise CheckpointError(
+            f"{found.path} has {more[0]}, which models of type {found.document['model_type']}"
+            " have no place for: export a run without it"
+        )
+    return theirs.about, theirs.read_theirs
+
+
+def _merged(found: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
+    """Returns the same of a model with its adapters merged into it."""
+    turned = {one.name for our in found.tensors.values() for one in our.rows if one.turned}
+    adapters, is_whole = _adapters_of(found), EMBEDDING in found.reader.tensors
+    base = _whole(found) if is_whole else HuggingFaceReader(found.like, found.config)
+
+    def read(name: str) -> torch.Tensor:
+        weight, module = base.read_theirs(name), f"{_PREFIX}{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" not in adapters.about:
+            return weight
+        first, second = (
+            adapters.read_theirs(f"{module}.lora_{one}.weight").float() for one in "AB"
+        )
+        change = found.config.lora.scale * (second @ first)
+        change = change.t() if name in turned else change
+        return (weight.float() + change).to(weight.dtype)
+
+    return base.about, read
 
 
 def _whole(found: _Exported) -> _TheirTensors:
     copies = copies_of(found.config, str(found.document["model_type"]))
     return _TheirTensors(found.reader, found.tensors, copies)
-
-
-def _write_model(
-    found: _Exported,
-    output: Path,
-    about: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    read: Callable[[str], torch.Tensor],
-    shard_bytes: int,
-) -> None:
-    write_folder(output, about, read, shard_bytes=shard_bytes)
-    dtype = str(next(iter(about.values()))[0]).removeprefix("torch.")
-    write_files(output, {CONFIG: _config_of(found.like / CONFIG, found.document, dtype)})
-    for name in BESIDE:
-        if (found.like / name).is_file():
-            shutil.copyfile(found.like / name, output / name)
 
 
 def _is_weight(name: str) -> bool:
@@ -287,43 +320,6 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
                     place = (ours[shard.key], shard.global_offset, shard.data)
                     for rows, row, column, region in meet(*place):
                         theirs.read(rows.name, row, column, region)
-
-
-def export_adapters(checkpoints: Path, step: int | None, like: Path | None, output: Path) -> None:
-    """Writes the adapters of a checkpoint as PEFT does; see :func:`export_folder`.
-
-    Those that were loaded keep their ``adapter_config.json`` as it was.
-    """
-    with _opened(checkpoints, step, like, output, (peft.ADAPTER_CONFIG, ADAPTERS)) as found:
-        theirs, size = _adapters_of(found), 1 << 62
-        write_folder(output, theirs.about, theirs.read_theirs, shard_bytes=size, single=ADAPTERS)
-        write_files(output, {peft.ADAPTER_CONFIG: _adapter_config(found)})
-
-
-def export_merged(
-    checkpoints: Path, step: int | None, like: Path | None, output: Path, shard_bytes: int
-) -> None:
-    """Writes the model with what adapters add to its weights; see :func:`export_folder`.
-
-    Weights that the checkpoint does not hold are those of ``like``.
-    """
-    with _opened(checkpoints, step, like, output, (CONFIG, SINGLE, INDEX)) as found:
-        turned = {one.name for our in found.tensors.values() for one in our.rows if one.turned}
-        adapters, is_whole = _adapters_of(found), EMBEDDING in found.reader.tensors
-        base = _whole(found) if is_whole else HuggingFaceReader(found.like, found.config)
-
-        def read(name: str) -> torch.Tensor:
-            weight, module = base.read_theirs(name), f"{_PREFIX}{name.removesuffix('.weight')}"
-            if f"{module}.lora_A.weight" not in adapters.about:
-                return weight
-            first, second = (
-                adapters.read_theirs(f"{module}.lora_{one}.weight").float() for one in "AB"
-            )
-            change = found.config.lora.scale * (second @ first)
-            change = change.t() if name in turned else change
-            return (weight.float() + change).to(weight.dtype)
-
-        _write_model(found, output, base.about, read, shard_bytes)
 
 
 def _adapters_of(found: _Exported) -> _TheirTensors:

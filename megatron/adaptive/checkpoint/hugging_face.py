@@ -17,7 +17,6 @@ shards are, in any mesh, partition and placement.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 import tempfile
@@ -26,14 +25,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-from megatron.adaptive.checkpoint import state, values
-from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest, write_files
+from megatron.adaptive.checkpoint import state
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, write_files
 from megatron.adaptive.checkpoint.safetensors import DTYPES, FP8, TensorFolder
-from megatron.adaptive.checkpoint.torch_dist import Entry, indices_of, pickled, write_file
+from megatron.adaptive.checkpoint.torch_dist import Entry, common_files, indices_of, write_file
 from megatron.adaptive.config.core import LATENT_SETTINGS
 from megatron.adaptive.config.hugging_face import (
     CONFIG,
@@ -56,7 +54,6 @@ BESIDE = (
 )
 DESCRIPTION = "hugging_face"
 """Folder among checkpoints that has the model's configuration and tokenizer."""
-FORMAT = CheckpointingConfig("torch_dist", 1)
 _SHARD = "__0_0.distcp"
 # Settings of megatron-core that say what is computed with the weights.
 CORE_MEANINGS = (
@@ -554,19 +551,18 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
                 "iteration": 0,
                 "opt_param_scheduler": {"num_steps": 0},
             }
-            once = {"common.values": values.dumps(common), "common.pt": pickled(common)}
-            form = json.dumps(dataclasses.asdict(FORMAT)).encode()
-            write_files(partial, {**indices_of(entries), **once, "metadata.json": form})
-            manifest = Manifest(
-                progress={},
-                config=config.to_dict(),
-                shape={},
-                padded_vocab_size=rows,
-                has_optimizer=False,
-                has_rng=False,
-            )
+            write_files(partial, {**indices_of(entries), **common_files(common)})
+            manifest = {
+                "progress": {},
+                "config": config.to_dict(),
+                "shape": {},
+                "padded_vocab_size": rows,
+                "has_optimizer": False,
+                "has_rng": False,
+                "save_id": "",
+            }
             carry_description([folder], output)
-            return checkpoints.commit(0, {**manifest.to_dict(), "blocks": {_SHARD: total[1]}})
+            return checkpoints.commit(0, {**manifest, "blocks": {_SHARD: total[1]}})
         except OSError as error:
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
         finally:

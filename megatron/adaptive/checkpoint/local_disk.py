@@ -30,12 +30,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
-from megatron.adaptive.checkpoint.checksums import Checksums, require_same, write_summed
+from megatron.adaptive.checkpoint.checksums import CheckedFile
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders, write_files
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
@@ -49,45 +49,33 @@ _KEPT = 2  # where the user names no number: the last one, and the one before wh
 _LOOK_S = 10.0
 _END_S = 5.0  # for an upload that is given up
 _ROUND_S = 1.0
-_PIECE_BYTES = 8 << 20
-_GENTLE = 7  # the last level of those that are served while others read and write too
 
 
+Done = SimpleQueue[tuple[int, Path]]
 Stored = Mapping[str, Any]
 """Contents of a checkpoint's manifest in shared storage, with all of its files."""
 
 
 class LocalDisk:
-    """Holds this node's part of the checkpoints. Every method but :meth:`completed` is collective.
+    """Holds this node's part of the checkpoints. Every method is collective.
 
     Args:
         job: this process within the job; its timeout also limits waits for uploads.
         shared: where they are to be; nobody else writes there meanwhile.
         base: the folder on each of the nodes' own disks.
-        option: name that the user gave it by.
-        patience: name of the setting that allows uploads more time.
         keep: complete checkpoints that stay, in shared storage too; there all where ``None``, and
             here as few as it takes.
 
     Attributes:
         shared: as given.
+        done: step and folder of each checkpoint that came to shared storage.
         resumed: the step that the run went on from; this disk's later ones are of steps that were
             done again since, and go with the first checkpoint.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        shared: StepFolders,
-        base: Path,
-        *,
-        option: str,
-        patience: str,
-        keep: int | None,
-    ) -> None:
-        self._job, self.shared = job, shared
-        self._option, self._patience, self._keep = f"{option} {base}", patience, keep
-        base = base.absolute()
+    def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
+        self._job, self.shared, self._keep = job, shared, keep
+        self._base = base = base.absolute()
         save = shared.path.resolve()
         node = job.environment.node or socket.gethostname()
         places = job.gather((_place(base, node, job), str(save)))
@@ -102,7 +90,7 @@ class LocalDisk:
         self._writer = ShardWriter()
         self._newest: tuple[Stored, list[list[str]]] | None = None
         self._upload: Upload | None = None
-        self._unreported: list[Upload] = []
+        self.done: Done = SimpleQueue()
         self.resumed: int | None = None
 
     def save(self, step: int, state: TakenState, save_id: str, ranks: RankGroup) -> bool:
@@ -126,7 +114,7 @@ class LocalDisk:
         except CheckpointError as error:
             self._warn(
                 "%s: %s; the checkpoint of iteration %d goes to %s at once",
-                self._option,
+                self._base,
                 error,
                 step,
                 self.shared.path,
@@ -138,19 +126,15 @@ class LocalDisk:
             self._start(newest, shares)
         else:
             self._warn(
-                "the checkpoint of iteration %d stays on the nodes' own disks: %s is still being"
-                " copied to %s; the next one is copied",
+                "the checkpoint of iteration %d stays on the nodes' own disks: one before it is"
+                " still being copied to %s; the next one is copied",
                 step,
-                self._upload,
                 self.shared.path,
             )
         return True
 
-    def drain(self, *, report: bool = True) -> Path | None:
+    def drain(self) -> Path | None:
         """Wait until the newest checkpoint is in shared storage.
-
-        Args:
-            report: whether :meth:`completed` shall report it.
 
         Returns:
             Its folder there, ``None`` where none was written to the nodes' own disks.
@@ -165,21 +149,11 @@ class LocalDisk:
         newest, shares = self._newest
         upload = self._upload
         if upload is None or upload.path is None or upload.step != newest["step"]:
-            upload = self._start(newest, shares, is_awaited=True)
+            upload = self._start(newest, shares)
             self._wait(self._control, until_s)
             if upload.failure is not None:
                 raise upload.failure
-        if not report and upload in self._unreported:
-            self._unreported.remove(upload)
         return upload.path
-
-    def completed(self) -> tuple[int, Path] | None:
-        """Return step and folder of a checkpoint that came to shared storage; each once."""
-        for upload in self._unreported:
-            if upload.path is not None:
-                self._unreported.remove(upload)
-                return upload.step, upload.path
-        return None
 
     def finish_former(self, latest: Callable[[], int | None]) -> None:
         """Finish the upload of a checkpoint that ranks before these had written, if all is there.
@@ -206,7 +180,6 @@ class LocalDisk:
                 continue
             self._say(f"  going on with the copy of iteration {step} to {self.shared.path}")
             upload = self._start(stored, shares)
-            self._unreported.remove(upload)
             try:
                 self._wait(self._control, time.monotonic() + self._timeout_s)
             except CheckpointError as error:
@@ -215,6 +188,7 @@ class LocalDisk:
                 self._warn("%s; going on from that of iteration %d", error, newest)
                 return
             if upload.failure is None:
+                self.done.get()  # which is no news of this run
                 return
 
     def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
@@ -294,13 +268,9 @@ class LocalDisk:
             if lease is not None:
                 lease.require()
 
-    def _start(
-        self, stored: Stored, shares: list[list[str]], *, is_awaited: bool = False
-    ) -> Upload:
-        names = shares[self._job.rank]
-        upload = self._upload = Upload(self, stored, names, is_awaited=is_awaited)
-        self._unreported = [one for one in self._unreported if one.failure is None] + [upload]
-        return upload
+    def _start(self, stored: Stored, shares: list[list[str]]) -> Upload:
+        self._upload = Upload(self, stored, shares[self._job.rank])
+        return self._upload
 
     def _is_uploading(self, ranks: RankGroup) -> bool:
         return ranks.any(self._upload is not None and self._upload.is_alive())
@@ -321,15 +291,16 @@ class LocalDisk:
         while upload.is_alive() and (left_s := until_s - time.monotonic()) > 0:
             upload.join(min(left_s, _LOOK_S))
             if upload.is_alive():
-                self._say(f"  waiting for the copy of {upload} to {self.shared.path}")
+                self._say(
+                    f"  waiting for the copy of iteration {upload.step} to {self.shared.path}"
+                )
         if ranks.any(upload.is_alive()):
-            upload.is_awaited = True
             upload.give_up()
             upload.join(_END_S)
             raise CheckpointError(
-                f"the copy of {upload} to {self.shared.path} did not end within"
+                f"the copy of iteration {upload.step} to {self.shared.path} did not end within"
                 f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
-                f" the same nodes goes on with it; {self._patience} gives it more time"
+                " the same nodes goes on with it; a longer time limit of the job gives it more time"
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
@@ -370,6 +341,7 @@ class BackgroundWrite(threading.Thread):
     Args:
         write: does it; returns its folder, ``None`` where it is not yet where it is to be.
         step: that it is of.
+        done: receives step and folder.
 
     Attributes:
         step: as given.
@@ -377,15 +349,17 @@ class BackgroundWrite(threading.Thread):
         failure: why it is not.
     """
 
-    def __init__(self, write: Callable[[], Path | None], step: int) -> None:
+    def __init__(self, write: Callable[[], Path | None], step: int, done: Done) -> None:
         super().__init__(name=f"checkpoint {step}", daemon=True)
-        self._write, self.step = write, step
+        self._write, self.step, self._done = write, step, done
         self.path: Path | None = None
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         try:
             self.path = self._write()
+            if self.path is not None:
+                self._done.put((self.step, self.path))
         except BaseException as error:
             self.failure = error
 
@@ -481,7 +455,7 @@ def prepare(
     remedy: str,
     base: str | Path | None,
     latest: Callable[[], int | None],
-    **options: Any,
+    keep: int | None,
 ) -> LocalDisk | None:
     """Lets this job alone write a folder, and finishes what is on its way there. Collective.
 
@@ -491,7 +465,7 @@ def prepare(
         remedy: what to do where it cannot be written.
         base: the folder on each node's own disk, ``None`` where checkpoints go to ``shared``.
         latest: see :meth:`LocalDisk.finish_former`.
-        options: of :class:`LocalDisk`.
+        keep: see :class:`LocalDisk`.
 
     Returns:
         This node's part of the checkpoints, if they go to the nodes' own disks first.
@@ -503,7 +477,7 @@ def prepare(
     hold(shared, job, ranks, remedy, has_local=base is not None)
     if base is None:
         return None
-    local = LocalDisk(job, shared, Path(base), **options)
+    local = LocalDisk(job, shared, Path(base), keep)
     local.finish_former(latest)
     return local
 
@@ -515,44 +489,28 @@ class Upload(BackgroundWrite):
         disk: this node's, which has what this rank copies.
         stored: the checkpoint.
         names: of the files that this rank copies.
-        is_awaited: somebody waits for it from the start, and reports a failure.
-
-    Attributes:
-        is_awaited: somebody waits for it, and reports a failure; may change meanwhile.
     """
 
-    def __init__(
-        self, disk: LocalDisk, stored: Stored, names: Sequence[str], *, is_awaited: bool
-    ) -> None:
-        super().__init__(self._copy, stored["step"])
+    def __init__(self, disk: LocalDisk, stored: Stored, names: Sequence[str]) -> None:
+        super().__init__(self._copy, stored["step"], disk.done)
         self._disk, self._stored, self._names = disk, stored, names
         self._shared, self._ranks = disk.shared, disk._ranks
-        self._done_bytes, self._own_bytes = 0, sum(stored["files"][name] for name in names)
-        self.is_awaited = is_awaited
         self._is_given_up = False
         self.start()
 
     def run(self) -> None:
         super().run()
-        if self.failure is not None and self._ranks.is_first and not self.is_awaited:
+        if self.failure is not None and self._ranks.is_first and not self._is_given_up:
             text = str(self.failure)
             if not isinstance(self.failure, CheckpointError):
                 text = f"the copy of a checkpoint broke off: {(text.splitlines() or ['?'])[0]}"
-            _LOG.warning("WARNING: %s; training goes on", text)
+            _LOG.warning("WARNING: %s", text)
 
     def give_up(self) -> None:
         """Let it end with a failure soon, unless storage holds a rank up for good."""
         self._is_given_up = True
 
-    def __str__(self) -> str:
-        share, whole = (
-            self._done_bytes / max(1, self._own_bytes),
-            sum(self._stored["files"].values()),
-        )
-        return f"iteration {self.step}, {share:.0%} of {whole / 2**20:.4g} MiB"
-
     def _copy(self) -> Path:
-        _be_gentle()
         why = (
             f"the checkpoint of iteration {self.step} was not copied to {self._shared.path}: {{}};"
             " it is on the nodes' own disks, and those before it are as they were"
@@ -573,21 +531,21 @@ class Upload(BackgroundWrite):
     def _pieces(self) -> Iterator[None]:
         """Copy files and make them durable; yields after each piece."""
         partial, stored = self._shared.partial_path(self.step), self._stored
-        buffer = memoryview(bytearray(_PIECE_BYTES))
         for name in self._names:
             source = self._disk._folder.complete_path(self.step) / name
-            target, sums = partial / name, Checksums()
+            expected = stored["files"][name], stored.get("blocks", {}).get(name, "")
+            old, target = CheckedFile([source], expected), partial / name
             try:
-                with source.open("rb", buffering=0) as old, target.open("wb", buffering=0) as new:
-                    while count := old.readinto(buffer):
-                        write_summed(new, sums, buffer[:count])
-                        self._done_bytes += count
+                with target.open("wb") as new:
+                    for number in range(old.blocks):
+                        new.write(old.block(number))
                         yield
+                    new.flush()
                     os.fsync(new.fileno())
             except OSError as error:
                 raise OSError(error.errno, error.strerror, error.filename or str(target)) from None
-            expected = stored["files"][name], stored.get("blocks", {}).get(name, "")
-            require_same(sums.result(), expected, source)
+            finally:
+                old.close()
 
     def _complete(self) -> None:
         partial = self._shared.partial_path(self.step)
@@ -640,9 +598,3 @@ def _some(pieces: Iterator[None]) -> bool:
     """Copy for a moment; returns whether there may be more."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)
-
-
-def _be_gentle() -> None:
-    """Let this thread's reading and writing come after that of others, where the system can."""
-    with contextlib.suppress(AttributeError, OSError, psutil.Error):
-        psutil.Process(threading.get_native_id()).ionice(psutil.IOPRIO_CLASS_BE, _GENTLE)

@@ -17,10 +17,10 @@ import math
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.checkpoint.folder import (
+    PIPELINE_STATE,
     CheckpointFolder,
     PipelineFolder,
     make_pipeline_manifest,
@@ -64,7 +64,7 @@ def write(order: Mapping[str, Any]) -> None:
     import torch
 
     from megatron.adaptive.checkpoint import values
-    from megatron.adaptive.checkpoint.torch_dist import overlay, pickled, write_file
+    from megatron.adaptive.checkpoint.torch_dist import common_files, overlay, write_file
 
     folder = _folder(order).partial_path(order["step"])
     name = _shard(order["index"])
@@ -91,9 +91,13 @@ def write(order: Mapping[str, Any]) -> None:
     ]
     if order["has_common"]:
         part, file = next(one for one in files if one[1].head["has_common"])
-        plain = _write_common(folder, file, file.steps()[order["step"]])
-        if plain and (former := file.head.get("pickled")) is not None:
-            (folder / former).write_bytes(pickled(values.loads(plain)))
+        line, rest = _extra(file, file.steps()[order["step"]])
+        head = {"manifest": file.head.get("manifest"), **parse_json(line, strict=False)}
+        (folder / _HEAD).write_text(json.dumps(head))
+        if not order["is_pipeline"]:
+            write_files(folder, common_files(values.loads(rest)))
+        elif rest:
+            write_files(folder, {PIPELINE_STATE: rest})
     part = {"entries": index, "lines": lines, "sum": total}
     (folder / f"part-{order['index']}.json").write_text(json.dumps(part))
 
@@ -123,16 +127,14 @@ def assemble(order: Mapping[str, Any]) -> None:
         blocks[_shard(number)] = part["sum"][1]
         path.unlink()
     _require_whole(entries)
-    once = indices_of(entries)
     head = parse_json((partial / _HEAD).read_bytes(), strict=False)
     (partial / _HEAD).unlink()
-    if isinstance(folder, PipelineFolder):
-        write_files(partial, once)
-        folder.commit(order["step"], {**make_pipeline_manifest(head, lines), "blocks": blocks})
-        return
-    write_files(partial, {**once, "metadata.json": json.dumps(head["format"]).encode()})
-    manifest = {**head["manifest"], "progress": head["progress"], "blocks": blocks}
-    folder.commit(order["step"], manifest)
+    write_files(partial, indices_of(entries))
+    if order["is_pipeline"]:
+        manifest = make_pipeline_manifest(head, lines)
+    else:
+        manifest = {**head["manifest"], "progress": head["progress"]}
+    folder.commit(order["step"], {**manifest, "blocks": blocks})
 
 
 def _shard(number: int) -> str:
@@ -165,16 +167,6 @@ def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:
     """Return a line of JSON, and a file that belongs to the tensors."""
     line, _, rest = bytes(file.extra(slot)).partition(b"\n")
     return line, rest
-
-
-def _write_common(folder: Path, file: SnapshotFile, slot: int) -> bytes:
-    """Write what the whole checkpoint has once; returns its values."""
-    line, rest = _extra(file, slot)
-    if rest:
-        write_files(folder, {file.head["common"]: rest})
-    head = {name: file.head[name] for name in ("manifest", "format") if name in file.head}
-    (folder / _HEAD).write_text(json.dumps({**head, **parse_json(line, strict=False)}))
-    return rest
 
 
 def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:

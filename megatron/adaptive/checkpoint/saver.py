@@ -2,9 +2,9 @@
 
 ::
 
-    save          state ──────────────────> folder                     training waits
-    save_behind   state ─> copy in memory ─> folder, in a thread       training waits for the copy
-    (local)       state ─> copy in memory ─> nodes' own disks ─> folder, see ``local_disk``
+    at once   state ──────────────────> folder                     training waits
+    behind    state ─> copy in memory ─> folder, in a thread       training waits for the copy
+    (local)   state ─> copy in memory ─> nodes' own disks ─> folder, see ``local_disk``
 
 A program says what its state is by a function that gives a :class:`TakenState`; everything else
 (whole or not there, keep the last, one at a time, what follows from a failure) is the same for all.
@@ -17,8 +17,8 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders, write_files
-from megatron.adaptive.checkpoint.local_disk import BackgroundWrite, LocalDisk, writing
+from megatron.adaptive.checkpoint.local_disk import BackgroundWrite, Done, LocalDisk, writing
 from megatron.adaptive.checkpoint.shards import CheckpointReader
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
 from megatron.adaptive.engine.job import Job
@@ -35,32 +35,6 @@ from megatron.adaptive.errors import CheckpointError, ConfigError, DamagedCheckp
 _LOG = logging.getLogger(__name__)
 _ALIGN = 64
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveRequest:
-    """Describes a checkpoint that is to be written.
-
-    Attributes:
-        folder: of checkpoints.
-        step: that it is of.
-        take: takes the state of now apart. Collective.
-        keep: complete checkpoints that stay, all where ``None``.
-        remedy: what to do where the folder cannot be written.
-
-    Raises:
-        ConfigError: ``keep`` is no number.
-    """
-
-    folder: StepFolders
-    step: int
-    take: Callable[[], TakenState]
-    keep: int | None = None
-    remedy: str
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            raise ConfigError(f"keep {self.keep!r}: give a whole number from 1 on, or None for all")
 
 
 class CheckpointSaver:
@@ -79,51 +53,65 @@ class CheckpointSaver:
         self._ranks = RankGroup(job.rank, job.control_group)
         self._background: RankGroup | None = None
         self._pending: BackgroundWrite | None = None
-        self._unreported: list[BackgroundWrite] = []
+        self._done: Done = SimpleQueue()
+        self._returned = -1  # step whose folder the caller has
         self._writer, self._host = ShardWriter(), _HostCopy()
         self.local = local
 
-    def save(self, request: SaveRequest) -> Path:
+    def save(
+        self,
+        folder: StepFolders,
+        step: int,
+        take: Callable[[], TakenState],
+        *,
+        remedy: str,
+        keep: int | None = None,
+        behind: bool = False,
+    ) -> Path | None:
         """Write a checkpoint; the ones before it stay.
 
-        Blocks until it is complete and durable. If one could not be written behind training before,
-        this is reported; the new one takes its place.
+        Blocks until it is complete and durable; behind training until the one before is, and the
+        state is copied into the host's memory. If the one before could not be written, this is
+        reported, and the new one is written at once in its place: a disk that was full for a while
+        costs no steps.
+
+        Args:
+            folder: of checkpoints.
+            step: that it is of.
+            take: takes the state of now apart. Collective.
+            remedy: what to do where the folder cannot be written.
+            keep: complete checkpoints that stay, all where ``None``.
+            behind: let training go on while it is written.
 
         Returns:
-            Its folder.
+            Its folder, ``None`` while it is written.
 
         Raises:
             CheckpointError: it could not be written on some rank; nothing of it is left.
+            ConfigError: ``keep`` is no number.
         """
-        self._is_former_lacking(request.step)
-        path = self._write(request, request.take(), self._ranks)
-        if path is None:
-            assert self.local is not None
-            path = self.local.drain(report=False)
-            assert path is not None
-        return path
-
-    def save_behind(self, request: SaveRequest) -> Path | None:
-        """Copy the state into the host's memory and write it while training goes on.
-
-        Waits for the checkpoint before, if that is not complete yet. If that could not be written,
-        this one is written at once: a disk that was full for a while costs no steps.
-
-        Returns:
-            Its folder where it was written there at once.
-
-        Raises:
-            CheckpointError: neither the checkpoint before it nor this one could be written.
-        """
-        if self._is_former_lacking(request.step):
-            return self._write(request, request.take(), self._ranks)
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(f"keep {keep!r}: give a whole number from 1 on, or None for all")
+        why = (
+            f"the checkpoint of iteration {step} was not written to {folder.path}: {{}};"
+            f" those before it are as they were. {remedy}"
+        )
+        if self._is_former_lacking(step) or not behind:
+            path = self._write(folder, step, take(), self._ranks, why, keep)
+            if path is None and not behind:
+                assert self.local is not None
+                path = self.local.drain()
+            if path is not None:
+                self._returned = step
+            return path
         if self._background is None:
             # Its own: training's may be in use at the same moment.
             group = dist.new_group(backend="gloo", timeout=self._job.timeout)
             self._background = RankGroup(self._job.rank, group)
-        state, ranks = self._host.take(request.take()), self._background
-        self._collect()
-        self._pending = BackgroundWrite(lambda: self._write(request, state, ranks), request.step)
+        state, ranks = self._host.take(take()), self._background
+        self._pending = BackgroundWrite(
+            lambda: self._write(folder, step, state, ranks, why, keep), step, self._done
+        )
         self._pending.start()
         return None
 
@@ -149,12 +137,11 @@ class CheckpointSaver:
 
     def completed(self) -> tuple[int, Path] | None:
         """Return step and folder of a checkpoint that was completed behind training; each once."""
-        self._collect()
-        if self._unreported:
-            first = self._unreported.pop(0)
-            assert first.path is not None
-            return first.step, first.path
-        return None if self.local is None else self.local.completed()
+        for done in (self._done, *([] if self.local is None else [self.local.done])):
+            while not done.empty():
+                if (found := done.get())[0] != self._returned:
+                    return found
+        return None
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written behind training, if there is one.
@@ -169,13 +156,6 @@ class CheckpointSaver:
         if pending.failure is not None:
             self._pending = None
             raise pending.failure
-
-    def _collect(self) -> None:
-        """Note that the checkpoint behind training was completed, if it was."""
-        pending = self._pending
-        if pending is not None and not pending.is_alive() and pending.path is not None:
-            self._pending = None
-            self._unreported.append(pending)
 
     def drain(self) -> None:
         """Wait until the last checkpoint is where it is to be, in shared storage.
@@ -215,9 +195,17 @@ class CheckpointSaver:
         if self._ranks.is_first:
             _LOG.warning("WARNING: %s", text)
 
-    def _write(self, request: SaveRequest, state: TakenState, ranks: RankGroup) -> Path | None:
+    def _write(
+        self,
+        folder: StepFolders,
+        step: int,
+        state: TakenState,
+        ranks: RankGroup,
+        why: str,
+        keep: int | None,
+    ) -> Path | None:
         """Write what was taken; ``None`` while it is on the nodes' own disks alone."""
-        local, folder, step = self.local, request.folder, request.step
+        local = self.local
         if (
             local is not None
             and local.shared.path.resolve() == folder.path.resolve()
@@ -230,13 +218,9 @@ class CheckpointSaver:
             files = {name: size for name, (size, _) in sums.items()}
             blocks = {name: checksum for name, (_, checksum) in sums.items()}
             folder.commit(step, {**manifest, "files": files, "blocks": blocks})
-            if request.keep is not None:
-                folder.keep(request.keep)
+            if keep is not None:
+                folder.keep(keep)
 
-        why = (
-            f"the checkpoint of iteration {step} was not written to {folder.path}: {{}};"
-            f" those before it are as they were. {request.remedy}"
-        )
         with writing(folder, step, self._job, ranks, why):
             partial = folder.partial_path(step)
             ranks.together(lambda: require_seen(partial, self._job))

@@ -20,7 +20,8 @@ import dataclasses
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -84,8 +85,8 @@ class SnapshotState(Protocol):
     def head(self) -> Mapping[str, Any]:
         """Return what is so at every step and whoever restores it must know.
 
-        At least ``has_common``, whether what all ranks have in common is in ``extra``, and
-        ``common``, the name of a file for what follows the line there.
+        At least ``has_common``, whether what all ranks have in common is in ``extra``, and of the
+        trainer ``manifest``, that of a checkpoint.
         """
 
     def is_changed(self) -> bool:
@@ -489,33 +490,24 @@ def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | N
         ranks: of each rank.
         limit_bytes: that snapshots may take on a node, ``None`` for what is there.
     """
-    by_node: dict[str, int] = {}
-    by_machine: dict[str, int] = {}
-    machines = {one.node: one.machine for one in ranks}
-    for node, taken in _takes(plan, ranks):
-        by_node[node] = by_node.get(node, 0) + taken
-        machine = machines.get(node, node)
-        by_machine[machine] = by_machine.get(machine, 0) + taken
-    for node, taken in by_node.items():
-        if limit_bytes is not None and taken > limit_bytes:
+    taken: dict[str, int] = defaultdict(int)
+    for rank, one in enumerate(ranks):
+        taken[one.node] += SLOTS * slot_bytes(one.extra_bytes, plan.tensor_bytes[rank])
+        if plan.sent_bytes[rank] and one.buddy is not None:
+            taken[one.buddy] += SLOTS * slot_bytes(one.extra_bytes, plan.sent_bytes[rank])
+    for node, size in taken.items():
+        if limit_bytes is not None and size > limit_bytes:
             return (
-                f"they take {taken / _GIB:.3g} GiB on node {node} and --replicate-memory lets them"
+                f"they take {size / _GIB:.3g} GiB on node {node} and --replicate-memory lets them"
                 f" take {limit_bytes / _GIB:.3g} GiB: raise it"
             )
+    nodes = {one.node: one.machine for one in ranks}
     for one in ranks:
-        taken = by_machine[one.machine]
-        if taken > _SHARE * one.available_bytes:
+        size = sum(taken[node] for node, machine in nodes.items() if machine == one.machine)
+        if size > _SHARE * one.available_bytes:
             return (
-                f"they take {taken / _GIB:.3g} GiB on the machine of node {one.node}, which has"
+                f"they take {size / _GIB:.3g} GiB on the machine of node {one.node}, which has"
                 f" {one.available_bytes / _GIB:.3g} GiB left and must keep a fifth of that: use"
                 " more nodes, or less memory for other things"
             )
     return None
-
-
-def _takes(plan: SnapshotPlan, ranks: Sequence[RankParts]) -> Iterator[tuple[str, int]]:
-    """Yield nodes and what each rank takes on them."""
-    for rank, one in enumerate(ranks):
-        yield one.node, SLOTS * slot_bytes(one.extra_bytes, plan.tensor_bytes[rank])
-        if plan.sent_bytes[rank] and one.buddy is not None:
-            yield one.buddy, SLOTS * slot_bytes(one.extra_bytes, plan.sent_bytes[rank])

@@ -50,6 +50,14 @@ if TYPE_CHECKING:
     from megatron.adaptive.checkpoint.collective_errors import RankGroup
 
 METADATA = ".metadata"
+COMMON, PICKLED_COMMON = "common.values", "common.pt"
+"""Files of what all ranks of the trainer have in common, without and with pickles."""
+_CORE = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 Part = tuple[str, tuple[int, ...]]
 """Name in a checkpoint, and place in the whole tensor."""
@@ -291,6 +299,16 @@ def write_file(
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     return found, sums.result()
+
+
+def common_files(common: Any) -> dict[str, bytes]:
+    """Returns the files with which megatron-core and we find what all ranks have in common.
+
+    Raises:
+        TypeError: it has no plain form.
+    """
+    form = json.dumps(_CORE).encode()
+    return {COMMON: values.dumps(common), PICKLED_COMMON: pickled(common), "metadata.json": form}
 
 
 @functools.cache

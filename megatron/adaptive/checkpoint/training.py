@@ -13,23 +13,26 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_outplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factory_merges
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from megatron.adaptive.checkpoint import state as state
 from megatron.adaptive.checkpoint import values
@@ -49,9 +52,17 @@ from megatron.adaptive.checkpoint.megatron_lm import (
     make_manifest,
     require_reshardable,
 )
-from megatron.adaptive.checkpoint.saver import CheckpointSaver, SaveRequest, load_first_whole
+from megatron.adaptive.checkpoint.saver import CheckpointSaver, load_first_whole
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
-from megatron.adaptive.checkpoint.torch_dist import Part, Piece, SavedObject, TakenState, pickled
+from megatron.adaptive.checkpoint.torch_dist import (
+    COMMON,
+    PICKLED_COMMON,
+    Part,
+    Piece,
+    SavedObject,
+    TakenState,
+    common_files,
+)
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.job import Job
@@ -66,8 +77,6 @@ _SCHEDULER = "opt_param_scheduler"
 _REMEDY = "Free space there or name another folder with --save"
 # What layers of Transformer Engine keep for 8-bit types, which this trainer does not have.
 _SCRATCH = "_extra_state"
-_FORMAT = CheckpointingConfig("torch_dist", 1)
-_COMMON = "common.values"  # what COMMON_STATE_FNAME holds, without pickles
 
 # Those of megatron-core that say which weights there are.
 _PARTS = (
@@ -122,17 +131,21 @@ class Checkpoints:
         self._is_checked = False
         self._standing: tuple[state.StateParts, list[int]] | None = None
 
-    def save(self, progress: Progress) -> Path:
-        """Write a checkpoint at once and return its folder; see :meth:`CheckpointSaver.save`.
+    def save(self, progress: Progress, *, behind: bool = False) -> Path | None:
+        """Write a checkpoint and return its folder; see :meth:`CheckpointSaver.save`.
 
         Args:
             progress: how far the run has come; the iteration names the checkpoint.
+            behind: let training go on while it is written.
         """
-        return self.saver.save(self._request(progress))
-
-    def save_behind(self, progress: Progress) -> Path | None:
-        """Write a checkpoint while training goes on; see :meth:`CheckpointSaver.save_behind`."""
-        return self.saver.save_behind(self._request(progress))
+        return self.saver.save(
+            CheckpointFolder(str(self._settings.save)),
+            progress.iteration,
+            lambda: self._take(progress),
+            keep=self._settings.keep_checkpoints,
+            remedy=_REMEDY,
+            behind=behind,
+        )
 
     def apart(self, progress: Progress, *, is_whole: bool) -> state.StateParts:
         """Take this rank's state apart as a checkpoint has it. Collective where optimizers are.
@@ -159,7 +172,7 @@ class Checkpoints:
         self._is_checked = True
         if not is_whole and self._settings.ckpt_fully_parallel_save and self._replicas() > 1:
             if self._sharing is None:
-                strategy = get_default_save_sharded_strategy(_FORMAT.sharded_backend)
+                strategy = get_default_save_sharded_strategy()
                 self._sharing = FullyParallelSaveStrategyWrapper(
                     strategy, _replica_group(), do_cache_distribution=True
                 )
@@ -173,14 +186,15 @@ class Checkpoints:
 
     def manifest(self, progress: Progress) -> Manifest:
         """Return the manifest of a checkpoint of now."""
-        return Manifest(
-            progress=dataclasses.asdict(progress),
-            config=self._config_dict,
-            shape=state.mesh_shape(self._config),
-            padded_vocab_size=state.padded_vocab_size(self._chunks),
-            has_optimizer=not self._settings.no_save_optim,
-            has_rng=not self._settings.no_save_rng,
-        )
+        return {
+            "progress": dataclasses.asdict(progress),
+            "config": self._config_dict,
+            "shape": state.mesh_shape(self._config),
+            "padded_vocab_size": state.padded_vocab_size(self._chunks),
+            "has_optimizer": not self._settings.no_save_optim,
+            "has_rng": not self._settings.no_save_rng,
+            "save_id": "",
+        }
 
     def load(self) -> Progress | None:
         """Load the checkpoint that the settings name into model, optimizer and schedule.
@@ -231,7 +245,7 @@ class Checkpoints:
         """Load one checkpoint."""
         path, manifest = self._all.on_first(lambda: self._find(iteration))
         self._standing = None
-        about = path, iteration, manifest.save_id, manifest.files, manifest.blocks
+        about = path, iteration, manifest["save_id"], manifest["files"], manifest["blocks"]
         with self.saver.reading(*about) as reader:
             common, loaded, has_all, has_adapters = self._read(reader, manifest)
         state.load_model(self._chunks, loaded, strict=has_all)
@@ -246,19 +260,10 @@ class Checkpoints:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
             state.load_rng(loaded[state.RNG])
-        progress = Progress() if self._settings.finetune else Progress(**manifest.progress)
+        progress = Progress() if self._settings.finetune else Progress(**manifest["progress"])
         if self.saver.local is not None:
             self.saver.local.resumed = progress.iteration
         return progress
-
-    def _request(self, progress: Progress) -> SaveRequest:
-        return SaveRequest(
-            folder=CheckpointFolder(str(self._settings.save)),
-            step=progress.iteration,
-            take=lambda: self._take(progress),
-            keep=self._settings.keep_checkpoints,
-            remedy=_REMEDY,
-        )
 
     def _take(self, progress: Progress) -> TakenState:
         """Take the state as it is now."""
@@ -266,12 +271,8 @@ class Checkpoints:
         return TakenState(
             pieces=parts.pieces,
             objects={name: SavedObject.of(found) for name, found in parts.objects.items()},
-            once={
-                _COMMON: values.dumps(parts.common),
-                COMMON_STATE_FNAME: pickled(parts.common),
-                "metadata.json": json.dumps(dataclasses.asdict(_FORMAT)).encode(),
-            },
-            manifest=lambda save_id, _: dataclasses.replace(about, save_id=save_id).to_dict(),
+            once=common_files(parts.common),
+            manifest=lambda save_id, _: {**about, "save_id": save_id},
         )
 
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
@@ -324,16 +325,16 @@ class Checkpoints:
         """Return the checkpoint of an iteration; on rank 0 only."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
-        if not manifest.config:
-            with CheckpointReader(path, manifest.files, {}) as reader:
+        if not manifest["config"]:
+            with CheckpointReader(path, manifest["files"], {}) as reader:
                 common = _common(reader)
-            manifest = make_manifest(path, manifest.files, common, self._config)
+            manifest = make_manifest(path, manifest["files"], common, self._config)
             if self._loads_optimizer and self._config.parallel.use_distributed_optimizer:
                 require_reshardable(path, common.get(_CONTENT) or {})
         rows = state.padded_vocab_size(self._chunks)
         require_same_model(manifest, self._config, rows, f"--load {path}")
-        if rows != manifest.padded_vocab_size:
-            self._warn_of_padding(rows, manifest.padded_vocab_size, path)
+        if rows != manifest["padded_vocab_size"]:
+            self._warn_of_padding(rows, manifest["padded_vocab_size"], path)
         if self._loads_optimizer:
             require_same_optimizer(manifest, self._config, f"--load {path}")
         return path, manifest
@@ -358,7 +359,9 @@ class Checkpoints:
 
     def _loads_rng(self, manifest: Manifest) -> bool:
         wanted = not (self._settings.no_load_rng or self._settings.finetune)
-        return wanted and manifest.has_rng and manifest.shape == state.mesh_shape(self._config)
+        return (
+            wanted and manifest["has_rng"] and manifest["shape"] == state.mesh_shape(self._config)
+        )
 
     def _read(
         self, reader: CheckpointReader, manifest: Manifest
@@ -391,29 +394,34 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        # What the strategy finds wrong names ranks itself.
-        loaded = self._all.together(lambda: self._read_shards(whole, reader), name_ranks=False)
+        # What fails while shards are read names ranks itself.
+        loaded = self._all.together(
+            lambda: self._read_shards(whole, common, reader), name_ranks=False
+        )
         return common, loaded, has_all, has_adapters
 
-    def _read_shards(self, whole: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-        strategy: LoadShardedStrategy = _LoadShards(reader, self._all)
-        if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
-            strategy = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
-        loaded, _, absent = dist_checkpointing.load(
-            whole,
-            str(reader.path),
-            strategy,
-            _LoadCommon(reader),
-            strict=StrictHandling.RETURN_UNEXPECTED,
+    def _read_shards(
+        self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
+    ) -> dict[str, Any]:
+        """Read the shards of a state, beside what all ranks have in common. Collective."""
+
+        def read(shards: Any, _: object = None) -> Any:
+            return self._all.together(lambda: _read_into(shards, reader))
+
+        shards, own, factories = load_preprocess(whole)
+        shards = self._all.together(
+            lambda: _present(extract_sharded_base(shards)[0], reader), name_ranks=False
         )
-        # Layers of Transformer Engine keep their own scratch state, which others do not write.
-        absent = sorted(key for key in absent if not key.endswith(_SCRATCH))
-        if absent:
-            raise CheckpointError(
-                f"--load {reader.path} has no {absent[0]} ({len(absent)} such): it is of another "
-                "model or optimizer; give the settings it was trained with"
-            )
-        return state.with_own_storage(loaded)
+        if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
+            # Of a strategy of megatron-core this uses nothing else.
+            strategy = SimpleNamespace(load=read)
+            sharing = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
+            loaded = sharing.load(shards, reader.path)
+        else:
+            loaded = read(shards)
+        merge(common, own)
+        merge(common, loaded)
+        return state.with_own_storage(apply_factory_merges(common, factories))
 
     def _replicas(self) -> int:
         """Ranks that can share out what they hold alike; all ranks of the job must agree on it."""
@@ -432,105 +440,72 @@ def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> 
 
 
 def _common(reader: CheckpointReader) -> dict[str, Any]:
-    return dict(reader.read_values(_COMMON, COMMON_STATE_FNAME))
+    return dict(reader.read_values(COMMON, PICKLED_COMMON))
 
 
-class _Compatible:
-    """Answers megatron-core's questions about versions: manifests are checked before."""
+def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
+    """Return the shards that a checkpoint has: all but what layers keep for 8-bit types.
 
-    can_handle_sharded_objects = True
-
-    def check_backend_compatibility(self, loaded_backend: Any) -> None:
-        """Accept it."""
-
-    def check_version_compatibility(self, loaded_version: Any) -> None:
-        """Accept it."""
-
-
-class _LoadCommon(_Compatible, LoadCommonStrategy):
-    """Lets megatron-core read what all ranks have in common by our reader."""
-
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-
-    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """Return it."""
-        return _common(self._reader)
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Refuse: the other strategy does it."""
-        raise NotImplementedError
-
-
-class _LoadShards(_Compatible, LoadShardedStrategy):
-    """Lets megatron-core read shards by our reader.
-
-    Args:
-        reader: of the checkpoint.
-        ranks: all of them, which load together.
+    Raises:
+        CheckpointError: others are missing.
     """
 
-    def __init__(self, reader: CheckpointReader, ranks: RankGroup) -> None:
-        self._reader, self._ranks = reader, ranks
+    def is_there(shard: Any) -> bool:
+        if isinstance(shard, ShardedObject):
+            return shard.unique_key in reader.objects
+        return shard.key in reader.tensors
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Return a state with what was saved in the place of shards. Collective."""
-        return self._ranks.together(lambda: self._load(sharded_state_dict))
+    present, others = extract_matching_values(shards, is_there)
+    # Layers of Transformer Engine keep their own scratch state, which others do not write.
+    absent = sorted({one.key for one in nested_values(others) if not one.key.endswith(_SCRATCH)})
+    if absent:
+        raise CheckpointError(
+            f"--load {reader.path} has no {absent[0]} ({len(absent)} such): it is of another "
+            "model or optimizer; give the settings it was trained with"
+        )
+    return dict(present)
 
-    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """Return the tensors of the checkpoint without their data, by name."""
-        return {
-            name: ShardedTensor.from_rank_offsets(
-                name, torch.empty(saved.size, dtype=saved.dtype, device="meta")
-            ).without_data()
-            for name, saved in self._reader.tensors.items()
-        }
 
-    def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """Return all that the checkpoint has, without data, by name."""
-        objects = map(ShardedObject.empty_from_unique_key, self._reader.objects)
-        return {one.unique_key: one for one in objects} | self.load_tensors_metadata(checkpoint_dir)
+def _read_into(shards: Any, reader: CheckpointReader) -> Any:
+    """Return a state with what was saved in the place of shards."""
+    wanted: list[WantedPart] = []
+    objects: dict[str, list[Any]] = {}
+    padding: list[torch.Tensor] = []
 
-    def _load(self, sharded_state_dict: Any) -> Any:
-        wanted: list[WantedPart] = []
-        objects: dict[str, list[Any]] = {}
-        padding: list[torch.Tensor] = []
-
-        def found(shard: Any) -> Any:
-            if isinstance(shard, ShardedObject):
-                name = shard.unique_key
-                if name not in objects:
-                    objects[name] = self._reader.read_object(name)
-                left = objects[name]
-                return left.pop(0) if len(left) > 1 else left[0]
-            saved, size = self._reader.tensors[shard.key].size, torch.Size(shard.global_shape)
-            if saved != size and not shard.allow_shape_mismatch:
-                raise CheckpointError(
-                    f"{self._reader.path} has {shard.key} with shape {list(saved)}, and the run"
-                    f" with {list(size)}: it is of another model"
-                )
-            if shard.data is None:
-                shard.init_data(torch.device("cpu"))
-            data = shard.data.detach()
-            lead = shard.prepend_axis_num
-            ends = zip(data.shape, saved[lead:], shard.global_offset[lead:], strict=True)
-            for axis, (length, end, at) in enumerate(ends):
-                if (kept := min(length, max(0, end - at))) < length:
-                    padding.append(data.narrow(axis, kept, length - kept))
-            part = WantedPart(
-                name=shard.key,
-                offset=shard.global_offset,
-                target=data[(None,) * shard.prepend_axis_num],
-                may_exceed=shard.allow_shape_mismatch,
+    def found(shard: Any) -> Any:
+        if isinstance(shard, ShardedObject):
+            name = shard.unique_key
+            if name not in objects:
+                objects[name] = reader.read_object(name)
+            left = objects[name]
+            return left.pop(0) if len(left) > 1 else left[0]
+        saved, size = reader.tensors[shard.key].size, torch.Size(shard.global_shape)
+        if saved != size and not shard.allow_shape_mismatch:
+            raise CheckpointError(
+                f"{reader.path} has {shard.key} with shape {list(saved)}, and the run"
+                f" with {list(size)}: it is of another model"
             )
-            wanted.append(part)
-            return data
+        if shard.data is None:
+            shard.init_data(torch.device("cpu"))
+        data, lead = shard.data.detach(), shard.prepend_axis_num
+        ends = zip(data.shape, saved[lead:], shard.global_offset[lead:], strict=True)
+        for axis, (length, end, at) in enumerate(ends):
+            if (kept := min(length, max(0, end - at))) < length:
+                padding.append(data.narrow(axis, kept, length - kept))
+        part = WantedPart(
+            name=shard.key,
+            offset=shard.global_offset,
+            target=data[(None,) * lead],
+            may_exceed=shard.allow_shape_mismatch,
+        )
+        wanted.append(part)
+        return data
 
-        state = dict_list_map_outplace(found, sharded_state_dict)
-        self._reader.read(wanted)
-        for rows in padding:  # of a vocabulary that was padded less
-            rows.zero_()
-        return state
+    state = dict_list_map_outplace(found, shards)
+    reader.read(wanted)
+    for rows in padding:  # of a vocabulary that was padded less
+        rows.zero_()
+    return state
 
 
 def _replica_group() -> dist.ProcessGroup:
@@ -554,16 +529,7 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
         load = CheckpointFolder(settings.load)
         return load.latest() or 0 if load.path.resolve() == folder.path.resolve() else None
 
-    return prepare(
-        folder,
-        job,
-        _REMEDY,
-        settings.save_local,
-        latest,
-        option="--save-local",
-        patience="--distributed-timeout-minutes",
-        keep=settings.keep_checkpoints,
-    )
+    return prepare(folder, job, _REMEDY, settings.save_local, latest, settings.keep_checkpoints)
 
 
 class RunState:
@@ -604,11 +570,8 @@ class RunState:
     def head(self) -> Mapping[str, Any]:
         """Return what a checkpoint made of snapshots needs; see ``SnapshotState``."""
         return {
-            "common": _COMMON,
-            "pickled": COMMON_STATE_FNAME,
             "has_common": state.has_parameters(self._run.optimizer),
-            "manifest": self._checkpoints.manifest(self._progress()).to_dict(),
-            "format": dataclasses.asdict(_FORMAT),
+            "manifest": self._checkpoints.manifest(self._progress()),
         }
 
     def is_changed(self) -> bool:
@@ -643,9 +606,9 @@ def require_same_model(
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
         different.append("it has no adapters to go on with; start some with --finetune")
-    if not _same_vocabulary(saved, manifest.padded_vocab_size, config, padded_vocab_size):
+    if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
         different.append(
-            f"padded vocabulary is {manifest.padded_vocab_size} in the checkpoint and "
+            f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "
             f"{padded_vocab_size} here, more than padding explains"
         )
     if different:
@@ -662,7 +625,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, what: str)
         CheckpointError: there is none, or it is of another kind.
     """
     remedy = "load the weights alone with --no-load-optim or --finetune"
-    if not manifest.has_optimizer:
+    if not manifest["has_optimizer"]:
         raise CheckpointError(f"{what} holds no optimizer state (--no-save-optim): {remedy}")
     saved = _saved_config(manifest, what)
     for flag, before, now in (
@@ -689,7 +652,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, what: str)
 
 def _saved_config(manifest: Manifest, what: str) -> TrainerConfig:
     try:
-        return TrainerConfig.from_dict(manifest.config)
+        return TrainerConfig.from_dict(manifest["config"])
     except ConfigError as error:
         raise CheckpointError(f"{what}: {error}") from None
 

@@ -184,22 +184,23 @@ def export_hf(argv: Sequence[str]) -> None:
     parser.add_argument("--config", metavar="DIR", help=text)
     text = "size of the largest file in GB (50)"
     parser.add_argument("--shard-gb", type=number(float, 1e-6, 1e6), default=50.0, help=text)
-    kind = parser.add_mutually_exclusive_group()
+    add = parser.add_mutually_exclusive_group().add_argument
     text = "write the adapters alone, as PEFT does"
-    kind.add_argument("--lora", action="store_true", help=text)
+    add("--lora", action="store_const", dest="kind", const="adapters", default="model", help=text)
     text = "write the model with its adapters merged into its weights"
-    kind.add_argument("--merge-lora", action="store_true", help=text)
+    add("--merge-lora", action="store_const", dest="kind", const="merged", help=text)
     options = parser.parse_args(argv)
     _load_libraries()
-    from megatron.adaptive.checkpoint import export
+    from megatron.adaptive.checkpoint.export import export_folder
 
-    like = None if options.config is None else Path(options.config)
-    given = (Path(options.checkpoints), options.step, like, Path(options.output))
-    if options.lora:
-        export.export_adapters(*given)
-    else:
-        write = export.export_merged if options.merge_lora else export.export_folder
-        write(*given, round(options.shard_gb * _GB))
+    export_folder(
+        Path(options.checkpoints),
+        options.step,
+        None if options.config is None else Path(options.config),
+        Path(options.output),
+        kind=options.kind,
+        shard_bytes=round(options.shard_gb * _GB),
+    )
     show(f"{options.output}: written")
 
 

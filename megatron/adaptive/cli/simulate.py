@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.adaptive.config.command_parser import CommandParser, count, number
-from megatron.adaptive.config.schedule import parse_widths
 from megatron.adaptive.errors import ConfigError, ScheduleError
-from megatron.adaptive.schedule.compare import Candidate, CandidateOutcome, evaluate, make_candidate
-from megatron.adaptive.schedule.registry import policy_names
-from megatron.adaptive.schedule.unequal import SCHEDULES, simulate
-from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.auto import CandidateOutcome, evaluate
+from megatron.adaptive.schedule.registry import Candidate, make_candidate, policy_names
 from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, load_profile
 from megatron.adaptive.trace.files import replaced
 
@@ -28,33 +23,11 @@ _MAX_ACTIONS = 200_000
 _MAX_WORK = 4_000_000
 """Forwards of all simulated steps of a schedule; a million take up to half a minute."""
 _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
-_SIZES = "--stage-data-parallel-sizes"
-# What the simulation of stages of unequal sizes does not know, with what says nothing.
-_UNKNOWN = {
-    "jitter": 0.0,
-    "exchange": 0.0,
-    "microbatch_jitter": 0.0,
-    "occupancy": 0.0,
-    "slow_rank": [],
-    "weight_pieces": None,
-    "placement": None,
-    "chart": None,
-}
 
 
 def main(argv: Sequence[str]) -> int:
     """Simulate, print a table and a chart; writes a picture and JSON where asked."""
     options = _parser().parse_args(argv)
-    unequal = options.stage_data_parallel_sizes is not None
-    records = _simulate_unequal(options) if unequal else _simulate(options)
-    if options.json is not None:
-        with replaced(options.json) as temporary:
-            Path(temporary).write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Simulates and prints; returns the figures for JSON."""
     profile = _profile(options, options.stages * options.chunks)
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
     seeds = range(options.seed, options.seed + (options.draws if spread else 1))
@@ -64,29 +37,30 @@ def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
         candidate = _candidate(options, name.strip())
         outcomes.append(evaluate(candidate, options.microbatches, profile, list(seeds)))
     draws = f"{len(seeds)} draw{'s' * (len(seeds) > 1)} each; peak in microbatches of a whole rank"
-    rows = [
-        (str(o.candidate), o.mean_s, o.bubble_fraction, f"{o.peak_units:.3g}") for o in outcomes
-    ]
-    _print_table(draws, rows)
+    _print_table(draws, outcomes)
     if options.chart is not None:
         # Half a second to import, and only wanted here.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
         print(f"\nchart: {options.chart}")
-    return [
-        {
-            "schedule": one.candidate.name,
-            "placement": one.candidate.placement.kind,
-            "chunks": one.candidate.placement.num_chunks,
-            "weight_pieces": one.candidate.weight_pieces,
-            "cap": one.candidate.cap,
-            "makespans_s": list(one.makespans_s),
-            "bubble_fraction": one.bubble_fraction,
-            "peak_microbatches": one.peak_units,
-        }
-        for one in outcomes
-    ]
+    if options.json is not None:
+        records = [
+            {
+                "schedule": one.candidate.name,
+                "placement": one.candidate.placement.kind,
+                "chunks": one.candidate.placement.num_chunks,
+                "weight_pieces": one.candidate.weight_pieces,
+                "cap": one.candidate.cap,
+                "makespans_s": list(one.makespans_s),
+                "bubble_fraction": one.bubble_fraction,
+                "peak_microbatches": one.peak_units,
+            }
+            for one in outcomes
+        ]
+        with replaced(options.json) as temporary:
+            Path(temporary).write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,8 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--stages", type=count, required=True, help="ranks of the pipeline")
     add("--chunks", type=count, default=2, help="chunks per rank, where a schedule has several")
     add("--microbatches", type=count, required=True, help="microbatches per step")
-    sizes = "ranks of each stage, of which each has one of so many microbatches"
-    add(_SIZES, metavar="2-1", help=sizes)
     known = f"what to compare: {', '.join(policy_names())}"
     add("--schedules", default=_SCHEDULES, metavar="A,B", help=known)
     work = parser.add_argument_group("work")
@@ -199,80 +171,16 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
         raise ConfigError(f"--schedules {options.schedules}: {error}") from error
 
 
-def _print_table(head: str, rows: Sequence[tuple[str, float, float, str]]) -> None:
-    """Prints name, seconds, bubble and peaks of each schedule; speed-ups are over the first."""
-    first, slowest = rows[0][1], max(seconds for _, seconds, _, _ in rows)
+def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
+    """Prints seconds, bubble and peak of each schedule; speed-ups are over the first."""
+    first, slowest = outcomes[0].mean_s, max(one.mean_s for one in outcomes)
     if not first:
         raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
-    width = max(len(name) for name, _, _, _ in rows)
-    places = max(5, *(len(peak) for _, _, _, peak in rows))
-    print(f"{head}\n\n{'schedule':{width}}  step s  speed-up  bubble  {'peak':>{places}}")
-    for name, seconds, bubble, peak in rows:
-        bar = "█" * round(_BAR * seconds / slowest)
+    width = max(len(str(one.candidate)) for one in outcomes)
+    print(f"{head}\n\n{'schedule':{width}}  step s  speed-up  bubble   peak")
+    for one in outcomes:
+        bar = "█" * round(_BAR * one.mean_s / slowest)
         print(
-            f"{name:{width}}  {seconds:6.4g}  {first / seconds:7.3f}x  {bubble:5.1%}"
-            f"  {peak:>{places}}  {bar}"
+            f"{one.candidate!s:{width}}  {one.mean_s:6.4g}  {first / one.mean_s:7.3f}x"
+            f"  {one.bubble_fraction:5.1%}  {one.peak_units:5.3g}  {bar}"
         )
-
-
-def _simulate_unequal(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Simulates stages of unequal sizes and prints; returns the figures for JSON."""
-    widths = _widths(options)
-    for name, nothing in _UNKNOWN.items():
-        if getattr(options, name) != nothing:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is not known with {_SIZES}: leave it out"
-            )
-    stages = widths.num_stages
-    forward, backward = (options.forward,) * stages, (options.backward + options.weight,) * stages
-    if options.profile is not None:
-        times = load_profile(options.profile, num_stages=stages).times
-        forward = times.forward_s
-        backward = tuple(map(sum, zip(times.backward_s, times.weight_s, strict=True)))
-    default = options.schedules == _SCHEDULES
-    steps = {}
-    for name in SCHEDULES if default else map(str.strip, options.schedules.split(",")):
-        try:
-            steps[name] = simulate(
-                name,
-                widths,
-                options.microbatches,
-                forward_s=forward,
-                backward_s=backward,
-                message_s=(options.latency,) * (stages - 1),
-                cap=options.cap,
-            )
-        except ScheduleError as error:
-            raise ConfigError(f"--schedules {options.schedules}: {error}") from error
-    rows = []
-    for name, step in steps.items():
-        peaks = "-".join(
-            f"{max(step.peak_units[rank] for rank in widths.ranks_of(stage)):g}"
-            for stage in range(stages)
-        )
-        rows.append((name, step.makespan_s, statistics.fmean(step.bubble_fraction), peaks))
-    _print_table(f"stages of {widths} ranks; peak in microbatches of a rank of each stage", rows)
-    return [
-        {
-            "schedule": name,
-            "makespans_s": [step.makespan_s],
-            "bubble_fraction": statistics.fmean(step.bubble_fraction),
-            "peak_microbatches": list(step.peak_units),
-            "orders": [" ".join(map(str, order)) for order in step.orders],
-        }
-        for name, step in steps.items()
-    ]
-
-
-def _widths(options: argparse.Namespace) -> Widths:
-    text = options.stage_data_parallel_sizes
-    try:
-        widths = Widths(parse_widths(text))
-    except ValueError as error:
-        raise ConfigError(f"{_SIZES} {error}") from error
-    if widths.num_stages != options.stages:
-        raise ConfigError(
-            f"{_SIZES} {text} gives the ranks of {widths.num_stages} stages, --stages is"
-            f" {options.stages}: make them equal"
-        )
-    return widths

@@ -229,7 +229,7 @@ def _arguments(
     # Of a model of several kinds of input, what reads text.
     text = document.get("text_config")
     config: Mapping[str, Any] = text if isinstance(text, dict) else document
-    family = _family(config.get("model_type", document["model_type"]), where)
+    family = _family({"model_type": document["model_type"], **config}, where)
     config = _flat(family, config)
     words = family.arguments.split()
     if "--moe-router-dtype" in words and not _value(config, "n_routed_experts"):
@@ -299,17 +299,7 @@ def load_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     document = read_json(path, "name the folder of a Hugging Face model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise ConfigError(f"{path} names no model_type: it is of no model of Hugging Face")
-    if document["model_type"] not in _FAMILIES:
-        near = difflib.get_close_matches(document["model_type"], _FAMILIES, n=1) or ["llama"]
-        strange = {key for key, value in document.items() if value}
-        strange -= {*_READ, *_WITHOUT_EFFECT, *_ACTIVATION, *_ONLY}
-        strange.difference_update(*_FAMILIES[near[0]].optional.values())
-        lacks = f", which lacks {', '.join(sorted(strange))}" if strange else ""
-        known = ", ".join(name for name, one in _FAMILIES.items() if not one.differs)
-        raise ConfigError(
-            f"{path}: model_type {document['model_type']!r} is not known; the nearest is"
-            f" {near[0]}{lacks}; {known} are read"
-        )
+    _family(document, str(path))
     words, differs = config_arguments(document, str(path))
     with _expected_kinds(str(path)):
         return document, _trained(folder, document, words, differs)
@@ -389,7 +379,7 @@ def _refuse(
         is_well, why = value == config.get("resid_pdrop"), "another dropout of embeddings"
     elif key == "norm_topk_prob" and "--num-experts" in words:
         raw = config["model_type"] == "deepseek_v2" or "--moe-router-pre-softmax" in words
-        is_well, why, nearest = bool(value) != raw, "weights scaled otherwise", str(raw).lower()
+        is_well, why, nearest = bool(value) != raw, "weights scaled otherwise", str(not raw).lower()
     elif key == "num_experts_per_tok" and "--moe-router-pre-softmax" not in words:
         is_well, why, nearest = value != 1, "one expert whose weight is always 1", "2"
     elif key == "topk_method":
@@ -460,14 +450,20 @@ def _rotation(config: Mapping[str, Any], *, latent: bool) -> list[str]:
     return []
 
 
-def _family(name: Any, where: str) -> _Family:
+def _family(config: Mapping[str, Any], where: str) -> _Family:
+    name = config["model_type"]
     if name in _FAMILIES:
         return _FAMILIES[name]
-    nearest = difflib.get_close_matches(str(name), _FAMILIES, n=1)
-    hint = f"the nearest is {nearest[0]}" if nearest else f"known are {', '.join(_FAMILIES)}"
+    near = (difflib.get_close_matches(str(name), _FAMILIES, n=1) or ["llama"])[0]
+    strange = {key for key, value in config.items() if value}
+    strange -= {*_READ, *_WITHOUT_EFFECT, *_ACTIVATION, *_ONLY}
+    strange.difference_update(*_FAMILIES[near].optional.values())
+    lacks = f", which lacks {', '.join(sorted(strange))}" if strange else ""
+    known = ", ".join(name for name, one in _FAMILIES.items() if not one.differs)
     raise ConfigError(
-        f"{where}: how layers of model_type {name!r} are made is not known ({hint}): give their"
-        " sizes as `layers` of a model file, see plan --schema model"
+        f"{where}: model_type {name!r} is not known; the nearest is {near}{lacks}; {known} are"
+        " read; to plan another one give its sizes as `layers` of a model file, see plan --schema"
+        " model"
     )
 
 

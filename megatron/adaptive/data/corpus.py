@@ -8,7 +8,7 @@ Owns the choice of files, the vocabulary trained on them and the folder that hol
              corpus.json                     settings and sizes; says that the rest is whole
              index_cache/                    made by training runs
 
-The folder appears under its name only when it is whole, and is used again by the next call.
+A folder with its manifest is whole, and is used again by the next call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import sysconfig
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +24,14 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
 from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.data.indexed import INDEX_CACHE
+from megatron.adaptive.data.indexed import INDEX_CACHE, locked
 from megatron.adaptive.data.preprocess import PreprocessSpec, Progress, preprocess
 from megatron.adaptive.data.tokenizer import END_OF_DOCUMENT
 from megatron.adaptive.errors import ConfigError, DataError
 
 _FORMAT = 1
-_MANIFEST = "corpus.json"
+_MANIFEST, _LOCK = "corpus.json", ".lock"
+_LEFT_BEHIND = ".corpus_text_document.*.tmp.*"  # by a process that was killed
 _FILES = (
     "corpus.jsonl",
     "vocab.json",
@@ -94,8 +91,7 @@ class Corpus:
 def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus:
     """Make the corpus, or find it made by an earlier call with the same settings.
 
-    Safe against a second process doing the same at the same time: one of the two wins, both
-    return whole files.
+    A second process that does the same at the same time waits, and finds it made.
 
     Args:
         spec: folder and sizes.
@@ -115,7 +111,21 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         if value < 1:
             raise ConfigError(f"{flag} is {value}, but must be at least 1")
     folder = spec.output_dir.absolute()
-    reused = _is_whole(folder, spec) or _make(folder, spec, progress)
+    reused = _is_whole(folder, spec)
+    if not reused:
+        documents = _documents(spec)
+        _refuse_foreign(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(folder / _LOCK):
+                reused = _is_whole(folder, spec)  # another process was faster
+                if not reused:
+                    _fill(folder, documents, spec, progress)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: cannot be written ({error.strerror}); free space or choose another "
+                "--output-dir"
+            ) from None
     return Corpus(
         jsonl=folder / "corpus.jsonl",
         vocab_file=folder / "vocab.json",
@@ -123,29 +133,6 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
         data_prefix=folder / "corpus_text_document",
         reused=reused,
     )
-
-
-def _make(folder: Path, spec: CorpusSpec, progress: Progress | None) -> bool:
-    """Make a corpus; return whether another process was faster."""
-    _refuse_foreign(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-        work.mkdir()
-    except OSError as error:
-        raise DataError(
-            f"{folder}: cannot be made ({error.strerror}); choose another --output-dir"
-        ) from None
-    try:
-        _fill(work, spec, progress)
-        return _publish(work, folder, spec)
-    except OSError as error:
-        raise DataError(
-            f"{folder}: cannot be written ({error.strerror}); free space or choose another "
-            "--output-dir"
-        ) from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def source_files(source_dir: Path) -> list[Path]:
@@ -167,8 +154,10 @@ def source_files(source_dir: Path) -> list[Path]:
     return sorted(found, key=key)
 
 
-def _documents(source_dir: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
-    """Yield (relative path, text) of the files that fit into ``max_bytes`` together."""
+def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
+    """Returns (relative path, text) of the files that fit into ``max_bytes`` together."""
+    source_dir = spec.source_dir or Path(sysconfig.get_path("stdlib"))
+    found: list[tuple[str, str]] = []
     taken = 0
     for path in source_files(source_dir):
         try:
@@ -176,23 +165,24 @@ def _documents(source_dir: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
             text = raw.decode("utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        if not text.strip():
-            continue
-        if taken + len(raw) > max_bytes:
-            continue
-        taken += len(raw)
-        yield path.relative_to(source_dir).as_posix(), text
-
-
-def _fill(folder: Path, spec: CorpusSpec, progress: Progress | None) -> None:
-    source_dir = spec.source_dir or Path(sysconfig.get_path("stdlib"))
-    documents = list(_documents(source_dir, spec.max_bytes))
-    if not documents:
+        if text.strip() and taken + len(raw) <= spec.max_bytes:
+            taken += len(raw)
+            found.append((path.relative_to(source_dir).as_posix(), text))
+    if not found:
         raise DataError(
             f"{source_dir}: holds no Python source file within {spec.max_bytes} bytes; raise "
             "--max-bytes, install Python with its sources, or give your own text to "
             "tools/preprocess_data.py"
         )
+    return found
+
+
+def _fill(
+    folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
+) -> None:
+    """Writes all files, the manifest last; without it the others count for nothing."""
+    for old in (folder / _MANIFEST, *folder.glob(_LEFT_BEHIND)):
+        old.unlink(missing_ok=True)
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:
         for path, text in documents:
             stream.write(json.dumps({"text": text, "path": path}) + "\n")
@@ -251,27 +241,11 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise DataError(f"{folder}: is not a folder; choose another --output-dir")
-    ours = {*_FILES, _MANIFEST, INDEX_CACHE}
+    ours = {*_FILES, _MANIFEST, _LOCK, INDEX_CACHE}
+    ours |= {entry.name for entry in folder.glob(_LEFT_BEHIND)}
     foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
     if foreign:
         raise DataError(
             f"{folder}: holds other files (such as {foreign[0]!r}) and no corpus of these "
             "settings; choose another --output-dir or empty it"
         )
-
-
-def _publish(work: Path, folder: Path, spec: CorpusSpec) -> bool:
-    """Move ``work`` to ``folder``; return whether another process was there first."""
-    with suppress(OSError):
-        # Succeeds when the folder is missing or empty, in one step.
-        os.rename(work, folder)
-        return False
-    if _is_whole(folder, spec):
-        return True
-    _refuse_foreign(folder)
-    # A broken corpus, or one of other settings: without its manifest it counts for nothing until
-    # the new manifest is in place.
-    (folder / _MANIFEST).unlink(missing_ok=True)
-    for name in (*_FILES, _MANIFEST):
-        os.replace(work / name, folder / name)
-    return False

@@ -16,15 +16,13 @@ accelerator substitutions are installed.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from megatron.adaptive.config.data import DataConfig
-from megatron.adaptive.data.indexed import INDEX_CACHE, check_indexed, check_vocabulary_fits
+from megatron.adaptive.data.indexed import INDEX_CACHE, check_indexed, check_vocabulary_fits, locked
 from megatron.adaptive.data.lengths import Conversations, DocumentDataset
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
@@ -218,29 +216,17 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     Raises:
         ConfigError: weights and prefixes do not alternate, or a weight is not positive.
     """
-    given = " ".join(words)
     if not words:
         raise ConfigError(f"{flag} is empty; name at least one prefix")
     weights = [_weight(word) for word in words[::2]]
     if len(words) % 2 or all(weight is None for weight in weights):
-        # A path may look like a number, so an odd count is read as paths unless one is missing.
-        odd = [word for word in words if _weight(word) is not None and not _exists(word)]
-        if odd:
-            raise ConfigError(
-                f"{flag} {given}: {odd[0]} is neither a prefix nor followed by one; "
-                "write weights and prefixes in turn (0.3 a 0.7 b) or prefixes only"
-            )
         return list(words), None
-    valid = [weight for weight in weights if weight is not None]
-    if len(valid) != len(weights):
-        missing = words[2 * weights.index(None)]
+    valid = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
+    if len(valid) < len(weights):
         raise ConfigError(
-            f"{flag} {given}: {missing!r} stands where a weight should; write weights and prefixes "
-            "in turn (0.3 a 0.7 b) or prefixes only"
+            f"{flag} {' '.join(words)}: not every prefix has a weight above 0 before it; write "
+            "weights and prefixes in turn (0.3 a 0.7 b) or prefixes only"
         )
-    for weight in valid:
-        if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"{flag} {given}: weight {weight} must be a number above 0")
     return list(words[1::2]), valid if len(valid) > 1 else None
 
 
@@ -249,10 +235,6 @@ def _weight(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-def _exists(prefix: str) -> bool:
-    return Path(f"{prefix}.idx").exists()
 
 
 @dataclass
@@ -321,7 +303,7 @@ def _kept(
     try:
         if not all(path.is_file() for path in paths):
             folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder / ".lock"):
+            with locked(folder / ".lock"):
                 if not all(path.is_file() for path in paths):
                     _write(paths, make())
         return [np.load(path, mmap_mode="r") for path in paths]
@@ -341,11 +323,3 @@ def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the kernel frees it when a process dies."""
-    with path.open("ab") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -18,12 +18,14 @@ megatron-core. The index is laid out as::
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -73,26 +75,68 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         DataError: a file is missing, foreign, of another version, truncated, or the two disagree;
             names the file and what was found.
     """
-    prefix = str(prefix)
     idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    sizes = {}
     for path in (idx_path, bin_path):
         if not path.is_file():
-            raise DataError(f"{path}: no such file; {_hint_for_missing(prefix)}")
-        sizes[path] = path.stat().st_size
+            raise DataError(f"{path}: no such file; {_hint_for_missing(str(prefix))}")
     try:
-        with idx_path.open("rb") as stream:
-            header = stream.read(_HEADER.size)
-        dtype, sequences, marks = _parse_header(idx_path, header)
-        _check_idx_size(idx_path, sizes[idx_path], sequences, marks)
-        num_tokens = _check_arrays(
-            idx_path, bin_path, sizes[bin_path], dtype=dtype, sequences=sequences, marks=marks
-        )
+        return _checked(str(prefix), idx_path, bin_path)
     except OSError as error:
         raise DataError(
             f"{idx_path}: cannot be read ({error.strerror}); let this user read it"
         ) from None
+
+
+def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
+    """Checks header, lengths, pointers and marks against each other and the data."""
+    with idx_path.open("rb") as stream:
+        header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        _refuse(
+            idx_path,
+            f"is no token index (starts with {header[:9]!r} instead of {_MAGIC!r}, or ends within "
+            "the header)",
+        )
+    _, version, code, sequences, marks = _HEADER.unpack(header)
+    if version != _VERSION:
+        _refuse(idx_path, f"is a token index of version {version}, but only {_VERSION} can be read")
+    if code not in _DTYPES:
+        _refuse(idx_path, f"has dtype code {code}, known are those of integers")
+    dtype = np.dtype(_DTYPES[code])
+    size, expected = idx_path.stat().st_size, _HEADER.size + 12 * sequences + 8 * marks
+    # Multimodal indices carry one more byte a sequence, which a reader of text ignores.
+    if size not in (expected, expected + sequences):
+        what = "is truncated" if size < expected else "has bytes too many"
+        _refuse(
+            idx_path,
+            f"{what} ({size} bytes, but {sequences} sequences and {marks - 1} documents take "
+            f"{expected})",
+        )
+    if not sequences or marks < 2:
+        _refuse(idx_path, "holds no document")
+    index: npt.NDArray[np.uint8] = np.memmap(idx_path, dtype=np.uint8, mode="r")
+    lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
+    pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + 4 * sequences)
+    ends = np.frombuffer(index, "<i8", marks, _HEADER.size + 12 * sequences)
+    if int(lengths.min()) < 0:
+        _refuse(idx_path, f"sequence {int(lengths.argmin())} has length {int(lengths.min())}")
+    num_tokens, bin_size = int(lengths.sum(dtype=np.int64)), bin_path.stat().st_size
+    if num_tokens * dtype.itemsize != bin_size:
+        _refuse(
+            bin_path,
+            f"has {bin_size} bytes, but its index counts {num_tokens} tokens of {dtype.itemsize} "
+            "bytes; the pair is damaged or mixed up",
+        )
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    if not np.array_equal(pointers, starts * dtype.itemsize):
+        _refuse(idx_path, "offsets do not follow from the lengths")
+    if int(ends[0]) != 0 or int(ends[-1]) != sequences or bool(np.any(np.diff(ends) < 0)):
+        _refuse(idx_path, f"document marks do not rise from 0 to {sequences}")
     return IndexedInfo(prefix=prefix, dtype=dtype, num_sequences=sequences, num_tokens=num_tokens)
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise DataError(f"{path}: {why}; {_AGAIN}")
 
 
 def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
@@ -140,77 +184,6 @@ def _hint_for_missing(prefix: str) -> str:
     return f"{_AGAIN}, or correct --data-path"
 
 
-def _parse_header(path: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise DataError(
-            f"{path}: is no token index (starts with {header[:9]!r} instead of {_MAGIC!r}, or ends "
-            f"within the header); {_AGAIN}"
-        )
-    _, version, code, sequences, marks = _HEADER.unpack(header)
-    if version != _VERSION:
-        raise DataError(
-            f"{path}: is a token index of version {version}, but only {_VERSION} can be read; "
-            f"{_AGAIN}"
-        )
-    if code not in _DTYPES:
-        raise DataError(f"{path}: has dtype code {code}, known are those of integers; {_AGAIN}")
-    dtype = np.dtype(_DTYPES[code])
-    return dtype, sequences, marks
-
-
-def _check_idx_size(path: Path, size: int, sequences: int, marks: int) -> None:
-    expected = _HEADER.size + 12 * sequences + 8 * marks
-    # Multimodal indices carry one more byte a sequence, which a reader of text ignores.
-    if size not in (expected, expected + sequences):
-        what = "is truncated" if size < expected else "has bytes too many"
-        raise DataError(
-            f"{path}: {what} ({size} bytes, but {sequences} sequences and {marks - 1} documents "
-            f"take {expected}); {_AGAIN}"
-        )
-    if not sequences or marks < 2:
-        raise DataError(f"{path}: holds no document; {_AGAIN}")
-
-
-def _check_arrays(
-    idx_path: Path,
-    bin_path: Path,
-    bin_size: int,
-    *,
-    dtype: np.dtype[Any],
-    sequences: int,
-    marks: int,
-) -> int:
-    """Check lengths, pointers and marks against each other and the data; return the tokens."""
-    index: npt.NDArray[np.uint8] = np.memmap(idx_path, dtype=np.uint8, mode="r")
-    offset = _HEADER.size
-
-    def take(count: int, kind: str) -> npt.NDArray[Any]:
-        nonlocal offset
-        array = np.frombuffer(index, dtype=kind, count=count, offset=offset)
-        offset += array.nbytes
-        return array
-
-    lengths, pointers, ends = take(sequences, "<i4"), take(sequences, "<i8"), take(marks, "<i8")
-    if int(lengths.min()) < 0:
-        raise DataError(
-            f"{idx_path}: sequence {int(lengths.argmin())} has length {int(lengths.min())}; "
-            f"{_AGAIN}"
-        )
-    num_tokens = int(lengths.sum(dtype=np.int64))
-    if num_tokens * dtype.itemsize != bin_size:
-        raise DataError(
-            f"{bin_path}: has {bin_size} bytes, but its index counts {num_tokens} tokens of "
-            f"{dtype.itemsize} bytes; the pair is damaged or mixed up, {_AGAIN}"
-        )
-    starts = np.cumsum(lengths, dtype=np.int64)
-    starts -= lengths
-    if not np.array_equal(pointers, starts * dtype.itemsize):
-        raise DataError(f"{idx_path}: offsets do not follow from the lengths; {_AGAIN}")
-    if int(ends[0]) != 0 or int(ends[-1]) != sequences or bool(np.any(np.diff(ends) < 0)):
-        raise DataError(f"{idx_path}: document marks do not rise from 0 to {sequences}; {_AGAIN}")
-    return num_tokens
-
-
 def _pieces(num_tokens: int, itemsize: int) -> Iterator[tuple[int, int]]:
     piece = _PIECE_BYTES // itemsize
     if num_tokens * itemsize <= _SCAN_WHOLE_BYTES:
@@ -219,3 +192,11 @@ def _pieces(num_tokens: int, itemsize: int) -> Iterator[tuple[int, int]]:
         starts = np.linspace(0, num_tokens - piece, _SCAN_WHOLE_BYTES // _PIECE_BYTES, dtype=int)
     for start in starts.tolist():
         yield start, min(start + piece, num_tokens)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a file; the kernel frees it when a process dies."""
+    with path.open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

@@ -9,6 +9,15 @@ rank takes its part of every block, as in Megatron-LM. With micro-batch size 2 a
 
 A step of any global batch size is a whole number of blocks, so after each step every shape of the
 job (data-parallel size, micro-batch size, global batch size) continues at the same sample.
+
+Where samples differ in length, those of a step are the same; which of them share a microbatch is
+decided from their lengths alone. Every rank knows these without reading a token, so that all ranks
+of a pipeline agree on number and sizes of the microbatches without a message::
+
+    samples of a step    7 3 9 2 5 4        --pack-to 10, two replicas
+    packed               [9] [7 3] [5 4] [2]      one row each, attention within each document
+    replica 0            [9]       [5 4]
+    replica 1                [7 3]       [2]
 """
 
 from __future__ import annotations
@@ -16,6 +25,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +34,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron.adaptive.config.data import BatchConfig
-from megatron.adaptive.errors import DataError
+from megatron.adaptive.errors import ConfigError, DataError
 from megatron.adaptive.schedule.dealing import EQUAL, Size
 
 Microbatch = dict[str, torch.Tensor]
@@ -45,6 +55,7 @@ _WIRE_DTYPES: dict[str, Any] = {
 }
 _PREFETCH = 4  # microbatches that each worker reads ahead
 _INTEGER = ("tokens", "labels", "position_ids")
+_KEYS = (*_INTEGER, "loss_mask")  # of samples of different lengths
 
 
 class BatchSizes:
@@ -108,6 +119,125 @@ class BatchSizes:
         return iterations + max(train_samples - consumed, 0) // self._config.global_batch_size
 
 
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """Groups samples into microbatches.
+
+    Attributes:
+        micro_batch_size: samples of a microbatch where they are padded.
+        replicas: data-parallel size.
+        varies: whether samples differ in length.
+        pack_to: tokens that a microbatch holds at most where they are packed, else ``None``.
+        multiple: number that the tokens of a row are a multiple of.
+        group: number that the microbatches of a replica are a multiple of.
+        least: microbatches that a replica has at least.
+    """
+
+    micro_batch_size: int
+    replicas: int
+    varies: bool = False
+    pack_to: int | None = None
+    multiple: int = 1
+    group: int = 1
+    least: int = 1
+
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Returns the microbatches of all replicas, each a list of positions in ``lengths``."""
+        if self.pack_to is not None:
+            unit, least = self.replicas * self.group, self.replicas * self.least
+            return first_fit(lengths, self.pack_to, unit, least)
+        size = self.micro_batch_size
+        return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
+
+    def size_of(self, lengths: Sequence[int]) -> Size:
+        """Returns the size of a microbatch of samples of these lengths."""
+        if self.pack_to is None:
+            lengths = [self.row_tokens(max(lengths))] * len(lengths)
+        return float(sum(lengths)), float(sum(length * length for length in lengths))
+
+    def positions(self, lengths: Sequence[int]) -> int:
+        """Returns the positions of a microbatch of samples of these lengths, padding included."""
+        if self.pack_to is None:
+            return len(lengths) * self.row_tokens(max(lengths))
+        return self.row_tokens(sum(lengths))
+
+    def row_tokens(self, tokens: int) -> int:
+        """Returns the length of a row of so many tokens."""
+        return -(-tokens // self.multiple) * self.multiple
+
+
+def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
+    """Packs samples into rows: the longest first, each into the first row that has room.
+
+    Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973: first fit decreasing, at
+    most 11/9 of the fewest rows and one.
+
+    Args:
+        lengths: tokens of each sample.
+        room: tokens that a row holds; samples are no longer.
+        unit: number that the rows are a multiple of; rows with the most samples are divided.
+        least: rows at least, divided likewise.
+
+    Returns:
+        Positions in ``lengths``, ascending within a row; rows ascend by their first sample.
+
+    Raises:
+        ConfigError: there are fewer samples than rows to fill.
+    """
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for sample in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
+        length = lengths[sample]
+        row = next((n for n, free in enumerate(left) if free >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            left.append(room)
+        rows[row].append(sample)
+        left[row] -= length
+    wanted = -(-max(len(rows), least) // unit) * unit
+    if wanted > len(lengths):
+        raise ConfigError(
+            f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches, "
+            f"{wanted} here; use a --global-batch-size of so many at least, a multiple of {unit}"
+        )
+    while len(rows) < wanted:
+        largest = max(rows, key=lambda row: (len(row), sum(lengths[n] for n in row)))
+        rows.append(largest[1::2])
+        del largest[1::2]
+    return sorted(sorted(row) for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Holds the sizes of a step's microbatches, over all replicas.
+
+    Attributes:
+        tokens: tokens of documents.
+        padding: share of the positions that hold none.
+        longest: tokens of the longest document.
+        mean_length: mean tokens of a document.
+        num_microbatches: microbatches.
+        least_tokens: tokens of the microbatch with the fewest.
+        most_tokens: tokens of the one with the most.
+    """
+
+    tokens: int
+    padding: float
+    longest: int
+    mean_length: float
+    num_microbatches: int
+    least_tokens: int
+    most_tokens: int
+
+
+def length_of(dataset: Any, index: int) -> int:
+    """Returns the tokens of a sample of a dataset or of a blend of several."""
+    while hasattr(dataset, "dataset_index"):
+        part, index = dataset.dataset_index[index], dataset.dataset_sample_index[index]
+        dataset = dataset.datasets[part]
+    return int(dataset.length_of(index))
+
+
 class MicrobatchLoader:
     """Draws the microbatches of one data-parallel rank, step by step.
 
@@ -117,44 +247,42 @@ class MicrobatchLoader:
     Args:
         dataset: samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
         consumed_samples: samples that all ranks together took before, over the whole run.
-        micro_batch_size: samples a microbatch.
+        batching: how they become microbatches.
         dp_rank: this rank's position among the data-parallel ranks.
-        dp_size: number of data-parallel ranks.
-        num_workers: processes that read ahead; 0 reads in this process.
+        reads: whether this rank needs the tokens; it always knows the lengths.
+        num_workers: processes that read samples of one length ahead; 0 reads in this process.
         pin_memory: hand out page-locked tensors, for asynchronous copies to a GPU.
         on_read: called for every microbatch that was read.
+
+    Attributes:
+        consumed_samples: samples that all ranks together took, those before included.
     """
 
     def __init__(
         self,
-        dataset: Sequence[dict[str, Any]],
+        dataset: Any,
         *,
         consumed_samples: int,
-        micro_batch_size: int,
+        batching: Batching,
         dp_rank: int,
-        dp_size: int,
+        reads: bool = True,
         num_workers: int = 0,
         pin_memory: bool = False,
         on_read: OnRead | None = None,
     ) -> None:
-        self._dataset = dataset
-        self._first_sample = consumed_samples
-        self._micro_batch_size, self._dp_rank = micro_batch_size, dp_rank
-        self._dp_size = dp_size
-        self._block_size = micro_batch_size * dp_size
-        self._num_blocks = max(0, len(dataset) - consumed_samples) // self._block_size
-        self._pin_memory = pin_memory
-        self._on_read = on_read
-        self._next_block = 0
+        self._dataset, self._batching, self._dp_rank = dataset, batching, dp_rank
+        self.consumed_samples = self._first_sample = consumed_samples
+        self._reads, self._pin_memory, self._on_read = reads, pin_memory, on_read
         self._read_ahead: Iterator[Arrays] | None = None
         self._read_block = 0
-        if num_workers:
-            # Both need no more than what they have; torch names its base classes as types.
-            samples: Any = dataset
-            order: Any = map(self._samples, range(dp_rank, self._num_blocks * dp_size, dp_size))
+        if num_workers and not batching.varies:
+            left, replicas = len(dataset) - consumed_samples, batching.replicas
+            blocks = max(0, left) // (batching.micro_batch_size * replicas)
+            # torch names a base class as type, and needs no more than what this has.
+            order: Any = map(self._samples, range(dp_rank, blocks * replicas, replicas))
             self._read_ahead = iter(
                 DataLoader(
-                    samples,
+                    dataset,
                     batch_sampler=order,
                     num_workers=num_workers,
                     prefetch_factor=_PREFETCH,
@@ -165,17 +293,12 @@ class MicrobatchLoader:
                 )
             )
 
-    @property
-    def consumed_samples(self) -> int:
-        """Samples that all ranks together took, those before this loader included."""
-        return self._first_sample + self._next_block * self._block_size
-
     def step(self, num_microbatches: int, deal: Deal | None = None) -> StepMicrobatches:
-        """Take the next ``num_microbatches * micro_batch_size * dp_size`` samples.
+        """Take the next ``num_microbatches * micro_batch_size * replicas`` samples.
 
         Args:
             num_microbatches: microbatches a rank in this step, on the mean; may change from step
-                to step.
+                to step. Packed ones may be fewer.
             deal: gives each rank its microbatches; in turns where ``None``.
 
         Returns:
@@ -184,19 +307,31 @@ class MicrobatchLoader:
         Raises:
             DataError: the dataset ends within the step.
         """
-        first, count = self._next_block, num_microbatches * self._dp_size
-        require_samples(self._dataset, self.consumed_samples, count * self._micro_batch_size)
-        end = self._next_block = first + num_microbatches
-        own: Sequence[int] = range(self._dp_rank, count, self._dp_size)
+        batching, first, dataset = self._batching, self.consumed_samples, self._dataset
+        count = num_microbatches * batching.replicas
+        end = first + count * batching.micro_batch_size
+        if end > len(dataset):
+            raise DataError(
+                f"the data ends after {len(dataset)} samples, but this step takes samples "
+                f"{first} to {end - 1}; build the data for more iterations"
+            )
+        self.consumed_samples = end
+        more: Any = {"pin_memory": self._pin_memory, "on_read": self._on_read}
+        if batching.varies:
+            lengths = [length_of(dataset, number) for number in range(first, end)]
+            read = (lambda number: dataset[first + number]) if self._reads else None
+            return LengthMicrobatches(lengths, batching, self._dp_rank, read, deal=deal, **more)
+        own: Sequence[int] = range(self._dp_rank, count, batching.replicas)
         if deal is not None:
             own = deal([EQUAL] * count)[self._dp_rank]
+        before = (first - self._first_sample) // batching.micro_batch_size
 
-        def read(index: int) -> Microbatch:
-            if self._next_block != end:
+        def fetch(index: int) -> Microbatch:
+            if self.consumed_samples != end:
                 raise RuntimeError("a microbatch of an earlier step was asked for after the next")
-            return self._fetch(first * self._dp_size + own[index])
+            return self._fetch(before + own[index])
 
-        return StepMicrobatches(read, len(own), pin_memory=self._pin_memory, on_read=self._on_read)
+        return StepMicrobatches(fetch, len(own), **more)
 
     def close(self) -> None:
         """End the data workers, if any. The loader then reads in this process."""
@@ -204,11 +339,12 @@ class MicrobatchLoader:
 
     def _samples(self, number: int) -> range:
         """Return the samples of a microbatch, counted over all ranks since the first."""
-        start = self._first_sample + number * self._micro_batch_size
-        return range(start, start + self._micro_batch_size)
+        size = self._batching.micro_batch_size
+        start = self._first_sample + number * size
+        return range(start, start + size)
 
     def _fetch(self, number: int) -> Microbatch:
-        block, rank = divmod(number, self._dp_size)
+        block, rank = divmod(number, self._batching.replicas)
         if self._read_ahead is None or rank != self._dp_rank or block < self._read_block:
             arrays = _collate([self._dataset[index] for index in self._samples(number)])
         else:
@@ -281,17 +417,88 @@ class StepMicrobatches:
         return self._ready[index]
 
 
-def require_samples(dataset: Any, first: int, count: int) -> None:
-    """Refuse a step of ``count`` samples from ``first`` on that the dataset does not have.
+class LengthMicrobatches(StepMicrobatches):
+    """The microbatches of one step and rank, of samples of different lengths.
 
-    Raises:
-        DataError: it ends before.
+    A microbatch holds ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64`` and ``loss_mask
+    [b, s] float32``, and where documents are packed, with ``b`` = 1, ``lengths [n] int32``: those
+    of the documents one after the other, padding as a last one. A rank that does not read holds
+    ``lengths`` alone, or nothing.
+
+    Attributes:
+        contents: by microbatch its positions and the tokens of each of its documents.
+        load: what the microbatches of all replicas hold.
+
+    Args:
+        lengths: tokens of the step's samples.
+        batching: how they become microbatches.
+        dp_rank: this rank's replica.
+        read: reads a sample of the step, ``None`` on a rank that needs no tokens.
+        deal: gives each replica its microbatches; in turns where ``None``.
+        pin_memory: hand out page-locked tensors.
+        on_read: called for every microbatch that was read.
     """
-    if first + count > len(dataset):
-        raise DataError(
-            f"the data ends after {len(dataset)} samples, but this step takes samples "
-            f"{first} to {first + count - 1}; build the data for more iterations"
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batching: Batching,
+        dp_rank: int,
+        read: Callable[[int], dict[str, Any]] | None,
+        *,
+        deal: Deal | None = None,
+        pin_memory: bool = False,
+        on_read: OnRead | None = None,
+    ) -> None:
+        self._lengths, self._batching, self._sample = lengths, batching, read
+        rows = batching.plan(lengths)
+        each = [[lengths[sample] for sample in row] for row in rows]
+        own: Sequence[int] = range(dp_rank, len(rows), batching.replicas)
+        if deal is not None:
+            own = deal([batching.size_of(documents) for documents in each])[dp_rank]
+        self._own = [rows[number] for number in own]
+        tokens = [sum(documents) for documents in each]
+        positions = [batching.positions(documents) for documents in each]
+        self.contents = tuple((positions[number], *each[number]) for number in own)
+        self.load = Load(
+            tokens=sum(tokens),
+            padding=1.0 - sum(tokens) / sum(positions),
+            longest=max(lengths),
+            mean_length=sum(tokens) / len(lengths),
+            num_microbatches=len(rows),
+            least_tokens=min(tokens),
+            most_tokens=max(tokens),
         )
+        super().__init__(
+            lambda index: self._make(self._own[index]),
+            len(self._own),
+            pin_memory=pin_memory,
+            on_read=None if read is None else on_read,
+        )
+
+    def _make(self, samples: Sequence[int]) -> Microbatch:
+        is_packed, lengths = self._batching.pack_to is not None, self._lengths
+        rows = [list(samples)] if is_packed else [[sample] for sample in samples]
+        longest = max(sum(lengths[n] for n in row) for row in rows)
+        width = self._batching.row_tokens(longest)
+        made: Microbatch = {}
+        if self._sample is not None:
+            arrays: Arrays = {}
+            for number, row in enumerate(rows):
+                place = 0
+                for sample in row:
+                    for key, values in self._sample(sample).items():
+                        if key not in _KEYS:
+                            continue
+                        kind = np.float32 if key == "loss_mask" else np.int64
+                        array = arrays.setdefault(key, np.zeros((len(rows), width), kind))
+                        array[number, place : place + lengths[sample]] = values
+                    place += lengths[sample]
+            made = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        if is_packed:
+            documents = [lengths[n] for n in samples] + [width - longest] * (width > longest)
+            made["lengths"] = torch.tensor(documents, dtype=torch.int32)
+        return made
 
 
 def _collate(samples: list[dict[str, Any]]) -> Arrays:

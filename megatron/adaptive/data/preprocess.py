@@ -20,7 +20,6 @@ import multiprocessing.connection
 import os
 import secrets
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -28,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ import numpy.typing as npt
 
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.data.tokenizer import build_tokenizer
+from megatron.adaptive.data.tokenizer import build_tokenizer, prepare_megatron_core
 from megatron.adaptive.errors import ConfigError, DataError
 
 _BATCH_BYTES = 1 << 20
@@ -144,6 +143,16 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
             no document, a vocabulary is broken, or the output cannot be written.
     """
     _check(spec)
+    try:
+        return _write(spec, progress)
+    except OSError as error:
+        raise DataError(
+            f"{spec.output_prefix}: cannot be written ({error.strerror}); free space or choose "
+            "another --output-prefix"
+        ) from None
+
+
+def _write(spec: PreprocessSpec, progress: Progress | None) -> PreprocessSummary:
     start_s = time.monotonic()
     tokenizer = build_tokenizer(spec)
     num_documents = input_bytes = 0
@@ -223,52 +232,46 @@ class _Encoder:
 
     def __call__(self, batch: _Batch) -> _Encoded:
         path, first_line, lines = batch
-        numbered = enumerate(lines, start=first_line)
-        documents = {f"{path}:{at}": line for at, line in numbered if not line.isspace()}
-        rows = [self._parse(line, where) for where, line in documents.items()]
+        rows = []
+        for at, line in enumerate(lines, start=first_line):
+            if not line.isspace():
+                try:
+                    rows.append(self._parse(line))
+                except ValueError as error:
+                    raise DataError(f"{path}:{at}: {error}") from None
         ids, lengths = [], []
         for column in zip(*rows, strict=True) if rows else [()] * len(self._keys):
-            tokens = [row for row in self._tokenize(column, list(documents)) if row]
+            try:
+                tokens = [row for row in self._tokenizer.tokenize_batch(column) if row]
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from None
             if self._append_eod:
                 tokens = [[*row, self._tokenizer.eod] for row in tokens]
             ids.append(np.fromiter(itertools.chain.from_iterable(tokens), dtype=np.int32))
             lengths.append([len(row) for row in tokens])
         return _Encoded(ids, lengths, len(rows), sum(map(len, lines)))
 
-    def _parse(self, line: bytes, where: str) -> list[str]:
+    def _parse(self, line: bytes) -> list[str]:
+        """Returns the texts of a line; raises ``ValueError`` where it has none."""
         try:
             document = parse_json(line, strict=False)
         except ValueError as error:
-            raise DataError(
-                f"{where}: is not JSON ({error}); each line must be one JSON object"
-            ) from None
+            raise ValueError(f"is not JSON ({error}); each line must be one JSON object") from None
         if not isinstance(document, dict):
-            raise DataError(
-                f"{where}: is a JSON {type(document).__name__}; each line must be one JSON object"
+            raise ValueError(
+                f"is a JSON {type(document).__name__}; each line must be one JSON object"
             )
         for key in self._keys:
             if key not in document:
-                raise DataError(
-                    f"{where}: has no key {key!r} (it has {', '.join(document) or 'none'}); "
-                    "name the key that holds the text with --json-keys"
+                raise ValueError(
+                    f"has no key {key!r} (it has {', '.join(document) or 'none'}); name the key "
+                    "that holds the text with --json-keys"
                 )
             if not isinstance(document[key], str):
-                raise DataError(
-                    f"{where}: the value of {key!r} is a {type(document[key]).__name__}, not text"
+                raise ValueError(
+                    f"the value of {key!r} is a {type(document[key]).__name__}, not text"
                 )
         return [document[key] for key in self._keys]
-
-    def _tokenize(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
-        try:
-            return self._tokenizer.tokenize_batch(texts)
-        except DataError:
-            # Rare, so the line at fault is looked for only now.
-            for text, where in zip(texts, places, strict=True):
-                try:
-                    self._tokenizer.tokenize(text)
-                except DataError as error:
-                    raise DataError(f"{where}: {error}") from None
-            raise
 
 
 _worker_encoder: list[_Encoder] = []
@@ -335,10 +338,9 @@ class _Output:
         path = Path(prefix)
         self._temporary = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
         self._builder: Any = None
-        with self._writing():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # At once, so that an unwritable place is known before the work is done.
-            Path(f"{self._temporary}.bin").touch()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # At once, so that an unwritable place is known before the work is done.
+        Path(f"{self._temporary}.bin").touch()
 
     def __enter__(self) -> _Output:
         return self
@@ -353,47 +355,30 @@ class _Output:
 
     def add(self, ids: npt.NDArray[np.int32], lengths: list[int]) -> None:
         """Append documents; ``ids`` holds them one after the other."""
-        with self._writing():
-            if self._builder is None:
-                self._builder = _new_builder(f"{self._temporary}.bin", self._vocab_size)
-            end = 0
-            for length in lengths:
-                self._builder.add_document(ids[end : end + length], [length])
-                end += length
+        if self._builder is None:
+            self._builder = _new_builder(f"{self._temporary}.bin", self._vocab_size)
+        end = 0
+        for length in lengths:
+            self._builder.add_document(ids[end : end + length], [length])
+            end += length
         self.num_documents += len(lengths)
         self.num_tokens += len(ids)
 
     def finish(self) -> None:
         """Write the index and flush the tokens, still under temporary names."""
-        with self._writing():
-            self._builder.finalize(f"{self._temporary}.idx")
+        self._builder.finalize(f"{self._temporary}.idx")
 
     def publish(self) -> None:
         """Give the files their names; the index last, for it says that the data is whole."""
-        with self._writing():
-            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-            for suffix in (".bin", ".idx"):
-                os.replace(f"{self._temporary}{suffix}", f"{self.prefix}{suffix}")
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(
-                f"{self.prefix}.bin: cannot be written ({error.strerror}); free space or choose "
-                "another --output-prefix"
-            ) from None
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        for suffix in (".bin", ".idx"):
+            os.replace(f"{self._temporary}{suffix}", f"{self.prefix}{suffix}")
 
 
 def _new_builder(bin_path: str, vocab_size: int) -> Any:
     with warnings.catch_warnings():
         # megatron-core warns about optional GPU packages that this has no use for.
         warnings.simplefilter("ignore")
-        if "megatron.core" not in sys.modules:
-            # Not for the tokens, but for whoever trains in this process afterwards.
-            from megatron.adaptive import accelerator
-
-            accelerator.install()
+        prepare_megatron_core()
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     return IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(vocab_size))

@@ -3,7 +3,7 @@
 Owns reading and checking a GPT-2 style vocabulary (``vocab.json`` and ``merges.txt``), the folder
 of a Hugging Face tokenizer with its chat template, SentencePiece's and tiktoken's files, and the
 padding rule of the embedding. Files are local; of what they hold only a template is run, in a
-sandbox. Imports neither torch nor megatron-core, so that worker processes
+sandbox. Imports neither torch nor megatron-core but for ``TikTokenizer``, so that worker processes
 start quickly; the objects carry the attributes that megatron-core's dataset configuration reads
 (``vocab_size``, ``eod``, ``unique_identifiers``, ``tokenize``, ...).
 
@@ -13,13 +13,13 @@ download; its ``NullTokenizer`` would do, but its identity leaves out the vocabu
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import importlib
 import json
 import os
 import re
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -39,19 +39,6 @@ END_OF_DOCUMENT = "<|endoftext|>"
 TAUGHT_ROLE = "assistant"
 _MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17  # ids of all kinds, as in Megatron-LM
-_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-_PUNCTUATION = r"[^\s\p{L}\p{N}]"
-_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BLANKS = r"\s+(?!\S)|\s+"
-_PATTERNS = {
-    "v1": rf"{_BEFORE_WORD}+\p{{L}}+|\p{{N}}| ?{_PUNCTUATION}++[\r\n]*|\s*[\r\n]|{_BLANKS}",
-    "v2": (
-        rf"{_BEFORE_WORD}{_UPPER}*{_LOWER}+|{_BEFORE_WORD}{_UPPER}+{_LOWER}*|\p{{N}}"
-        rf"| ?{_PUNCTUATION}+[\r\n/]*|\s*[\r\n]+|{_BLANKS}"
-    ),
-}
-"""Words of tiktoken under Megatron-LM's two names, which must be the same to the letter."""
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
@@ -163,10 +150,24 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
         vocab_text = read_text(Path(vocab_file), "check --vocab-file", DataError)
         merge_text = read_text(Path(merge_file), "check --merge-file", DataError)
-        vocab = _parse_vocab(vocab_text, vocab_file)
-        merges = _parse_merges(merge_text, merge_file, vocab, vocab_file)
+        try:
+            vocab, merges = models.BPE.read_file(str(vocab_file), str(merge_file))
+            encoder = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
+        except Exception as error:  # the library has no type of its own for it
+            raise DataError(
+                f"{vocab_file} and {merge_file} do not belong together ({error}); --vocab-file "
+                "must be a GPT-2 vocab.json, and --merge-file its merges.txt"
+            ) from None
+        needed = {END_OF_DOCUMENT, *pre_tokenizers.ByteLevel.alphabet()}
+        if missing := needed - vocab.keys():
+            raise DataError(
+                f"{vocab_file}: lacks {max(missing, key=len)!r} ({len(missing)} of the 256 byte "
+                f"symbols and {END_OF_DOCUMENT}, which ends documents), so text would be lost; "
+                "use a GPT-2 vocabulary that holds all of them"
+            )
+        if len(set(vocab.values())) != len(vocab):
+            raise DataError(f"{vocab_file}: two tokens share an id; every id may occur once")
         digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
-        encoder = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         encoder.decoder = decoders.ByteLevel()
         super().__init__(encoder, vocab[END_OF_DOCUMENT], digest)
@@ -322,47 +323,38 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TikTokenizer(Tokenizer):
-    """Megatron-LM's JSON list of ranks for tiktoken: special tokens come first, then the ranks.
+    """megatron-core's tokenizer of tiktoken: special tokens come first, then a JSON list of ranks.
 
     Args:
-        file: ``--tokenizer-model``: ``[{"rank": 0, "token_bytes": BASE64, ...}, ...]``.
+        file: ``--tokenizer-model``: ``[{"rank": 0, "token_bytes": BASE64, "token_str": ""}, ...]``.
         vocab_size: ids of both kinds.
         num_special: ids of special tokens.
         pattern: ``v1`` or ``v2``.
 
     Raises:
-        ConfigError: the package is missing, or the sizes do not fit.
-        DataError: the file is missing or broken.
+        ConfigError: the package is missing.
+        DataError: the file is missing or broken, or the sizes do not fit.
     """
 
     def __init__(self, file: str | Path, vocab_size: int, num_special: int, pattern: str) -> None:
-        package = need_package("tiktoken", "TikTokenizer", "hf")
+        need_package("tiktoken", "TikTokenizer", "hf")
         content = read_bytes(Path(file), _MODEL, DataError)
+        prepare_megatron_core()
+        from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
+
         try:
-            listed = parse_json(content)[: max(0, vocab_size - num_special)]
-            tokens = [base64.b64decode(one["token_bytes"]) for one in listed]
-            ordered = [one["rank"] for one in listed] == list(range(len(listed)))
-        except (ValueError, TypeError, KeyError):
-            tokens, ordered = [], False
-        if not ordered or len(set(tokens)) != len(tokens):
+            built = TikTokenTokenizer(
+                str(file), None, num_special, pattern=pattern, vocab_size=vocab_size
+            )
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             raise DataError(
-                f"{file}: is no list of objects with rank, from 0 on, and token_bytes; "
-                "check --tokenizer-model"
-            )
-        if num_special < len(_SPECIAL) or len(tokens) != vocab_size - num_special:
-            raise ConfigError(
-                f"--vocab-size {vocab_size} is not {len(tokens)} ranks of {file} and "
-                f"--tiktoken-num-special-tokens {num_special} (at least {len(_SPECIAL)})"
-            )
-        filling = (f"<SPECIAL_{at}>" for at in range(len(_SPECIAL), num_special))
-        self._model = package.Encoding(
-            name=str(file),
-            pat_str=_PATTERNS[pattern],
-            mergeable_ranks={token: num_special + at for at, token in enumerate(tokens)},
-            special_tokens={token: at for at, token in enumerate((*_SPECIAL, *filling))},
-        )
+                f"{file}: is no .json list of objects with rank, token_bytes and token_str whose "
+                f"first --vocab-size {vocab_size} less --tiktoken-num-special-tokens {num_special} "
+                "have ranks from 0 on; check --tokenizer-model and both numbers"
+            ) from None
+        self._model = built.tokenizer
         digest = hashlib.sha256(f"{num_special} {pattern} ".encode() + content).hexdigest()[:16]
-        super().__init__(vocab_size, _SPECIAL.index("</s>"), digest=digest)
+        super().__init__(vocab_size, built.eod, digest=digest)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._model.encode(text, allowed_special="all"))
@@ -445,6 +437,14 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return built
 
 
+def prepare_megatron_core() -> None:
+    """Lets this process import megatron-core, and train afterwards, on machines without CUDA."""
+    if "megatron.core" not in sys.modules:
+        from megatron.adaptive import accelerator
+
+        accelerator.install()
+
+
 def need_package(name: str, given: str, extra: str) -> Any:
     """Import a package that only some runs need.
 
@@ -483,62 +483,6 @@ def _compiled(template: str) -> Any:
     for mark, plain in (("generation", "if true"), ("endgeneration", "endif")):
         template = re.sub(rf"({{%[-+]?)\s*{mark}\b", rf"\1 {plain}", template)
     return environment.from_string(template)
-
-
-def _parse_vocab(text: str, path: str | Path) -> dict[str, int]:
-    try:
-        vocab = parse_json(text)
-    except ValueError as error:
-        raise DataError(
-            f"{path}: is not JSON ({error}); --vocab-file must be a GPT-2 vocab.json"
-        ) from None
-    if not isinstance(vocab, dict) or not vocab:
-        raise DataError(
-            f"{path}: holds {type(vocab).__name__} instead of a filled JSON object from token to id"
-        )
-    for token, index in vocab.items():
-        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            raise DataError(f"{path}: token {token!r} has id {index!r}, not a number from 0 on")
-    if len(set(vocab.values())) != len(vocab):
-        raise DataError(f"{path}: two tokens share an id; every id may occur once")
-    if END_OF_DOCUMENT not in vocab:
-        raise DataError(
-            f"{path}: has no token {END_OF_DOCUMENT!r}, which ends every document; "
-            "use a GPT-2 style vocabulary that holds it"
-        )
-    missing = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in vocab]
-    if missing:
-        raise DataError(
-            f"{path}: lacks {len(missing)} of the 256 byte symbols (such as {min(missing)!r}), so "
-            "text would be lost; use a byte-level vocabulary that holds all of them"
-        )
-    return vocab
-
-
-def _parse_merges(
-    text: str, path: str | Path, vocab: dict[str, int], vocab_file: str | Path
-) -> list[tuple[str, str]]:
-    merges: list[tuple[str, str]] = []
-    # Not splitlines(): it would also split at separators that may be part of a token.
-    for number, raw in enumerate(text.split("\n"), start=1):
-        line = raw.rstrip("\r")
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        parts = line.split(" ")
-        if len(parts) != 2 or not all(parts):
-            raise DataError(
-                f"{path}:{number}: {line[:60]!r} is not two tokens parted by one space; "
-                "--merge-file must be a GPT-2 merges.txt"
-            )
-        left, right = parts
-        for token in (left, right, left + right):
-            if token not in vocab:
-                raise DataError(
-                    f"{path}:{number}: token {token[:60]!r} is not in {vocab_file}; "
-                    "--merge-file and --vocab-file must belong together"
-                )
-        merges.append((left, right))
-    return merges
 
 
 def _without_surrogates(text: str) -> str:

@@ -27,7 +27,7 @@ from megatron.adaptive.engine.job import Job, from_first, gather, process_groups
 from megatron.adaptive.engine.tracing import Tracing
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.unequal import Widths
 from megatron.adaptive.trace.clock import start_clock_sync
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.files import set_aside

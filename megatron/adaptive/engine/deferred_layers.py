@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -36,7 +35,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe import experts
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron.adaptive.engine.weight_gradient import (
@@ -387,16 +385,6 @@ def _engine_class(layer: type) -> Any:
     """Return the class of Transformer Engine itself that a layer's is made of, ``None`` without."""
     bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
     return next(bases, None)
-
-
-def deferring_spec(spec: ModuleSpec) -> ModuleSpec:
-    """Returns ``spec``: layers need no other one any more. For programs that call it."""
-    return spec
-
-
-def defer_outer_layers(model: GPTModel) -> None:
-    """Let the layers of a model defer, as the first split step does. For programs that call it."""
-    defer_layers(model)
 
 
 def defer_layers(chunk: torch.nn.Module) -> list[str]:

@@ -327,7 +327,7 @@ class Executor:
             self._clock.wait(launched[-1 - _LAUNCH_AHEAD].end)  # the device catches up
         self._drain(state)
         action = self._next_action(policy, state, may_pass=may_pass)
-        while action is not None and not state.try_start(action):
+        while action is not None and not state.start(action):
             self._await_input_of(action, policy, state)
         return action
 

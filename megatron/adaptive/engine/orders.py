@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.adaptive.config.schedule import KEEPING_ALL
 from megatron.adaptive.engine.record import Replay
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule import unequal
-from megatron.adaptive.schedule.compare import Candidate
 from megatron.adaptive.schedule.file import load
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
-from megatron.adaptive.schedule.registry import EQUAL, is_rule, make_policies, make_schedule
+from megatron.adaptive.schedule.registry import Candidate, is_rule, make_schedule
 from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.widths import Widths
+from megatron.adaptive.schedule.unequal import Widths
 
 
 class Orders:
@@ -44,7 +44,6 @@ class Orders:
         beside: in training steps an action may start while another, of another kind, trades tokens.
 
     Attributes:
-        weight_pieces: parts of each weight gradient, 0 for whole backwards.
         replay: recorded orders to take in training steps; the caller says which step begins.
 
     Raises:
@@ -66,24 +65,34 @@ class Orders:
         widths: Widths | None = None,
         beside: bool = False,
     ) -> None:
-        self.schedule = schedule
         self.placement = placement
         self.pp_rank = pp_rank
         self.widths = widths
         self.beside = beside
-        self._cap = cap
-        self._shares, self._pace = True, EQUAL
-        self._hint: Schedule | None = None
-        self._group_size = group_size
         self._given: Schedule | None = None
-        self.replay: Replay | None = None
-        self.weight_pieces = 0
+        weight_pieces = 0
         if schedule_file is not None:
             self._given = _given_schedule(schedule_file, placement, splits=splits)
-            self.weight_pieces = self._given.weight_pieces
+            weight_pieces = self._given.weight_pieces
         elif splits:
-            self.weight_pieces = pieces if is_rule(self._name()) else 1
+            weight_pieces = pieces if is_rule(_simulated_name(schedule)) else 1
+        # Under the name that was asked for; without a cap the default one is meant.
+        self._chosen = Candidate(
+            name=schedule, placement=placement, weight_pieces=weight_pieces, cap=cap
+        )
+        self._group_size = group_size
+        self.replay: Replay | None = None
         self._policies: dict[tuple[int, bool], Policy] = {}
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule or rule."""
+        return self._chosen.name
+
+    @property
+    def weight_pieces(self) -> int:
+        """Parts of each weight gradient, 0 for whole backwards."""
+        return self._chosen.weight_pieces
 
     def policy(self, num_microbatches: int, *, forward_only: bool) -> Policy:
         """Returns the rule or order of a step.
@@ -129,25 +138,14 @@ class Orders:
 
     def use(self, candidate: Candidate) -> None:
         """Takes another schedule or rule from the next step on; all ranks must do so alike."""
-        self.schedule = candidate.name
-        self.weight_pieces = candidate.weight_pieces
-        self._cap = candidate.cap
-        self._shares, self._pace = candidate.shares, candidate.pace
-        self._hint = candidate.hint
+        self._chosen = candidate
         self._policies.clear()
 
     def candidate(self, num_microbatches: int) -> Candidate:
         """Returns what runs in steps of so many microbatches, in the words of the simulator."""
-        name = self._name()
-        return Candidate(
-            name=name,
-            placement=self.placement,
-            weight_pieces=self.weight_pieces,
-            cap=self._cap_for(num_microbatches) if is_rule(name) else None,
-            shares=self._shares,
-            pace=self._pace,
-            hint=self._hint,
-        )
+        name = _simulated_name(self.schedule)
+        cap = self._cap_for(num_microbatches) if is_rule(name) else None
+        return replace(self._chosen, name=name, cap=cap)
 
     def inputs_in_flight(self, num_microbatches: int, *, smallest: float = 1.0) -> int:
         """Returns the most inputs that a rank keeps at a time, for the size of its channels.
@@ -163,7 +161,9 @@ class Orders:
             if keeps_all:
                 return max(own)
             caps = [
-                unequal.default_cap(widths, stage, count) if self._cap is None else self._cap
+                unequal.default_cap(widths, stage, count)
+                if self._chosen.cap is None
+                else self._chosen.cap
                 for stage, count in enumerate(own)
             ]
             return max(min(count, math.ceil(cap)) for count, cap in zip(own, caps, strict=True))
@@ -175,12 +175,9 @@ class Orders:
             math.ceil(self._cap_for(num_microbatches) * self.placement.num_chunks / smallest),
         )
 
-    def _name(self) -> str:
-        return "adaptive" if self.schedule == "auto" else self.schedule
-
     def _cap_for(self, num_microbatches: int) -> float:
-        if self._cap is not None:
-            return self._cap
+        if self._chosen.cap is not None:
+            return self._chosen.cap
         if self.widths is not None:
             return unequal.default_cap(self.widths, self.pp_rank, num_microbatches)
         return default_cap(self.placement, num_microbatches)
@@ -199,20 +196,11 @@ class Orders:
                     f"this step has {num_microbatches}; set --global-batch-size to match it"
                 )
             return Follow(given.orders[self.pp_rank], given.name)
-        name = "forward-only" if forward_only else self._name()
+        name = "forward-only" if forward_only else _simulated_name(self.schedule)
         if self.widths is not None:
             return unequal.make_policy(name, self.widths, self.pp_rank, num_microbatches)
-        policies = make_policies(
-            name,
-            self.placement,
-            num_microbatches,
-            cap=self._cap_for(num_microbatches),
-            weight_pieces=self.weight_pieces,
-            shares=self._shares,
-            pace=self._pace,
-            hint=self._hint,
-        )
-        return policies[self.pp_rank]
+        cap = self._cap_for(num_microbatches)
+        return replace(self._chosen, name=name, cap=cap).policies(num_microbatches)[self.pp_rank]
 
 
 def _given_schedule(path: str, placement: Placement, *, splits: bool) -> Schedule:
@@ -232,3 +220,8 @@ def _given_schedule(path: str, placement: Placement, *, splits: bool) -> Schedul
             "layers do within the backward: give --split-backward True"
         )
     return given
+
+
+def _simulated_name(schedule: str) -> str:
+    """Returns what runs under a schedule's name as long as nothing is measured."""
+    return "adaptive" if schedule == "auto" else schedule

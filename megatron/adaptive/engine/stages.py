@@ -5,6 +5,9 @@ It keeps, per chunk and microbatch, what megatron-core's own loops keep in lists
 gradient synchronization of data parallelism on for the last microbatch of each chunk. Where
 backwards are split, weight gradients go through the chunk's
 :class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore`.
+
+:class:`ForwardBackward` replaces what megatron-core's ``get_forward_backward_func()`` returns: same
+signature, same return value; the order of work is that of its ``Orders``.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +31,12 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.adaptive.accelerator import current_device
-from megatron.adaptive.engine.executor import ActivationMeter
+from megatron.adaptive.engine.executor import ActivationMeter, Executor
+from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.engine.weight_gradient import SplitStages, WeightGradientStore
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.schedule.registry import Candidate
 
 
 def default_process_groups() -> ProcessGroupCollection:
@@ -127,10 +134,11 @@ def _as_list(value: Any, length: int) -> list[Any]:
     return [value] * length
 
 
+@dataclass(kw_only=True, eq=False)
 class MegatronStages(SplitStages):
     """The ``Stages`` of one step: a rank's megatron-core chunks.
 
-    Args:
+    Attributes:
         forward_step_func: megatron-core's user function ``(data_iterator, model) -> (output,
             loss_func)``.
         data_iterators: one per chunk.
@@ -143,89 +151,70 @@ class MegatronStages(SplitStages):
         forward_only: evaluation: nothing is kept for a backward.
         collect_non_loss_data: as in megatron-core.
         first_val_step: as in megatron-core.
-        split: backwards leave weight gradients to :meth:`weights`. Nothing changes in evaluation.
-        stores: one per chunk, attached to its layers; needed only to split.
+        stores: one per chunk, attached to its layers, where backwards leave weight gradients to
+            :meth:`weights`; ``None`` for whole ones. Not used in evaluation.
         loss_parts: microbatches that the step's loss is the mean of; those of this rank where
             ``None``.
         sizes: of each microbatch, in those of the one that was measured; ``None`` where all are
             alike.
-
-    Raises:
-        ConfigError: backwards are to be split and there is not one store per chunk.
+        config: megatron-core's configuration of the chunks.
+        reduced_losses: what the loss function returned for logging, by microbatch.
+        num_tokens: of the loss, on the last stage.
     """
 
-    def __init__(
-        self,
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterators: Sequence[Any],
-        chunks: Sequence[torch.nn.Module],
-        placement: Placement,
-        pp_rank: int,
-        num_microbatches: int,
-        groups: ProcessGroupCollection,
-        meter: ActivationMeter,
-        forward_only: bool,
-        collect_non_loss_data: bool,
-        first_val_step: bool | None,
-        split: bool = False,
-        stores: Sequence[WeightGradientStore] | None = None,
-        loss_parts: int | None = None,
-        sizes: Sequence[float] | None = None,
-    ) -> None:
+    forward_step_func: Callable[..., Any]
+    data_iterators: Sequence[Any]
+    chunks: Sequence[torch.nn.Module]
+    placement: Placement
+    pp_rank: int
+    num_microbatches: int
+    groups: ProcessGroupCollection
+    meter: ActivationMeter
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    stores: Sequence[WeightGradientStore] | None = None
+    loss_parts: int | None = None
+    sizes: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
         self.reduced_losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
-        self.config = get_model_config(chunks[0])
-        self._model_type = get_model_type(chunks[0])
-        self._forward_step_func = forward_step_func
-        self._data_iterators = data_iterators
-        self._chunks = chunks
-        self._num_microbatches = num_microbatches
-        self._loss_parts = num_microbatches if loss_parts is None else loss_parts
-        self._sizes = sizes
-        self._cp_size = groups.cp.size()
-        self._meter = meter
-        self._forward_only = forward_only
-        self._collect_non_loss_data = collect_non_loss_data
-        self._first_val_step = first_val_step
-        stages = [placement.stage_of(pp_rank, chunk) for chunk in range(len(chunks))]
-        self._is_last = [stage == placement.num_stages - 1 for stage in stages]
+        self.config = get_model_config(self.chunks[0])
+        last, chunks = self.placement.num_stages - 1, range(len(self.chunks))
+        self._is_last = [self.placement.stage_of(self.pp_rank, one) == last for one in chunks]
         # Input and output of forwards whose backward is to come, by chunk and microbatch.
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._backward_rest = (*((self._model_type,) if _TAKES_TYPE else ()), self.config)
-        if split and not forward_only and len(stores or ()) != len(chunks):
-            raise ConfigError(
-                f"{len(stores or ())} stores were given to split the backwards of {len(chunks)} "
-                "chunks; give one per chunk, see attach_stores"
-            )
-        self._sync = GradientSync(self.config, chunks)
-        if not forward_only:
+        kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
+        self._backward_rest = (*kind, self.config)
+        self._sync = GradientSync(self.config, self.chunks)
+        if not self.forward_only:
             self._sync.hold()
-        super().__init__(stores if split and not forward_only else None)
+        super().__init__(None if self.forward_only else self.stores)
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        return self._sized(self._meter.bytes_of(chunk), microbatch)
+        return self._sized(self.meter.bytes_of(chunk), microbatch)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        trains = not self._forward_only
+        trains = not self.forward_only
         if received is not None and trains:
             received.requires_grad_()
-        model = self._chunks[chunk]
-        with self._meter.measure(chunk, model.parameters()) if trains else _NOTHING:
+        model = self.chunks[chunk]
+        with self.meter.measure(chunk, model.parameters()) if trains else _NOTHING:
             output, num_tokens = forward_step(
-                self._forward_step_func,
-                self._data_iterators[chunk],
+                self.forward_step_func,
+                self.data_iterators[chunk],
                 model,
-                self._loss_parts,
+                self.loss_parts or self.num_microbatches,
                 received,
                 self.reduced_losses,
                 self.config,
-                self._cp_size,
-                collect_non_loss_data=self._collect_non_loss_data,
+                self.groups.cp.size(),
+                collect_non_loss_data=self.collect_non_loss_data,
                 is_first_microbatch=microbatch == 0
-                and check_first_val_step(self._first_val_step, self._forward_only, True),
+                and check_first_val_step(self.first_val_step, self.forward_only, True),
                 current_microbatch=microbatch,
-                vp_stage=chunk if len(self._chunks) > 1 else None,
+                vp_stage=chunk if len(self.chunks) > 1 else None,
                 is_last_stage=self._is_last[chunk],
             )
         if self._is_last[chunk]:  # elsewhere there are none
@@ -253,7 +242,7 @@ class MegatronStages(SplitStages):
         if self._stores is not None:
             with self._stores[chunk].collect(microbatch):
                 return backward_step(*given)  # type: ignore[no-any-return]
-        last = microbatch == self._num_microbatches - 1
+        last = microbatch == self.num_microbatches - 1
         if last:
             self._sync.before_last_backward(chunk)
         answer = backward_step(*given)
@@ -268,19 +257,171 @@ class MegatronStages(SplitStages):
         data-parallel ranks as soon as those of all later chunks are.
         """
         super().weights(chunk, microbatch, piece, pieces)
-        if microbatch == self._num_microbatches - 1 and piece == pieces - 1:
+        if microbatch == self.num_microbatches - 1 and piece == pieces - 1:
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
         return self._sized(super().retained_bytes(chunk, microbatch), microbatch)
 
     def _sized(self, nbytes: int, microbatch: int) -> int:
-        return nbytes if self._sizes is None else round(nbytes * self._sizes[microbatch])
+        return nbytes if self.sizes is None else round(nbytes * self.sizes[microbatch])
 
     def finish(self) -> None:
         """End the step, normally or after an error."""
         self._sync.release()
         super().finish()
+
+
+class ForwardBackward:
+    """Runs forward and backward passes of a step; call it like megatron-core's function.
+
+    Args:
+        executor: the engine of this rank.
+        orders: of this rank's work. Where stages are unequal the loss is the mean over the whole
+            step, and gradients are to be summed, not averaged, over the ranks of a stage.
+        stores: where the chunks' layers leave their weight gradients, for split backwards.
+        span: traces a block as a span of a kind; called with ``reduce``, ``None`` where the caller
+            traces that.
+
+    Attributes:
+        orders: as given.
+    """
+
+    def __init__(
+        self,
+        *,
+        executor: Executor,
+        orders: Orders,
+        stores: Sequence[WeightGradientStore] | None = None,
+        span: Callable[[str], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self._executor = executor
+        self.orders = orders
+        self._stores = stores
+        self._span = span or (lambda kind: contextlib.nullcontext())
+        self._meter = ActivationMeter()
+        self._measured_size = 0.0  # positions of the microbatch that was measured
+        self._mean_size = 1.0  # of the last step, in measured ones
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+        loss_parts: int | None = None,
+        sizes: Sequence[float] | None = None,
+    ) -> list[Any]:
+        """Run one step; see megatron-core for the arguments.
+
+        Args:
+            loss_parts: microbatches of all replicas, where their numbers differ and gradients are
+                to be summed over replicas, not averaged.
+            sizes: positions of each microbatch of this rank, ``None`` where all are alike.
+
+        Returns:
+            What ``loss_func`` returned for logging, one entry per microbatch in ascending order, on
+            the last stage; an empty list elsewhere.
+
+        Raises:
+            ConfigError: an argument asks for what this executor does not do.
+            TransportError: another rank is gone or silent.
+        """
+        if adjust_tensor_shapes_fn is not None:
+            raise ConfigError(
+                "adjust_tensor_shapes_fn was given, but channels here carry each tensor's own "
+                "shape; leave it out"
+            )
+        orders, placement, widths = self.orders, self.orders.placement, self.orders.widths
+        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if not len(chunks) == len(iterators) == placement.num_chunks:
+            raise ConfigError(
+                f"{len(chunks)} model chunks and {len(iterators)} data iterators were given to a "
+                f"pipeline of {placement.num_chunks} chunks per rank; give one of each per "
+                "chunk"
+            )
+        groups = pg_collection or default_process_groups()
+        relative = None
+        if sizes is not None and not forward_only:
+            self._measured_size = self._measured_size or sizes[0]
+            relative = [size / self._measured_size for size in sizes]
+            self._mean_size = sum(relative) / len(relative)
+        stages = MegatronStages(
+            forward_step_func=forward_step_func,
+            data_iterators=iterators,
+            chunks=chunks,
+            placement=placement,
+            pp_rank=orders.pp_rank,
+            num_microbatches=num_microbatches,
+            groups=groups,
+            meter=self._meter,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            stores=self._stores if orders.weight_pieces else None,
+            loss_parts=loss_parts
+            or num_microbatches * (widths.sizes[orders.pp_rank] if widths else 1),
+            sizes=relative,
+        )
+        timers = stages.config.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(
+                barrier=stages.config.barrier_with_L1_time
+            )
+        try:
+            with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
+                self._executor.run(
+                    stages,
+                    orders.policy(num_microbatches, forward_only=forward_only),
+                    orders.state(num_microbatches, forward_only=forward_only, sizes=sizes),
+                )
+        finally:
+            stages.finish()
+        if not forward_only and stages.config.finalize_model_grads_func is not None:
+            with self._span("reduce"):
+                stages.config.finalize_model_grads_func(
+                    chunks,
+                    stages.num_tokens if stages.config.calculate_per_token_loss else None,
+                    pg_collection=groups,
+                    # megatron-core 0.15 does not know it.
+                    **({"force_all_reduce": True} if force_all_reduce else {}),
+                )
+        if timers is not None:
+            timers("forward-backward").stop()
+        return stages.reduced_losses
+
+    def use(self, candidate: Candidate) -> None:
+        """Take another schedule or rule from the next step on; all ranks must do so alike.
+
+        Raises:
+            ConfigError: it needs another placement, or stores that this object was not made with.
+        """
+        placement = self.orders.placement
+        if candidate.placement != placement or (candidate.weight_pieces and not self._stores):
+            raise ConfigError(
+                f"{candidate} cannot run on chunks that lie in a {placement.kind} with "
+                f"{'split' if self._stores else 'whole'} backwards; build the model for it"
+            )
+        self.orders.use(candidate)
+
+    def activation_bytes(self) -> tuple[int, ...]:
+        """Bytes that a mean microbatch keeps in each chunk of this rank, 0 before the first."""
+        return tuple(
+            round(self._meter.bytes_of(chunk) * self._mean_size)
+            for chunk in range(self.orders.placement.num_chunks)
+        )
 
 
 if not hasattr(moe_utils, "te_general_gemm"):

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
 from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.gpt.packed import Documents
+from megatron.adaptive.gpt.local_layers import Documents
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"
@@ -116,8 +116,8 @@ class GptForward:
             labels=batch["labels"],
             **packed,
         )
-        loss = masked_sum if settings.calculate_per_token_loss else masked_mean_loss
-        return output, partial(loss, batch["loss_mask"])
+        per_token = settings.calculate_per_token_loss
+        return output, partial(masked_loss, batch["loss_mask"], per_token=per_token)
 
 
 class NextToken:
@@ -151,51 +151,39 @@ class NextToken:
         return (none, torch.ones((), dtype=torch.int32), found) if per_token else (none, found)
 
 
-def masked_sum(
-    loss_mask: torch.Tensor, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum the losses of a microbatch's unmasked tokens, for a mean over all tokens of the step.
-
-    Args:
-        loss_mask: ``[b, s] float32``.
-        losses: ``[b, s] float32``.
-
-    Returns:
-        The sum to differentiate, the tokens (int32), and both, detached, for the log.
-    """
-    mask = loss_mask.reshape(-1).float()
-    tokens = mask.sum()
-    total = torch.sum(losses.reshape(-1).float() * mask)
-    reported = torch.stack([total.detach(), tokens])
-    if parallel_state.get_context_parallel_world_size() > 1:
-        torch.distributed.all_reduce(reported, group=parallel_state.get_context_parallel_group())
-    return total, tokens.int(), {LOSS_NAME: reported}
-
-
-def masked_mean_loss(
-    loss_mask: torch.Tensor, losses: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def masked_loss(
+    loss_mask: torch.Tensor, losses: torch.Tensor, *, per_token: bool = False
+) -> tuple[Any, ...]:
     """Average the losses of a microbatch over its unmasked tokens.
 
     Args:
         loss_mask: ``[b, s] float32``.
         losses: ``[b, s] float32``.
+        per_token: sum them instead, for a mean over all tokens of the step.
 
     Returns:
-        The loss to differentiate, scalar, and the same detached under its name for the log.
+        The loss to differentiate, scalar, and the same detached under its name for the log. With
+        ``per_token`` the sum, the tokens (int32), and both, detached, for the log.
     """
     mask = loss_mask.reshape(-1).float()
     tokens = mask.sum()
     total = torch.sum(losses.reshape(-1).float() * mask)
-    if parallel_state.get_context_parallel_world_size() > 1:
-        group = parallel_state.get_context_parallel_group()
-        tokens = tokens.clone()
-        torch.distributed.all_reduce(tokens, group=group)
+    if per_token:
+        reported = torch.stack([total.detach(), tokens])
+        _add_up_parts(reported)
+        return total, tokens.int(), {LOSS_NAME: reported}
+    tokens = tokens.clone()
+    _add_up_parts(tokens)
     loss = total / tokens.clamp(min=1.0)
     reported = loss.detach().clone()
-    if parallel_state.get_context_parallel_world_size() > 1:
-        torch.distributed.all_reduce(reported, group=parallel_state.get_context_parallel_group())
+    _add_up_parts(reported)
     return loss, {LOSS_NAME: reported}
+
+
+def _add_up_parts(value: torch.Tensor) -> None:
+    """Adds up, in place, what the parts of a sequence have. Collective over these."""
+    if parallel_state.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(value, group=parallel_state.get_context_parallel_group())
 
 
 _WORD = (1 << 64) - 1

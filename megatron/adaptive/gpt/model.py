@@ -9,7 +9,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,13 +63,13 @@ from megatron.adaptive.gpt.forward import HalfPrecisionChunk
 from megatron.adaptive.gpt.local_layers import (
     LAYER_SETTINGS,
     GroupRouter,
+    PackedAttention,
     VariedLayer,
     bound_output,
     completed,
     scale_output,
 )
 from megatron.adaptive.gpt.lora import freeze
-from megatron.adaptive.gpt.packed import PackedAttention
 from megatron.adaptive.gpt.placement import (
     layout_of,
     start_equal,
@@ -77,6 +77,8 @@ from megatron.adaptive.gpt.placement import (
     sum_gradients,
     widths_of,
 )
+from megatron.adaptive.planner.model import build_model
+from megatron.adaptive.planner.model_file import trainer_shape
 from megatron.adaptive.schedule.placement import Placement
 
 
@@ -244,20 +246,14 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     if config.core.heterogeneous_layers_config_encoded_json:
         kind = UnlikeLayersConfig
     settings = {
-        **_by_name(kind, model, precision, config.recompute),
+        **_by_name(kind, model, precision, config.recompute, parallel),
         **core_settings(config, kind),
         "num_query_groups": model.query_groups,
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
         "attention_backend": AttnBackend[model.attention_backend],
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": parallel.context_parallel_size,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        "sequence_parallel": parallel.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU, and the
@@ -277,8 +273,6 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
     if config.recompute.recompute_modules is not None:
         settings["recompute_modules"] = list(config.recompute.recompute_modules)
-    if parallel.context_parallel_size > 1:
-        settings["cp_comm_type"] = parallel.cp_comm_type
     if parallel.pipeline_model_parallel_size > 1:
         settings["pipeline_model_parallel_layout"] = layout_of(config)
     core = checked(kind, settings)
@@ -331,27 +325,28 @@ def _by_name(target: type, *sections: Any) -> dict[str, Any]:
     return {name: value for name, value in given if name in names}
 
 
+_ACTIVATIONS: Mapping[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "swiglu": (True, F.silu),
+    "quick_geglu": (True, quick_gelu),
+    "geglu": (True, functools.partial(F.gelu, approximate="tanh")),
+    "squared_relu": (False, lambda tensor: torch.square(F.relu(tensor))),
+    "openai_gelu": (False, openai_gelu),
+}
+"""Whether the feed-forward block has a gate, and its function, by the name of the setting."""
+
+
 def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
     model = config.model
-    if model.swiglu:
-        return {
-            "gated_linear_unit": True,
-            "activation_func": F.silu,
-            "bias_activation_fusion": model.bias_swiglu_fusion and accelerator.is_cuda,
-        }
-    if model.quick_geglu:
-        return {"gated_linear_unit": True, "activation_func": quick_gelu}
-    if model.geglu:
-        tangent = functools.partial(F.gelu, approximate="tanh")
-        return {"gated_linear_unit": True, "activation_func": tangent}
-    if model.squared_relu or model.openai_gelu:
-        function = _squared_relu if model.squared_relu else openai_gelu
-        return {"activation_func": function, "bias_activation_fusion": False}
-    return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.is_cuda}
-
-
-def _squared_relu(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.square(F.relu(tensor))
+    name = next((name for name in _ACTIVATIONS if getattr(model, name)), None)
+    if name is None:
+        return {"bias_activation_fusion": model.bias_gelu_fusion and accelerator.is_cuda}
+    is_gated, function = _ACTIVATIONS[name]
+    is_fused = name == "swiglu" and model.bias_swiglu_fusion and accelerator.is_cuda
+    return {
+        "gated_linear_unit": is_gated,
+        "activation_func": function,
+        "bias_activation_fusion": is_fused,
+    }
 
 
 def _communication(config: TrainerConfig) -> dict[str, Any]:
@@ -363,14 +358,8 @@ def _communication(config: TrainerConfig) -> dict[str, Any]:
     parallel = config.parallel
     own = config.schedule.pipeline_schedule == "megatron"
     if parallel.num_chunks == 1:
-        return {"deallocate_pipeline_outputs": not own}
-    return {
-        "overlap_p2p_comm": parallel.overlap_p2p_comm,
-        "batch_p2p_comm": not parallel.overlap_p2p_comm,
-        "deallocate_pipeline_outputs": not own,
-        "microbatch_group_size_per_vp_stage": parallel.microbatch_group_size_per_vp_stage
-        or parallel.pipeline_model_parallel_size,
-    }
+        return {"overlap_p2p_comm": False, "deallocate_pipeline_outputs": not own}
+    return {"batch_p2p_comm": not parallel.overlap_p2p_comm, "deallocate_pipeline_outputs": not own}
 
 
 def build_chunks(
@@ -590,28 +579,17 @@ def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -
     )
 
 
-_MULTIPLY_ADD = 2  # operations of each element of a matrix product
 _PASSES = 3  # forward, backward by inputs, backward by weights: each as much as the forward
 
 
 def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None) -> float:
     """Return the model FLOPs of one token's forward and backward through the whole model.
 
-    With h hidden size, s sequence length, q = heads x head width, k = key-value heads x head
-    width, f feed-forward width and V padded vocabulary, in multiply-adds of one forward::
-
-        layer:   h(q + 2k)   queries, keys, values
-               + 2qs/2       scores and weighted values; a causal token sees half the others
-               + qh          output projection
-               + 2hf         feed-forward, 3hf with a gate
-        model:   layers x layer + hV
-
-    with latent attention the products of its ranks in place of the first three lines, for each
-    layer of multi-token prediction another layer, 2hh and hV; with experts f is the width of those
-    that a token goes to and of the shared ones, and the router adds h for each; all times 2 for
-    multiply and add, times 3 for forward, backward by inputs and by weights. Matrix products only;
-    what is computed again for lack of memory is not counted, nor are the optimizer, the lookup of
-    embeddings and adapters; beside these, weights have no gradients.
+    Those of the planner's formulas (``planner.model``), times 3 for forward, backward by inputs and
+    by weights. Matrix products only, with as many experts as a token goes to; of the attention
+    scores only those that are not masked. What is computed again for lack of memory is not counted,
+    nor are the optimizer, the lookup of embeddings and adapters; beside these, weights have no
+    gradients.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 5.1 and appendix; "model FLOPs" as
     in Korthikanti et al. 2022 (arXiv:2205.05198), section 6.3. Both count all of the attention
@@ -624,82 +602,59 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
     Raises:
         DataError: the tokenizer's files cannot be read.
     """
-    model = cfg.model
     if padded_vocab_size is None:
         _, padded_vocab_size = load_tokenizer(cfg)
-    predicted = model.mtp_num_layers or 0
-    layers = sum(_layers(cfg)) + predicted * (_layer(cfg) + 2 * model.hidden_size**2)
-    logits = (1 + predicted) * model.hidden_size * padded_vocab_size
-    return float((_PASSES - cfg.lora.is_on) * _MULTIPLY_ADD * (layers + logits))
-
-
-def layer_work(cfg: TrainerConfig) -> list[float]:
-    """Return the multiply-adds of each stage's layers, in those of a plain layer."""
-    each = iter(one / _layer(cfg) for one in _layers(cfg))
-    return [sum(itertools.islice(each, layers), 0.0) for layers in cfg.layers_per_stage]
+    layers, _, predictions, logits = _forward_flops(cfg, padded_vocab_size)
+    whole = sum(layers) + predictions + logits
+    return (_PASSES - cfg.lora.is_on) * whole / cfg.model.seq_length
 
 
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
-    """Return how much each stage should have to do, in layers.
+    """Return how much each stage should have to do, in plain layers.
 
-    By multiply-adds alone: a stage's layers, and the logits on the last. What the embedding and
-    the loss move through memory comes on top.
+    By operations alone: a stage's layers, and the logits on the last. What the embedding and the
+    loss move through memory comes on top.
     """
-    work = layer_work(cfg)
-    predicted, hidden = cfg.model.mtp_num_layers or 0, cfg.model.hidden_size
-    work[-1] += (1 + predicted) * hidden * padded_vocab_size / _layer(cfg)
+    layers, plain, predictions, logits = _forward_flops(cfg, padded_vocab_size)
+    each = iter(layers)
+    work = [sum(itertools.islice(each, count), 0.0) for count in cfg.layers_per_stage]
+    work[-1] += logits
     if cfg.mtp_stage is not None:
-        work[cfg.mtp_stage] += predicted * (1 + 2 * hidden**2 / _layer(cfg))
-    return tuple(work)
+        work[cfg.mtp_stage] += predictions
+    return tuple(one / plain for one in work)
 
 
-def _layers(cfg: TrainerConfig) -> list[float]:
-    """Multiply-adds of one token's forward through each layer."""
-    unlike, found = unlike_layers(cfg), []
-    for groups, width, linear in unlike or ():
-        own = dataclasses.replace(
-            cfg.model, group_query_attention=True, num_query_groups=groups, ffn_hidden_size=width
-        )
-        work = _layer(dataclasses.replace(cfg, model=own), attends=groups > 0)
-        found.append(work + linear * own.hidden_size**2)
-    if unlike:
-        return found
-    plain, core, model = _layer(cfg), cfg.core, cfg.model
-    if (experts := core.num_moe_experts) is None:
-        return [plain] * model.num_layers
-    width = core.moe_router_topk * (core.moe_ffn_hidden_size or model.ffn_hidden_size)
-    width += core.moe_shared_expert_intermediate_size or 0
-    routed_cfg = dataclasses.replace(cfg, model=dataclasses.replace(model, ffn_hidden_size=width))
-    work = _layer(routed_cfg) + experts * model.hidden_size
-    return [work if routed else plain for routed in cfg.expert_layers]
+def _forward_flops(
+    cfg: TrainerConfig, padded_vocab_size: int
+) -> tuple[list[float], float, float, float]:
+    """Returns the operations of a sample's forward.
 
-
-def _layer(cfg: TrainerConfig, *, attends: bool = True) -> float:
-    """Multiply-adds of one token's forward through a layer."""
-    model = cfg.model
-    matrices = 3 if model.is_gated else 2
-    feed_forward = matrices * model.hidden_size * model.ffn_hidden_size
-    core, heads = cfg.core, model.num_attention_heads
-    if core.multi_latent_attention:
-        key = core.qk_head_dim + core.qk_pos_emb_head_dim
-        down = core.kv_lora_rank + core.qk_pos_emb_head_dim
-        attention = (
-            model.hidden_size * down
-            + core.kv_lora_rank * heads * (core.qk_head_dim + core.v_head_dim)
-            + (model.hidden_size * core.q_lora_rank if core.q_lora_rank else 0)
-            + (core.q_lora_rank or model.hidden_size) * heads * key
-            + heads * (key + core.v_head_dim) * model.seq_length / 2
-            + heads * core.v_head_dim * model.hidden_size
-        )
-        return attention + feed_forward
-    query_width = heads * model.kv_channels
-    key_value_width = 2 * model.query_groups * model.kv_channels
-    attention = (
-        model.hidden_size * (query_width + key_value_width)
-        + 2 * query_width * model.seq_length / 2
-        + query_width * model.hidden_size
+    Returns:
+        Those of each layer, of a layer without experts, of all layers of multi-token prediction,
+        and of all logits.
+    """
+    shape = dataclasses.replace(
+        trainer_shape(cfg),
+        vocabulary=padded_vocab_size,
+        fused_attention=True,
+        capacity=0.0,
+        padded=False,
     )
-    return attention * attends + feed_forward
+    whole = build_model(shape)
+    plain = build_model(
+        dataclasses.replace(shape, experts=0, expert_layers=(), window=0, window_layers=())
+    ).layer(1)
+    layers = [whole.layer(1 + number).forward_flops for number in range(shape.layers)]
+    unlike, each = unlike_layers(cfg), 2 * shape.sequence  # of a weight that all tokens meet
+    if unlike is not None:
+        inner = (3 if shape.gated else 2) * shape.hidden * each
+        layers = [one.linear * shape.hidden**2 * each + inner * one.width for one in unlike]
+        for number, one in enumerate(unlike):
+            if one.groups:
+                own = build_model(dataclasses.replace(shape, query_groups=one.groups)).layer(1)
+                layers[number] += own.forward_flops - inner * shape.ffn
+    logits = (1.0 + shape.predictions) * shape.hidden * padded_vocab_size * each
+    return layers, plain.forward_flops, whole.kinds["head"].forward_flops - logits, logits
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:

@@ -52,7 +52,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.widths import Widths, chosen
+from megatron.adaptive.schedule.unequal import Widths, chosen
 
 
 def placement_of(config: TrainerConfig) -> Placement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,15 +16,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.datasets import build_datasets
-from megatron.adaptive.data.lengths import Batching, LengthLoader, left_out
-from megatron.adaptive.data.loader import BatchSizes, MicrobatchLoader, OnRead
+from megatron.adaptive.data.lengths import left_out
+from megatron.adaptive.data.loader import Batching, BatchSizes, MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.build import Wiring, build_executor, open_trace
 from megatron.adaptive.engine.deferred_layers import attach_stores
 from megatron.adaptive.engine.expert_load import measured_experts
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, ScheduleRecord
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model import (
@@ -250,43 +250,37 @@ def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
 
 def make_loader(
     run: Run, dataset: Any, consumed_samples: int, *, on_read: OnRead | None = None
-) -> MicrobatchLoader | LengthLoader | None:
+) -> MicrobatchLoader | None:
     """Return a loader over ``dataset`` from sample ``consumed_samples``; ``None`` without data."""
     if dataset is None:
         return None
-    config = run.job.config
-    if config.data.variable_seq_lengths:
-        return LengthLoader(
-            dataset,
-            consumed_samples=consumed_samples,
-            batching=batching_of(config),
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            reads=_needs_data(config, run.placement),
-            pin_memory=run.job.accelerator.is_cuda,
-            on_read=on_read,
-        )
+    config, is_cuda = run.job.config, run.job.accelerator.is_cuda
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
-        micro_batch_size=config.batch.micro_batch_size,
+        # Where stages are unequal, the replicas of this rank's stage.
+        batching=replace(
+            batching_of(config), replicas=parallel_state.get_data_parallel_world_size()
+        ),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
+        reads=_needs_data(config, run.placement),
         # With no spare processor a reader process only takes time from the ranks.
-        num_workers=config.data.num_workers if run.job.accelerator.is_cuda else 0,
-        pin_memory=run.job.accelerator.is_cuda,
+        num_workers=config.data.num_workers if is_cuda else 0,
+        pin_memory=is_cuda,
         on_read=on_read,
     )
 
 
 def batching_of(config: TrainerConfig) -> Batching:
-    """Return how samples of different lengths become microbatches."""
+    """Return how samples become microbatches."""
     parallel = config.parallel
     context = parallel.context_parallel_size
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return Batching(
         micro_batch_size=config.batch.micro_batch_size,
-        pack_to=config.data.pack_to,
         replicas=parallel.data_parallel_size,
+        varies=config.data.variable_seq_lengths,
+        pack_to=config.data.pack_to,
         multiple=parts * (2 * context if context > 1 else 1),
         group=config.microbatch_group,
         least=config.least_microbatches,

@@ -17,21 +17,19 @@ import torch
 
 from megatron.adaptive.checkpoint import values
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
-from megatron.adaptive.checkpoint.folder import PipelineFolder, make_pipeline_manifest
-from megatron.adaptive.checkpoint.local_disk import LocalDisk, prepare
-from megatron.adaptive.checkpoint.saver import (
-    CheckpointSaver,
-    SaveRequest,
-    load_first_whole,
-    require_seen,
+from megatron.adaptive.checkpoint.folder import (
+    PIPELINE_STATE,
+    PipelineFolder,
+    make_pipeline_manifest,
 )
+from megatron.adaptive.checkpoint.local_disk import LocalDisk, prepare
+from megatron.adaptive.checkpoint.saver import CheckpointSaver, load_first_whole, require_seen
 from megatron.adaptive.checkpoint.shards import CheckpointReader, SavedTensor, WantedPart
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece, TakenState
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.update import LossScale, Update
 
-_STATE = "state.values"  # of the user's objects
 _FORMER_STATE = "state.pt"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _PLAIN = (bool, int, float, str, type(None))
@@ -87,14 +85,14 @@ class Checkpointer:
             CheckpointError: it could not be written.
             ConfigError: ``keep`` is no number.
         """
-        request = SaveRequest(
-            folder=PipelineFolder(folder),
-            step=int(head["step"]),
-            take=lambda: self._take(head, state),
+        return self.saver.save(
+            PipelineFolder(folder),
+            int(head["step"]),
+            lambda: self._take(head, state),
             keep=keep,
             remedy=_REMEDY,
+            behind=is_behind,
         )
-        return (self.saver.save_behind if is_behind else self.saver.save)(request)
 
     def prepare(
         self, folder: str | Path, base: str | Path | None, keep: int | None
@@ -108,14 +106,7 @@ class Checkpointer:
         """
         shared = PipelineFolder(folder)
         self.saver.local = prepare(
-            shared,
-            self._mesh,
-            _REMEDY,
-            base,
-            lambda: shared.latest() or 0,
-            option="local_folder",
-            patience="timeout_s of Pipeline",
-            keep=keep,
+            shared, self._mesh, _REMEDY, base, lambda: shared.latest() or 0, keep
         )
         return self.saver.local
 
@@ -209,7 +200,7 @@ class Checkpointer:
         """Take the state of now apart."""
         once: dict[str, bytes] = {}
         if state:
-            self._ranks.first(lambda: once.update({_STATE: _state_bytes(state)}))
+            self._ranks.first(lambda: once.update({PIPELINE_STATE: _state_bytes(state)}))
         tensors, about = self.apart()
         return TakenState(
             pieces={} if self._mesh.dp_rank else _pieces(tensors),
@@ -388,7 +379,7 @@ class PipelineState:
 
     def head(self) -> Mapping[str, Any]:
         """Return that all ranks have what is in common; see ``SnapshotState``."""
-        return {"has_common": True, "common": _STATE}
+        return {"has_common": True}
 
     def is_changed(self) -> bool:
         """Return whether tensors came: optimizers make their state with the first update."""
@@ -422,8 +413,8 @@ def _read_state(
     reader: CheckpointReader, files: Collection[str], names: Collection[str]
 ) -> dict[str, Any]:
     states: dict[str, Any] = {}
-    if names and {_STATE, _FORMER_STATE} & {*files}:
-        states = reader.read_values(_STATE, _FORMER_STATE)
+    if names and {PIPELINE_STATE, _FORMER_STATE} & {*files}:
+        states = reader.read_values(PIPELINE_STATE, _FORMER_STATE)
     missing = [name for name in names if name not in states]
     if missing:
         has = ", ".join(states) or "none"

@@ -6,7 +6,7 @@ with its replicas, tied embeddings are added up, and the optimizer runs.
 
 The search gives stages of unequal widths microbatches of unequal sizes, so that each stage has the
 same number of them. The trainer has microbatches of one size, and each is the work of one replica
-of a stage (``schedule.widths``)::
+of a stage (``schedule.unequal``)::
 
     3 GPUs, 8 samples         searched                     run
     stage 0, 2 replicas       4 microbatches of 1 each     4 of the 8 microbatches of 1 each
@@ -50,9 +50,9 @@ from megatron.adaptive.planner.timing import ScheduleTimes, jitter_s, step_times
 from megatron.adaptive.schedule import registry, unequal
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.simulate import Link, SimResult, StageTimes, draw, simulate
-from megatron.adaptive.schedule.widths import Widths
-from megatron.adaptive.schedule.workload import PS_PER_S
+from megatron.adaptive.schedule.simulate import SimResult
+from megatron.adaptive.schedule.unequal import Widths
+from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageTimes, draw
 
 
 def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
@@ -322,15 +322,14 @@ def simulated(plan: Plan, stages: StageSums) -> SimResult:
     cap = default_cap(placement, plan.num_microbatches)
     rule = registry.is_rule(plan.schedule)
     shape = plan.schedule, plan.pp, plan.chunks, plan.num_microbatches
-    return simulate(
-        placement,
-        plan.num_microbatches,
-        registry.make_policies(plan.schedule, placement, plan.num_microbatches, cap=cap),
-        draw(placement, plan.num_microbatches, times, links=links),
-        cap=cap,
+    candidate = registry.Candidate(
+        name=plan.schedule,
+        placement=placement,
         weight_pieces=0 if rule else int(steps_of(*shape).split),
-        compiled=rule,
+        cap=cap,
     )
+    work = draw(placement, plan.num_microbatches, times, links=links)
+    return candidate.simulate(work, compiled=rule)
 
 
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:

@@ -163,7 +163,12 @@ def arguments_model(
         # The planner may run where the kernels of the run are not installed.
         installed=Installed(transformer_engine=True),
     )
-    model = build_model(replace(_trainer_shape(config, name, kept), imbalance=imbalance))
+    if config.core.heterogeneous_layers_config_encoded_json:
+        raise ConfigError(
+            f"{name}: --heterogeneous-layers-config-path makes layers unlike, which the planner"
+            " does not count yet: drop it, or start the run without a plan"
+        )
+    model = build_model(replace(trainer_shape(config, name, kept), imbalance=imbalance))
     if not config.lora.is_on:
         return model
     share = _adapter_parameters(config) / model.parameters
@@ -204,15 +209,12 @@ def _vocabulary(words: Sequence[str]) -> int:
         return _VOCABULARY["gpt"]
 
 
-def _trainer_shape(config: TrainerConfig, name: str, arguments: Sequence[str]) -> TransformerShape:
+def trainer_shape(
+    config: TrainerConfig, name: str = "model", arguments: Sequence[str] = ()
+) -> TransformerShape:
     """Returns the shape of the model that a run with these settings builds."""
     model = config.model
     core = config.core
-    if core.heterogeneous_layers_config_encoded_json:
-        raise ConfigError(
-            f"{name}: --heterogeneous-layers-config-path makes layers unlike, which the planner"
-            " does not count yet: drop it, or start the run without a plan"
-        )
     layers = range(model.num_layers)
     near, experts = core.window_attn_skip_freq, core.num_moe_experts or 0
     window_layers: list[bool] = []

@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.auto import ScheduleChoice, choose
-from megatron.adaptive.schedule.compare import Candidate, evaluate
+from megatron.adaptive.schedule.auto import ScheduleChoice, choose, evaluate
 from megatron.adaptive.schedule.memory import with_rounding
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.registry import Candidate
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 Partition = tuple[int, ...]

@@ -13,22 +13,11 @@ Model, data, optimizer, checkpoints and logging stay Megatron-LM's. Nothing of t
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.adaptive.plugin.settings import Settings, add_arguments
 
-if TYPE_CHECKING:
-    from megatron.adaptive.engine.deferred_layers import defer_outer_layers, deferring_spec
-
-__all__ = ["add_arguments", "defer_outer_layers", "deferring_spec", "install", "uninstall"]
-
-
-def __getattr__(name: str) -> Any:
-    # Loaded when they are first used: they import megatron-core, and after install().
-    if name in ("defer_outer_layers", "deferring_spec"):
-        return getattr(importlib.import_module("megatron.adaptive.engine.deferred_layers"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["add_arguments", "install", "uninstall"]
 
 
 def install(schedule: str = "adaptive", **more: Any) -> None:

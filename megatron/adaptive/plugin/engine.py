@@ -1,7 +1,7 @@
 """Runs Megatron-LM's steps on the executor, which all ranks build together at the first one.
 
 Owns the channels, the choice of ``auto``, the keys of dropout, the trace and the end of all. What a
-step does is :class:`~megatron.adaptive.engine.forward_backward.ForwardBackward`, what is seen of
+step does is :class:`~megatron.adaptive.engine.stages.ForwardBackward`, what is seen of
 Megatron-LM around it :mod:`~megatron.adaptive.plugin.trace`.
 """
 
@@ -33,10 +33,10 @@ from megatron.adaptive.engine.build import (
 from megatron.adaptive.engine.deferred_layers import attach_stores, why_not_split
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.expert_load import measured_experts
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.hang import HangGuard
 from megatron.adaptive.engine.job import Job, environment_of_rank
 from megatron.adaptive.engine.orders import Orders
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.gpt.forward import DropoutKeys
@@ -310,7 +310,6 @@ class Engine:
         assert isinstance(self._forward_backward, ForwardBackward)
         return Tuner(
             job=self._job,
-            placement=orders.placement,
             pp_ranks=self._pp_ranks,
             chunks=self._chunks,
             forward_backward=self._forward_backward,
@@ -320,8 +319,6 @@ class Engine:
             loads=None,
             gain=None,
             cap=settings.activation_cap,
-            splits=self._splits,
-            weight_pieces=settings.weight_pieces,
             can_turn=False,  # the model is Megatron-LM's
             timeout_s=settings.timeout_s,
         )

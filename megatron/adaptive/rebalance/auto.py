@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.engine.executor import RankTimes
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import Job
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.planner.repartition import Decision, Loads, choose_together
 from megatron.adaptive.profiling.links import measure_link
 from megatron.adaptive.profiling.memory import free_memory_bytes
 from megatron.adaptive.profiling.pipeline import Sample, most_of, profile_of
 from megatron.adaptive.schedule.auto import choose
-from megatron.adaptive.schedule.placement import Placement, PlacementKind
+from megatron.adaptive.schedule.placement import PlacementKind
 from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.interface import Transport
 
@@ -41,7 +41,6 @@ class Tuner:
 
     Attributes:
         job: this process within the job.
-        placement: where stages live.
         pp_ranks: global ranks of this pipeline, by their position in the placement.
         chunks: this rank's.
         forward_backward: runs the steps.
@@ -51,14 +50,11 @@ class Tuner:
             microbatches, collective; ``None`` where stages and layers cannot move.
         gain: least share of a step that moving layers must save, ``None`` where they stay.
         cap: most activations that the user allows, in microbatches; ``None`` for what fits.
-        splits: backwards can be split.
-        weight_pieces: most parts of a weight gradient.
         can_turn: stages may be laid out otherwise.
         timeout_s: limit of each wait for a neighbour.
     """
 
     job: Job
-    placement: Placement
     pp_ranks: Sequence[int]
     chunks: Sequence[torch.nn.Module]
     forward_backward: ForwardBackward
@@ -68,8 +64,6 @@ class Tuner:
     loads: Callable[[int], Sequence[Loads]] | None
     gain: float | None
     cap: float | None
-    splits: bool
-    weight_pieces: int
     can_turn: bool
     timeout_s: float
 
@@ -109,7 +103,8 @@ class Tuner:
     def _choose(
         self, samples: list[Sample], loads: Sequence[Loads] | None, num_microbatches: int
     ) -> Decision:
-        present = self.placement
+        orders = self.forward_backward.orders
+        present = orders.placement
         profile = profile_of(samples, present, num_microbatches)
         partition = () if loads is None else loads[0].partition
 
@@ -122,8 +117,8 @@ class Tuner:
 
         options: Any = {
             "num_microbatches": num_microbatches,
-            "splittable": self.splits,
-            "pieces": self.weight_pieces,
+            "splittable": orders.weight_pieces > 0,
+            "pieces": max(1, orders.weight_pieces),
         }
         kinds: list[PlacementKind] = [present.kind]
         if self.can_turn and present.num_chunks == 2:
@@ -152,7 +147,7 @@ class Tuner:
         group, device = self.job.control_group, self.job.accelerator.device
         payload = torch.zeros(*self.payload_shape, dtype=self.payload_dtype, device=device)
         found = {}
-        for low, high in self.placement.neighbours():
+        for low, high in self.forward_backward.orders.placement.neighbours():
             dist.barrier(group=group)
             if me in (low, high):
                 other = high if me == low else low

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from megatron.core.utils import unwrap_model
 
 from megatron.adaptive.errors import TransportError
 
-_MAIN = "main weight"
 _LAYERS = "decoder.layers."
 _NORM = "decoder.final_layernorm."
 _TAG = 71
@@ -37,19 +36,17 @@ _MESSAGE_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Share:
-    """A parameter on this rank and this rank's share of its optimizer state.
+    """This rank's elements of a parameter or buffer, or of its optimizer state.
 
     Attributes:
-        weight: the parameter or buffer, or a copy of it.
-        start: first element of the share.
+        start: first element.
         end: one past the last.
-        state: flat tensors of ``end - start`` elements, by name.
+        tensors: flat tensors of ``end - start`` elements, in an order that all ranks know.
     """
 
-    weight: torch.Tensor
-    start: int = 0
-    end: int = 0
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    start: int
+    end: int
+    tensors: list[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +55,8 @@ class Table:
 
     Attributes:
         replica: its position among data- and context-parallel ranks.
-        had: shares that it held, by parameter.
-        wants: shares that it shall hold, by parameter.
+        had: shares that it held, by name.
+        wants: shares that it shall hold, by name.
         steps: updates that the optimizer has done.
     """
 
@@ -71,13 +68,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Elements of one parameter that go from one rank to another, or stay on it.
+    """Elements of one share that go from one rank to another, or stay on it.
 
     Attributes:
         source: global rank that has them.
         target: global rank that wants them.
-        name: of the parameter.
-        is_weight: whether it is the weight that goes, or its state.
+        name: of the share.
         start: first element.
         end: one past the last.
     """
@@ -85,7 +81,6 @@ class Passage:
     source: int
     target: int
     name: str
-    is_weight: bool
     start: int
     end: int
 
@@ -95,6 +90,8 @@ def shares_of(
 ) -> dict[str, Share]:
     """Returns this rank's shares by name; tensors are those in use, not copies.
 
+    A parameter has one share for its weight and, where this rank has some of it, one for its state.
+
     Args:
         optimizer: megatron-core's optimizer over the parameters of ``chunks``.
         chunks: this rank's model chunks, wrapped or not.
@@ -102,19 +99,23 @@ def shares_of(
     """
     found = {}
     for name, weight in _named(chunks, stages):
-        found[name] = share = Share(weight)
+        found[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
         if not isinstance(weight, torch.nn.Parameter):
             continue  # a buffer, such as a router's bias
         leaf = optimizer.chained_optimizers[_is_spread(weight)]
-        held, share.start, share.end = _held(leaf, weight)
+        held, start, end = _held(leaf, weight)
         if held is None:
             continue
         state = leaf.optimizer.state.get(held, {})
-        for part, tensor in state.items():
-            if part != "step" and isinstance(tensor, torch.Tensor):
-                share.state[part] = tensor.detach().view(-1)
+        parts = [
+            state[part]
+            for part in sorted(state)
+            if part != "step" and isinstance(state[part], torch.Tensor)
+        ]
         if _storage(held) != _storage(weight):
-            share.state[_MAIN] = held.detach().view(-1)
+            parts.append(held)
+        if parts:
+            found[f"{name}, state"] = Share(start, end, [one.detach().view(-1) for one in parts])
     return found
 
 
@@ -191,8 +192,8 @@ def steps_of(optimizer: Any) -> float:
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
     """Lists the passages; the same on every rank that has the same tables.
 
-    Weights come from the same replica, state from the replica that has it, both from this rank
-    itself where it can be. A share that stays as it is needs no passage.
+    Elements come from this rank itself where they can, else from the same replica, else from one
+    that has them. A share that stays as it is needs no passage.
 
     Args:
         tables: by global rank.
@@ -201,7 +202,7 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
     for rank in sorted(tables):
         for name in tables[rank].had:
             holders[name].append(rank)
-    found = []
+    found: list[Passage] = []
     for target in sorted(tables):
         wishes = tables[target]
 
@@ -212,10 +213,7 @@ def passages(tables: Mapping[int, Table]) -> list[Passage]:
 
         for name in sorted(wishes.wants):
             sources = sorted(holders[name], key=nearness)
-            assert sources, f"nobody holds {name}"
             start, end = wishes.wants[name]
-            if name not in wishes.had:
-                found.append(Passage(sources[0], target, name, True, 0, 0))
             if wishes.had.get(name) != (start, end):
                 had = [(rank, *tables[rank].had[name]) for rank in sources]
                 found += _cover(target, name, start, end, had)
@@ -234,11 +232,11 @@ def _cover(
             if begin >= stop:
                 rest.append((first, last))
                 continue
-            yield Passage(rank, target, name, False, begin, stop)
+            yield Passage(rank, target, name, begin, stop)
             rest += [(first, begin)] if first < begin else []
             rest += [(stop, last)] if stop < last else []
         missing = rest
-    assert not missing, f"nobody holds all of the state of {name}"
+    assert not missing, f"nobody holds all of {name}"
 
 
 def exchange(
@@ -301,9 +299,6 @@ def exchange(
 
 
 def _parts(shares: Mapping[str, Share], way: Passage) -> list[torch.Tensor]:
-    """Returns the tensors of a passage on one of its ends, in an order that both ends know."""
+    """Returns the tensors of a passage on one of its ends."""
     share = shares[way.name]
-    if way.is_weight:
-        return [share.weight.detach().view(-1)]
-    low, high = way.start - share.start, way.end - share.start
-    return [share.state[part][low:high] for part in sorted(share.state)]
+    return [one[way.start - share.start : way.end - share.start] for one in share.tensors]

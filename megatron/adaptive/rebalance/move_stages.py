@@ -24,8 +24,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.adaptive.checkpoint.state import fill_state, load_rng, load_scheduler, sharded_rng
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.job import destroy_groups
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import DeviceMemoryError
 from megatron.adaptive.gpt.initialize import TrainingJob, remake_mesh
 from megatron.adaptive.gpt.setup import KeptParts, Run, build_run
@@ -149,11 +149,7 @@ def _set_aside(run: Run) -> _State:
     for leaf in leaves:
         fill_state(leaf)
     shares = shares_of(run.optimizer, run.chunks, _own_stages(run))
-    needed = sum(
-        tensor.nbytes
-        for share in shares.values()
-        for tensor in (share.weight, *share.state.values())
-    )
+    needed = sum(one.nbytes for share in shares.values() for one in share.tensors)
     ranks_here = job.environment.local_world_size
     # What comes in its place may be half as large again.
     stays = 3 * needed // 2 <= free_memory_bytes(job.accelerator, ranks_here)
@@ -166,8 +162,7 @@ def _set_aside(run: Run) -> _State:
         )
     place = job.accelerator.device if stays else torch.device("cpu")
     for share in shares.values():
-        share.weight = share.weight.detach().to(place)
-        share.state = {part: one.to(place) for part, one in share.state.items()}
+        share.tensors = [one.to(place) for one in share.tensors]
     return _State(
         shares=shares,
         steps=steps_of(run.optimizer),
@@ -201,11 +196,10 @@ def _give(run: Run, state: _State) -> None:
     )
     tables = dict(enumerate(job.gather(table)))
     for name, share in new.items():
-        if (former := old.get(name)) is not None:
-            share.weight.data.copy_(former.weight)
-            if (former.start, former.end) == (share.start, share.end):
-                for part, tensor in share.state.items():
-                    tensor.copy_(former.state[part])
+        former = old.get(name)
+        if former is not None and (former.start, former.end) == (share.start, share.end):
+            for tensor, before in zip(share.tensors, former.tensors, strict=True):
+                tensor.copy_(before)
     exchange(passages(tables), job.rank, old, new, job.control_group)
     _settle(state, leaves, max(found.steps for found in tables.values()))
 

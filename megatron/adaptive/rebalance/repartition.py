@@ -27,7 +27,7 @@ from megatron.adaptive.checkpoint.state import mesh_shape
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
-from megatron.adaptive.engine.forward_backward import ForwardBackward
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import CheckpointError, ScheduleError
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.setup import Run
@@ -128,8 +128,8 @@ def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
         _, manifest = folder.open(iteration, trust=config.checkpoint.trust_checkpoint)
     except CheckpointError:
         return None
-    now, then = mesh_shape(config), manifest.shape
-    saved = manifest.config.get("schedule", {}).get("partition")
+    now, then = mesh_shape(config), manifest["shape"]
+    saved = manifest["config"].get("schedule", {}).get("partition")
     alike = all(now[axis] == then.get(axis) for axis in ("pipeline", "chunks"))
     if saved is None or not alike or sum(saved) != config.model.num_layers:
         return None
@@ -249,7 +249,7 @@ class Repartitioner:
         """Returns what pays, and the step that this is based on."""
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
-        candidate = run.forward_backward.candidate(num_microbatches)
+        candidate = run.forward_backward.orders.candidate(num_microbatches)
         count = min(len(one.steps) for one in measured)
         span_s = statistics.median(
             max(one.spans_s[step] for one in measured) for step in range(count)
@@ -277,7 +277,7 @@ class Repartitioner:
     def _loads(self, measured: Sequence[StepMeasurements], num_microbatches: int) -> list[Loads]:
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
-        candidate = run.forward_backward.candidate(num_microbatches)
+        candidate = run.forward_backward.orders.candidate(num_microbatches)
         half = min(len(one.steps) for one in measured) // 2
         return [
             loads_of(

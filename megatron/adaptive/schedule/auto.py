@@ -1,7 +1,8 @@
 """The policy ``auto``: takes the schedule or rule that is fastest in simulation of this very job.
 
-Owns the candidates and the choice, from times that were measured in the first steps. Measuring and
-telling all ranks is the business of the pipeline's ``calibrate``.
+Owns the candidates, the summary of several simulations of each on the same work, and the choice,
+from times that were measured in the first steps. ``simulate`` on the command line compares what its
+user names; measuring is the business of ``rebalance``.
 
 A rule is only taken where it is faster than the best fixed order that memory allows by more than
 the error of a simulation; else that order is. Placement and layers are chosen together with it by
@@ -17,17 +18,19 @@ from dataclasses import dataclass, replace
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.anneal import improve
-from megatron.adaptive.schedule.compare import (
-    DEFAULT_PIECES,
-    Candidate,
-    CandidateOutcome,
-    evaluate,
-    make_candidate,
-)
 from megatron.adaptive.schedule.memory import default_cap, with_rounding
 from megatron.adaptive.schedule.placement import Placement
-from megatron.adaptive.schedule.registry import ANNEALED, EQUAL, Pace, make_schedule
-from megatron.adaptive.schedule.workload import StageProfile
+from megatron.adaptive.schedule.registry import (
+    ANNEALED,
+    DEFAULT_PIECES,
+    EQUAL,
+    Candidate,
+    Pace,
+    make_candidate,
+    make_schedule,
+)
+from megatron.adaptive.schedule.simulate import SimResult
+from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-v", "v-half", "dualpipe-v")
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
@@ -36,6 +39,30 @@ DRAWS, _MANY = 6, 20_000
 """Draws of a step; one where the spread of so many forwards averages out."""
 GAIN = 0.005
 """Least gain of a rule over the best fixed order; simulated and measured steps differ by more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateOutcome:
+    """Summarizes several simulations of a candidate.
+
+    Attributes:
+        candidate: what was simulated.
+        makespans_s: seconds of each draw's step.
+        bubble_fraction: mean over ranks and draws.
+        peak_units: the most that any rank held in any draw, in whole-rank microbatches.
+        example: the first draw's step.
+    """
+
+    candidate: Candidate
+    makespans_s: tuple[float, ...]
+    bubble_fraction: float
+    peak_units: float
+    example: SimResult
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of a step."""
+        return statistics.fmean(self.makespans_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +196,39 @@ def choose(
         best = fixed
     reason = _reason(best, fixed, profile, most)
     return ScheduleChoice(best=best.candidate, outcomes=tuple(outcomes), reason=reason)
+
+
+def evaluate(
+    candidate: Candidate, num_microbatches: int, profile: StageProfile, seeds: Sequence[int]
+) -> CandidateOutcome:
+    """Simulate a candidate once per seed.
+
+    Candidates with the same profile and seeds get the same work, also with other numbers of chunks:
+    the profile's stages are drawn, and added up where a chunk holds several.
+
+    Args:
+        candidate: what to simulate.
+        num_microbatches: microbatches per step.
+        profile: measured times; its number of stages is a multiple of the candidate's.
+        seeds: one draw each; without any spread in the profile one suffices.
+
+    Raises:
+        ScheduleError: the candidate cannot run on this pipeline.
+    """
+    if not seeds:
+        raise ScheduleError("no seeds: give at least one draw to simulate")
+    policies = candidate.policies(num_microbatches)
+    results = []
+    for seed in seeds:
+        workload = draw(candidate.placement, num_microbatches, profile, seed=seed)
+        results.append(candidate.simulate(workload, compiled=True, policies=policies))
+    return CandidateOutcome(
+        candidate=candidate,
+        makespans_s=tuple(result.makespan_s for result in results),
+        bubble_fraction=statistics.fmean(b for result in results for b in result.bubble_fraction),
+        peak_units=max(units for result in results for units in result.peak_units),
+        example=results[0],
+    )
 
 
 def _pace(profile: StageProfile) -> Pace:

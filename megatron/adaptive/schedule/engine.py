@@ -43,7 +43,7 @@ class World(NamedTuple):
         hints: per rank, its order as codes, or empty.
         stages: ``[rank * chunks + chunk]``, the stage.
         where: per stage, its first rank.
-        widths: per stage, its ranks, which take microbatches in turn (see ``widths``).
+        widths: per stage, its ranks, which take microbatches in turn (see ``unequal``).
         total: number of microbatches of the whole step, which are those below.
         durations: ``[kind][stage][microbatch]``, flat, kinds F, B, W.
         exchanges: the part of each F and B that is communication within a stage, likewise.

@@ -89,16 +89,6 @@ class Placement:
         turned = self.kind == "v" and chunk % 2 == 1
         return (self.num_ranks - 1 - offset if turned else offset), chunk
 
-    def next_of(self, rank: int, chunk: int) -> tuple[int, int] | None:
-        """The ``(rank, chunk)`` of the following stage, None after the last."""
-        stage = self.stage_of(rank, chunk) + 1
-        return None if stage == self.num_stages else self.locate(stage)
-
-    def previous_of(self, rank: int, chunk: int) -> tuple[int, int] | None:
-        """The ``(rank, chunk)`` of the preceding stage, None before the first."""
-        stage = self.stage_of(rank, chunk) - 1
-        return None if stage < 0 else self.locate(stage)
-
     def neighbours(self) -> tuple[tuple[int, int], ...]:
         """The pairs of ranks that exchange messages, lower rank first, sorted."""
         pairs = set()
@@ -119,12 +109,13 @@ class Placement:
         None for the last stage's forward (its own backward follows on the same stage), the first
         stage's backward, and every W.
         """
-        if kind is ActionKind.W:
-            return None
-        return (self.next_of if kind is ActionKind.F else self.previous_of)(rank, chunk)
+        return self._beside(kind, rank, chunk, 1 if kind is ActionKind.F else -1)
 
     def source_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
         """The ``(rank, chunk)`` whose result a chunk's action takes; see ``target_of``."""
-        if kind is ActionKind.W:
-            return None
-        return (self.previous_of if kind is ActionKind.F else self.next_of)(rank, chunk)
+        return self._beside(kind, rank, chunk, -1 if kind is ActionKind.F else 1)
+
+    def _beside(self, kind: ActionKind, rank: int, chunk: int, way: int) -> tuple[int, int] | None:
+        stage = self.stage_of(rank, chunk) + way
+        exists = kind is not ActionKind.W and 0 <= stage < self.num_stages
+        return self.locate(stage) if exists else None

@@ -2,7 +2,7 @@
 
 A policy is a pure object: it looks at a ``RankState`` and keeps nothing between two picks, so one
 object serves every step, and the simulator and the executor alike. Here: the interface, the policy
-made of one of the ``rules``, and the policy that follows a list.
+made of one of the ``rules``, and that of the rule which follows a list.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Policy(Protocol):
             An action that is ready, or None to wait for the next input.
 
         Raises:
-            ScheduleError: the policy can never again pick a possible action.
+            ScheduleError: the policy cannot go on.
         """
 
 
@@ -63,58 +63,43 @@ class RulePolicy:
         return state.next_action(kind, chunk)
 
 
-class Follow:
-    """Does the actions of a list one by one, each as soon as it is ready.
+class Follow(RulePolicy):
+    """Does the actions of a list one by one, each as soon as it is ready; see ``rules.follow``.
 
     The position in the list is the number of actions the state has started. The cap of the state
     is not looked at: the memory of a list is known beforehand (``memory.peak_units``). A pair
-    starts when both its actions are ready.
+    starts when both its actions are ready. With a list that is not valid (see ``validate``) the
+    rank comes to stand still.
 
     Args:
         order: one rank's actions, first to last.
         name: the schedule's name.
+
+    Raises:
+        ScheduleError: some chunk takes a kind in another order than ascending.
     """
 
     def __init__(self, order: Sequence[Action], name: str = "follow") -> None:
         self.order = tuple(order)
-        self.name = name
+        num_chunks = 1 + max((action.chunk for action in order), default=0)
+        super().__init__(name, rules.follow, codes_of(order, num_chunks))
 
     def pick(self, state: RankState) -> Action | None:
-        """Return the next action of the list if it is ready.
-
-        Raises:
-            ScheduleError: the list ends too early, or its next action can never be ready.
-        """
-        position = state.num_started
-        if position >= len(self.order):
-            if position < state.num_actions:
-                raise ScheduleError(
-                    f"rank {state.rank}: the order of {self.name} ends after {position} of"
-                    f" {state.num_actions} actions: list each action of the rank once"
-                )
-            return None
-        action = self.order[position]
-        if state.num_started > state.num_finished and not self.order[position - 1].paired:
-            return None
-        if state.is_ready(action):
-            if action.paired and state.beside and not state.is_ready(self.order[position + 1]):
-                return None
-            return action
-        if not state.is_possible(action):
-            raise ScheduleError(
-                f"rank {state.rank}: position {position} of {self.name} lists {action}:"
-                f" {state.why_not(action)}"
-            )
-        return None
+        """Return the next action of the list if it is ready."""
+        is_ready = self.rule(state.numbers, self.hint) >= 0
+        return self.order[state.num_started] if is_ready else None
 
 
-def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...] | None:
+def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...]:
     """A rank's order as the codes that ``rules`` read.
 
     Returns:
         ``kind * num_chunks + chunk`` of each action, ``3 * num_chunks`` more for a forward that is
-        paired; None if some chunk takes a kind in another order than ascending, which codes cannot
-        say.
+        paired.
+
+    Raises:
+        ScheduleError: some chunk takes a kind in another order than ascending, which codes cannot
+            say.
     """
     codes = []
     latest: dict[int, tuple[int, int]] = {}
@@ -122,7 +107,10 @@ def codes_of(order: Sequence[Action], num_chunks: int) -> tuple[int, ...] | None
         code = NUMBER[action.kind] * num_chunks + action.chunk
         place = (action.microbatch, action.piece)
         if place <= latest.get(code, (-1, 0)):
-            return None
+            raise ScheduleError(
+                f"an order lists {action} behind a later one of its kind and chunk: list them in"
+                " ascending order of microbatch and piece"
+            )
         latest[code] = place
         codes.append(code + 3 * num_chunks * action.paired)
     return tuple(codes)
@@ -141,29 +129,16 @@ def actions_of(codes: Iterable[int], num_chunks: int, weight_pieces: int) -> tup
     return tuple(actions)
 
 
-def rule_of(
-    policies: Sequence[Policy], num_chunks: int
-) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
+def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
     """The rule that all these policies share, with each one's hint, for compiled simulation.
 
     Returns:
         None if they do not share one of ``rules``.
     """
-    found: set[Rule] = set()
-    hints = []
-    for policy in policies:
-        if isinstance(policy, RulePolicy) and is_known(policy.rule):
-            found.add(policy.rule)
-            hints.append(policy.hint)
-        elif isinstance(policy, Follow):
-            codes = codes_of(policy.order, num_chunks)
-            if codes is None:
-                return None
-            found.add(rules.follow)
-            hints.append(codes)
-        else:
-            return None
-    return (found.pop(), tuple(hints)) if len(found) == 1 else None
+    made = [one for one in policies if isinstance(one, RulePolicy) and is_known(one.rule)]
+    if len(made) < len(policies) or len({one.rule for one in made}) > 1:
+        return None
+    return made[0].rule, tuple(one.hint for one in made)
 
 
 _BY_KIND: dict[Rule, tuple[str, str, str]] = {
@@ -183,8 +158,6 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
         codes: the actions in the order they started, as ``codes_of`` says them.
         num_chunks: chunks of the rank.
     """
-    if isinstance(policy, Follow):
-        return ["order"] * len(codes)
     if not isinstance(policy, RulePolicy):
         return [""] * len(codes)
     codes = [code % (3 * num_chunks) for code in codes]

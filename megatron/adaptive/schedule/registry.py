@@ -1,7 +1,8 @@
-"""Names of the schedules and policies that a user can ask for, and what each of them runs on.
+"""Names of the schedules and policies that a user can ask for, and how each of them would run.
 
-Owns the lookup, the checks that every schedule shares, and the choice of a hint for ``hinted``. The
-list of names is fixed: adding a schedule means a function and a line here.
+Owns the lookup, the checks that every schedule shares, the choice of what a name stands for on a
+given pipeline (placement, pieces, cap), and that of a hint for ``hinted``. The list of names is
+fixed: adding a schedule means a function and a line here.
 """
 
 from __future__ import annotations
@@ -9,87 +10,53 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Any
 
+from megatron.adaptive.config.schedule import (
+    ONE_CHUNK,
+    SEVERAL_CHUNKS,
+    SPLIT_SCHEDULES,
+    TWO_CHUNKS,
+    V_ONLY,
+    default_placement,
+)
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
-from megatron.adaptive.schedule.dualpipe_v import dualpipe_v
+from megatron.adaptive.schedule.fixed_in_v import dualpipe_v, v_half, zb_v
 from megatron.adaptive.schedule.gpipe import forward_only, gpipe, varuna
-from megatron.adaptive.schedule.memory import chunk_shares, with_rounding
+from megatron.adaptive.schedule.memory import chunk_shares, default_cap, with_rounding
 from megatron.adaptive.schedule.one_f_one_b import interleaved, interleaved_zb, one_f_one_b, zb_h1
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of
 from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_microbatches
 from megatron.adaptive.schedule.simulate import SimResult, simulate
-from megatron.adaptive.schedule.v_half import v_half
 from megatron.adaptive.schedule.validate import peak_units
-from megatron.adaptive.schedule.workload import StageTimes
-from megatron.adaptive.schedule.zb_v import zb_v
+from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 
-
-@dataclass(frozen=True)
-class _Static:
-    """A static schedule and what it runs on.
-
-    Attributes:
-        orders: makes the orders of all ranks from placement and microbatches.
-        kind: how stages lie; of no matter to a schedule that runs with one chunk.
-        least_chunks: per rank.
-        most_chunks: per rank, ``None`` where the user chooses.
-        splits_backward: whether it has W actions.
-        instead: what runs on other placements.
-    """
-
-    orders: Callable[..., tuple[Order, ...]]
-    kind: PlacementKind = "loop"
-    least_chunks: int = 1
-    most_chunks: int | None = None
-    splits_backward: bool = False
-    instead: str = "adaptive"
-
-    def check_placement(self, name: str, placement: Placement) -> None:
-        """Refuse a placement that the schedule does not run on."""
-        chunks, least, most = placement.num_chunks, self.least_chunks, self.most_chunks
-        if (
-            chunks < least
-            or chunks > (most or chunks)
-            or (least > 1 and placement.kind != self.kind)
-        ):
-            count = f"{'' if most else 'at least '}{least}"
-            raise ScheduleError(
-                f"schedule {name} got a {placement.kind} placement with {chunks} chunk(s) per rank:"
-                f" it needs a {self.kind} of {count}, choose {self.instead}"
-            )
-
-
-_SEVERAL = "interleaved or adaptive for several"
-_STATIC: dict[str, _Static] = {
-    "1f1b": _Static(one_f_one_b, most_chunks=1, instead=_SEVERAL),
-    "breadth-first": _Static(gpipe, least_chunks=2, instead="gpipe for others"),
-    "combined-1f1b": _Static(
-        partial(interleaved, pairs=True), least_chunks=2, instead="1f1b for one chunk"
-    ),
-    "dualpipe-v": _Static(dualpipe_v, "v", 2, 2, splits_backward=True),
-    "forward-only": _Static(forward_only),
-    "gpipe": _Static(gpipe),
-    "interleaved": _Static(interleaved, least_chunks=2, instead="1f1b for one chunk"),
-    "interleaved-zb": _Static(
-        interleaved_zb, least_chunks=2, splits_backward=True, instead="zb-h1 for one chunk"
-    ),
-    "v-half": _Static(v_half, "v", 2, 2, splits_backward=True),
-    "varuna": _Static(varuna, most_chunks=1, instead=_SEVERAL),
-    "zb-h1": _Static(zb_h1, most_chunks=1, splits_backward=True, instead="zb-v or v-half for two"),
-    "zb-v": _Static(zb_v, "v", 2, 2, splits_backward=True),
+_STATIC: dict[str, Callable[..., tuple[Order, ...]]] = {
+    "1f1b": one_f_one_b,
+    "breadth-first": gpipe,
+    "combined-1f1b": partial(interleaved, pairs=True),
+    "dualpipe-v": dualpipe_v,
+    "forward-only": forward_only,
+    "gpipe": gpipe,
+    "interleaved": interleaved,
+    "interleaved-zb": interleaved_zb,
+    "v-half": v_half,
+    "varuna": varuna,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
 }
+"""Generators of the orders of all ranks; what each runs on is in ``config.schedule``."""
 _RULES = {
     "adaptive": rules.ready_first,
     "bfc": rules.breadth_first,
     "dfc": rules.depth_first,
     "hinted": rules.hinted,
 }
-_BEST_IN_A_V = ("adaptive", "hinted")
 _HINTS = ("zb-v", "v-half", "zb-h1", "interleaved", "interleaved-zb", "dualpipe-v")
 """Schedules that may be hints, the usual one of each placement first."""
 ANNEALED = "annealed"
@@ -99,6 +66,130 @@ _COMPILED_FROM = 20_000
 Pace = tuple[float, float, float]
 """Latency of a message, backward by inputs and weight gradients, in forwards of a stage."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
+DEFAULT_PIECES = 4
+"""Parts of a weight gradient under a run-time rule: small enough to fill waits for messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A schedule or policy as it would run.
+
+    Attributes:
+        name: of the schedule or policy.
+        placement: which rank holds which stage.
+        weight_pieces: parts of each weight gradient, 0 for whole backwards.
+        cap: of every rank in whole-rank microbatches, for a rule; ``None`` for no limit, and for a
+            static schedule, whose memory is its own.
+        shares: whether chunks have shares of the cap under ``adaptive`` (see ``memory``).
+        pace: of the stages, by which ``hinted`` chooses its hint.
+        hint: what ``hinted`` or ``annealed`` follows in steps of as many microbatches; ``None`` for
+            a choice of its own, which both make in others.
+    """
+
+    name: str
+    placement: Placement
+    weight_pieces: int = 0
+    cap: float | None = None
+    shares: bool = True
+    pace: Pace = EQUAL
+    hint: Schedule | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        chunks = self.placement.num_chunks
+        text = f"{self.name} ({self.placement.kind}, {chunks} chunk{'s' * (chunks > 1)}"
+        if self.weight_pieces:
+            text += f", W in {self.weight_pieces}"
+        if not self.shares:
+            text += ", no shares"
+        if self.hint is not None and self.name != ANNEALED:
+            text += ", annealed hint"
+        return text + (f", cap {self.cap:g})" if self.cap is not None else ")")
+
+    def policies(self, num_microbatches: int) -> tuple[Policy, ...]:
+        """Makes one policy per rank: followers of a static schedule, or the rule of the name.
+
+        Raises:
+            ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
+        """
+        name, placement, hint = self.name, self.placement, self.hint
+        if hint is not None and hint.num_microbatches != num_microbatches:
+            hint = None
+        if name == ANNEALED:
+            if hint is not None:
+                return tuple(Follow(order, name) for order in hint.orders)
+            name = "hinted"
+        if not is_rule(name):
+            schedule = make_schedule(name, placement, num_microbatches)
+            return tuple(Follow(order, name) for order in schedule.orders)
+        if name == "hinted":
+            pieces = self.weight_pieces
+            hint = hint or hint_for(placement, num_microbatches, self.cap, self.pace, pieces)
+            codes = [hint_codes(order, placement.num_chunks, pieces) for order in hint.orders]
+            return tuple(RulePolicy(name, _RULES[name], of_rank) for of_rank in codes)
+        if name == "adaptive" and self.shares and self.cap is not None:
+            ranks = range(placement.num_ranks)
+            shares = [chunk_shares(placement, rank, self.cap) for rank in ranks]
+            return tuple(RulePolicy(name, _RULES[name], of_rank) for of_rank in shares)
+        return (RulePolicy(name, _RULES[name]),) * placement.num_ranks
+
+    def simulate(
+        self, work: Workload, *, compiled: bool, policies: Sequence[Policy] | None = None
+    ) -> SimResult:
+        """Simulates a step of such work.
+
+        Args:
+            work: times of all its microbatches.
+            compiled: see :func:`~megatron.adaptive.schedule.simulate.simulate`.
+            policies: of a step of so many microbatches; made anew where ``None``.
+        """
+        count = work.durations_ps.shape[2]
+        return simulate(
+            self.placement,
+            count,
+            self.policies(count) if policies is None else policies,
+            work,
+            cap=self.cap,
+            weight_pieces=self.weight_pieces,
+            beside=work.cuts > 0,
+            compiled=compiled,
+        )
+
+
+def make_candidate(
+    name: str,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    *,
+    placement_kind: PlacementKind | None = None,
+    cap: float | None = None,
+    weight_pieces: int | None = None,
+) -> Candidate:
+    """Say how a schedule or policy would run on a pipeline.
+
+    Args:
+        name: of the schedule or policy.
+        num_ranks: ranks of the pipeline.
+        num_chunks: chunks per rank, where the schedule leaves the choice.
+        num_microbatches: microbatches per step.
+        placement_kind: ``loop`` or ``v`` for a rule; default that of ``placement_for``.
+        cap: of a rule; default that of ``memory.default_cap``.
+        weight_pieces: of a rule, 0 for whole backwards; default 4.
+
+    Raises:
+        ScheduleError: unknown name, or the pipeline does not suit it.
+    """
+    placement = placement_for(name, num_ranks, num_chunks)
+    if not is_rule(name):
+        return Candidate(name=name, placement=placement, weight_pieces=int(splits_backward(name)))
+    if placement_kind is not None:
+        placement = Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=placement_kind)
+    return Candidate(
+        name=name,
+        placement=placement,
+        weight_pieces=DEFAULT_PIECES if weight_pieces is None else weight_pieces,
+        cap=default_cap(placement, num_microbatches) if cap is None else cap,
+    )
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -117,7 +208,9 @@ def is_rule(name: str) -> bool:
     Raises:
         ScheduleError: unknown name.
     """
-    return name == ANNEALED or _static(name) is None
+    if name not in _STATIC and name not in _RULES and name != ANNEALED:
+        raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
+    return name not in _STATIC
 
 
 def splits_backward(name: str) -> bool:
@@ -126,8 +219,7 @@ def splits_backward(name: str) -> bool:
     Raises:
         ScheduleError: unknown name.
     """
-    static = _static(name)
-    return static is not None and static.splits_backward
+    return not is_rule(name) and name in SPLIT_SCHEDULES
 
 
 def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
@@ -142,12 +234,18 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
     Raises:
         ScheduleError: unknown name, or a number below 1.
     """
-    static = _static(name)
-    if static is None:
-        kind: PlacementKind = "v" if name in _BEST_IN_A_V and num_chunks == 2 else "loop"
-        return Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
-    chunks = static.most_chunks or num_chunks
-    return Placement(num_ranks=num_ranks, num_chunks=chunks, kind=static.kind)
+    most = None if is_rule(name) else _chunks_of(name)[1]
+    chunks = num_chunks if most is None else most
+    kind = default_placement(name, chunks)
+    return Placement(num_ranks=num_ranks, num_chunks=chunks, kind=kind)
+
+
+def _chunks_of(name: str) -> tuple[int, int | None]:
+    """Returns the least and the most chunks per rank of a static schedule."""
+    if name in ONE_CHUNK or name in TWO_CHUNKS:
+        count = 1 if name in ONE_CHUNK else 2
+        return count, count
+    return 2 if name in SEVERAL_CHUNKS else 1, None
 
 
 def make_schedule(
@@ -164,67 +262,32 @@ def make_schedule(
     Raises:
         ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
     """
-    static = _STATIC.get(name)
-    if static is None:
+    if name not in _STATIC:
         raise ScheduleError(
             f"unknown schedule {name!r}: choose one of {', '.join(schedule_names())}"
         )
     check_num_microbatches(num_microbatches)
-    static.check_placement(name, placement)
+    (least, most), chunks = _chunks_of(name), placement.num_chunks
+    kind = "v" if name in V_ONLY else "loop"
+    if not least <= chunks <= (most or chunks) or (least > 1 and placement.kind != kind):
+        raise ScheduleError(
+            f"schedule {name} got a {placement.kind} placement with {chunks} chunk(s) per rank:"
+            f" it needs a {kind} of {'' if most else 'at least '}{least}, else choose adaptive"
+        )
     options = {} if group_size is None else {"group_size": group_size}
     return Schedule(
         name=name,
         placement=placement,
         num_microbatches=num_microbatches,
-        orders=static.orders(placement, num_microbatches, **options),
+        orders=_STATIC[name](placement, num_microbatches, **options),
     )
 
 
 def make_policies(
-    name: str,
-    placement: Placement,
-    num_microbatches: int,
-    *,
-    cap: float | None = None,
-    weight_pieces: int = 0,
-    shares: bool = True,
-    pace: Pace = EQUAL,
-    hint: Schedule | None = None,
+    name: str, placement: Placement, num_microbatches: int, **settings: Any
 ) -> tuple[Policy, ...]:
-    """Make one policy per rank: followers of a static schedule, or the rule of that name.
-
-    Args:
-        name: of the schedule or rule.
-        placement: which rank holds which stage.
-        num_microbatches: microbatches per step.
-        cap: of the run, for a rule that shares it or chooses a hint by it; None for no limit.
-        weight_pieces: of the run, likewise.
-        shares: whether chunks have shares of the cap under ``adaptive`` (see ``memory``).
-        pace: of the stages, by which ``hinted`` chooses its hint.
-        hint: of ``hinted``, and the list of ``annealed``, in steps of as many microbatches; in
-            others both choose a hint.
-
-    Raises:
-        ScheduleError: unknown name, or the schedule refuses the placement or microbatches.
-    """
-    is_given = hint is not None and hint.num_microbatches == num_microbatches
-    if name == ANNEALED:
-        if hint is not None and is_given:
-            return tuple(Follow(order, name) for order in hint.orders)
-        name = "hinted"
-    if _static(name) is not None:
-        schedule = make_schedule(name, placement, num_microbatches)
-        return tuple(Follow(order, name) for order in schedule.orders)
-    ranks = range(placement.num_ranks)
-    if name == "adaptive" and shares and cap is not None:
-        return tuple(
-            RulePolicy(name, _RULES[name], chunk_shares(placement, rank, cap)) for rank in ranks
-        )
-    if name != "hinted":
-        return (RulePolicy(name, _RULES[name]),) * placement.num_ranks
-    if hint is None or not is_given:
-        hint = hint_for(placement, num_microbatches, cap, pace, weight_pieces)
-    return _hinted(hint, weight_pieces)
+    """Makes the policies of a :class:`Candidate` with these settings."""
+    return Candidate(name=name, placement=placement, **settings).policies(num_microbatches)
 
 
 @lru_cache(maxsize=64)
@@ -266,39 +329,23 @@ def hint_for(
     ):
         return found[0]
 
-    def run(policies: Sequence[Policy], pieces: int, pace: Pace = pace) -> SimResult:
+    def run(candidate: Candidate, pace: Pace = pace) -> SimResult:
         latency, backward, weight = pace
-        return simulate(
-            placement,
-            num_microbatches,
-            policies,
-            StageTimes.equal(
-                placement.num_stages, forward_s=1.0, backward_s=backward, weight_s=weight
-            ),
-            latency_s=latency,
-            cap=cap,
-            weight_pieces=pieces,
-            compiled=3 * num_microbatches * placement.num_stages >= _COMPILED_FROM,
+        times = StageTimes.equal(
+            placement.num_stages, forward_s=1.0, backward_s=backward, weight_s=weight
+        )
+        work = draw(placement, num_microbatches, times, link=Link(latency_s=latency))
+        return candidate.simulate(
+            work, compiled=3 * num_microbatches * placement.num_stages >= _COMPILED_FROM
         )
 
+    rule = Candidate(name="adaptive", placement=placement, weight_pieces=1, cap=cap)
     for shares in (True, False):
-        rules_ = make_policies("adaptive", placement, num_microbatches, cap=cap, shares=shares)
         # An order made for equal kinds of work may also be the best one for others.
         for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
-            found.append(run(rules_, 1, times).to_schedule("adaptive"))
-
-    def hinted_s(hint: Schedule) -> float:
-        return run(_hinted(hint, weight_pieces), weight_pieces).makespan_s
-
-    return min(found, key=hinted_s)
-
-
-def _hinted(hint: Schedule, weight_pieces: int) -> tuple[Policy, ...]:
-    chunks = hint.placement.num_chunks
-    return tuple(
-        RulePolicy("hinted", rules.hinted, hint_codes(order, chunks, weight_pieces))
-        for order in hint.orders
-    )
+            found.append(run(replace(rule, shares=shares), times).to_schedule("adaptive"))
+    hinted = replace(rule, name="hinted", weight_pieces=weight_pieces)
+    return min(found, key=lambda hint: run(replace(hinted, hint=hint)).makespan_s)
 
 
 def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> tuple[int, ...]:
@@ -317,18 +364,9 @@ def hint_codes(order: Sequence[Action], num_chunks: int, weight_pieces: int) -> 
                 Action(ActionKind.W, action.chunk, action.microbatch, piece)
                 for piece in range(weight_pieces)
             ]
-    codes = codes_of(actions, num_chunks)
-    assert codes is not None, "a valid schedule has ascending microbatches"
     counts: Counter[int] = Counter()
     packed = []
-    for code in codes:
+    for code in codes_of(actions, num_chunks):
         packed.append(code + 3 * num_chunks * counts[code])
         counts[code] += 1
     return tuple(packed)
-
-
-def _static(name: str) -> _Static | None:
-    """The schedule of that name, ``None`` for a rule."""
-    if name not in _STATIC and name not in _RULES:
-        raise ScheduleError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
-    return _STATIC.get(name)

@@ -1,7 +1,7 @@
 """A schedule as data: for every rank the list of its actions, in order.
 
-Owns the container. Making one is the business of the generators (one file each), checking and
-drawing one of ``validate``, timing one of ``simulate``.
+Owns the container. Making one is the business of the generators, checking and drawing one of
+``validate``, timing one of ``simulate``.
 """
 
 from __future__ import annotations

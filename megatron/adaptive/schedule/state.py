@@ -224,22 +224,14 @@ class RankState:
             return
         raise ScheduleError(f"rank {self.rank}: input of {kind}{chunk}-{microbatch} {why}")
 
-    def start(self, action: Action) -> None:
-        """Note that the action starts; a forward takes its memory now.
+    def start(self, action: Action) -> bool:
+        """Note that the action starts if it is ready, a forward takes its memory now.
 
         The cap is not enforced here: it is a policy's choice to ask ``fits``.
 
-        Raises:
-            ScheduleError: the action is not ready.
+        Returns:
+            Whether it is ready; see :meth:`why_not`.
         """
-        if not self.try_start(action):
-            raise ScheduleError(
-                f"rank {self.rank}: {action} cannot start: {self.why_not(action)};"
-                f" {self.describe()}"
-            )
-
-    def try_start(self, action: Action) -> bool:
-        """Note that the action starts if it is ready; returns whether it is. See :meth:`start`."""
         ready = self.is_ready(action)
         if ready:
             machine.start(self.numbers, NUMBER[action.kind], action.chunk)

@@ -1,4 +1,4 @@
-"""Checks that a schedule can run: complete, in order, free of deadlock; counts its memory.
+"""Checks that a schedule can run: complete, in order, free of deadlock; counts memory, draws it.
 
 An error has one line with rank, position and action, then the part of the schedule around the cell
 with the cell in brackets.
@@ -6,14 +6,17 @@ with the cell in brackets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NoReturn
 
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
-from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind, action_table
+from megatron.adaptive.schedule.action import NUMBER, ActionKind
 from megatron.adaptive.schedule.schedule import Order, Schedule
 from megatron.adaptive.schedule.state import RankState
+
+_CONTEXT = 6
+_ELLIPSIS = "..."
 
 
 def validate(schedule: Schedule) -> None:
@@ -59,6 +62,48 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
                 machine.finish(state.numbers, NUMBER[action.kind], action.chunk)
         peaks.append(state.peak_in_flight)
     return tuple(peaks)
+
+
+def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) -> str:
+    """Draw a schedule, a row per rank, a column per position in its order.
+
+    ::
+
+        rank 0 | F0-0 F0-1 B0-0 W0-0 B0-1 W0-1
+        rank 1 | F0-0 B0-0 F0-1 B0-1 W0-0 W0-1
+
+    Further pieces of a weight gradient carry their number: ``W0-0 W0-0.1 W0-0.2``.
+
+    Args:
+        schedule: need not be valid.
+        mark: ``(rank, position)`` of a cell to put in brackets; only the columns around it are
+            drawn. The position after a rank's last action is allowed and marks its missing end.
+
+    Returns:
+        Lines without a final line feed.
+    """
+    columns = max((len(order) for order in schedule.orders), default=0)
+    first, last = 0, columns
+    if mark is not None:
+        first, last = max(0, mark[1] - _CONTEXT), max(mark[1] + 1, min(columns, mark[1] + _CONTEXT))
+    rows = []
+    for rank, order in enumerate(schedule.orders):
+        cells = [str(action) for action in order[first:last]]
+        if mark is not None and mark[0] == rank:
+            at = mark[1] - first
+            cells += ["missing"] * (at + 1 - len(cells))
+            cells[at] = f"[{cells[at]}]"
+        if first > 0:
+            cells.insert(0, _ELLIPSIS)
+        if len(order) > last:
+            cells.append(_ELLIPSIS)
+        rows.append(cells)
+    width = max((len(cell) for cells in rows for cell in cells), default=0)
+    digits = len(str(max(len(rows) - 1, 0)))
+    return "\n".join(
+        f"rank {rank:>{digits}} | {' '.join(cell.ljust(width) for cell in cells)}".rstrip()
+        for rank, cells in enumerate(rows)
+    )
 
 
 def _together(order: Order) -> Iterator[tuple[int, Order]]:
@@ -108,21 +153,8 @@ def _check_order(schedule: Schedule, rank: int) -> None:
         for action in actions:
             state.finish(action)
     if not state.done:
-        missing = _missing(schedule, rank)
-        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
-        _fail(schedule, rank, len(order), f"the order ends, but {missing[0]}{more} missing")
-
-
-def _missing(schedule: Schedule, rank: int) -> list[Action]:
-    listed, chunks = set(schedule.orders[rank]), schedule.placement.num_chunks
-    pieces = (1, int(not schedule.forward_only), schedule.weight_pieces)
-    return [
-        action
-        for kind, count in zip(KINDS, pieces, strict=True)
-        for of_chunk in action_table(kind, chunks, schedule.num_microbatches, count)
-        for action in of_chunk
-        if action not in listed
-    ]
+        left = " and ".join(str(action) for action in state.ready())
+        _fail(schedule, rank, len(order), f"the order ends before {left}: list each action once")
 
 
 def _check_flow(schedule: Schedule) -> None:
@@ -149,81 +181,11 @@ def _check_flow(schedule: Schedule) -> None:
     if stuck:
         # The rank that came least far is nearest to the cause.
         rank = min(stuck, key=lambda rank: states[rank].num_started)
-        _fail(
-            schedule, rank, states[rank].num_started, f"deadlock: {_circle(schedule, rank, states)}"
-        )
+        state, position = states[rank], states[rank].num_started
+        action = next(one for one in _next(orders[rank], state) if not state.is_ready(one))
+        _fail(schedule, rank, position, f"deadlock: {action} never starts: {state.why_not(action)}")
 
 
 def _next(order: Order, state: RankState) -> Order:
     position = state.num_started
     return order[position : position + 1 + order[position].paired]
-
-
-def _circle(schedule: Schedule, rank: int, states: Sequence[RankState]) -> str:
-    """Say who waits for whom: from a rank to what it waits for, until a rank comes again.
-
-    Every rank in it stands at the input of another stage: what it needs of its own was checked.
-    """
-    placement = schedule.placement
-    parts: list[str] = []
-    seen: set[int] = set()
-    while rank not in seen:
-        seen.add(rank)
-        state = states[rank]
-        action = next(a for a in _next(schedule.orders[rank], state) if not state.is_ready(a))
-        source = placement.source_of(action.kind, rank, action.chunk)
-        if source is None:  # it is paired with the forward that it follows
-            return ", ".join([*parts, f"rank {rank} for the forward of {action}"])
-        sent = Action(action.kind, source[1], action.microbatch)
-        parts.append(
-            f"rank {rank} waits at position {state.num_started} with {action} for {sent} of rank"
-            f" {source[0]} (stage {placement.stage_of(*source)})"
-        )
-        rank = source[0]
-    return ", ".join(parts)
-
-
-_CONTEXT = 6
-"""Columns that a picture shows on each side of its mark."""
-
-
-def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) -> str:
-    """Draw a schedule, a row per rank, a column per position in its order.
-
-    ::
-
-        rank 0 | F0-0 F0-1 B0-0 W0-0 B0-1 W0-1
-        rank 1 | F0-0 B0-0 F0-1 B0-1 W0-0 W0-1
-
-    Further pieces of a weight gradient carry their number: ``W0-0 W0-0.1 W0-0.2``.
-
-    Args:
-        schedule: need not be valid.
-        mark: ``(rank, position)`` of a cell to put in brackets; only the columns around it are
-            drawn. The position after a rank's last action is allowed and marks its missing end.
-
-    Returns:
-        Lines without a final line feed.
-    """
-    columns = max((len(order) for order in schedule.orders), default=0)
-    first, last = 0, columns
-    if mark is not None:
-        first, last = max(0, mark[1] - _CONTEXT), max(mark[1] + 1, min(columns, mark[1] + _CONTEXT))
-    rows = []
-    for rank, order in enumerate(schedule.orders):
-        cells = [str(action) for action in order[first:last]]
-        if mark is not None and mark[0] == rank:
-            at = mark[1] - first
-            cells += ["missing"] * (at + 1 - len(cells))
-            cells[at] = f"[{cells[at]}]"
-        if first > 0:
-            cells.insert(0, "...")
-        if len(order) > last:
-            cells.append("...")
-        rows.append(cells)
-    width = max((len(cell) for cells in rows for cell in cells), default=0)
-    digits = len(str(max(len(rows) - 1, 0)))
-    return "\n".join(
-        f"rank {rank:>{digits}} | {' '.join(cell.ljust(width) for cell in cells)}".rstrip()
-        for rank, cells in enumerate(rows)
-    )

@@ -76,31 +76,6 @@ class StageTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Jitter:
-    """Holds spreads of random factors on durations and latencies: lognormal with mean 1.
-
-    Attributes:
-        seed: of all draws.
-        action_sigma: sigma of the logarithm of every action's own factor.
-        microbatch_sigma: the same for a factor that all actions of a microbatch share, as when
-            microbatches have different lengths.
-        latency_sigma: the same for the latency of each message.
-
-    Raises:
-        ScheduleError: a sigma is negative or not finite.
-    """
-
-    seed: int
-    action_sigma: float = 0.0
-    microbatch_sigma: float = 0.0
-    latency_sigma: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in _SIGMAS:
-            _check_number(name, getattr(self, name))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Link:
     """Describes what delays a message between two ranks.
 
@@ -123,18 +98,24 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Holds measured times of a pipeline's stages and links.
+    """Holds times of a pipeline's stages and links, measured or made up.
+
+    Random factors are lognormal with mean 1; a sigma is that of the logarithm.
 
     Attributes:
         times: per stage.
         link: every link that ``links`` does not name.
         links: others, by ``(from rank, to rank)``.
-        rank_factors: how many times longer each rank takes, ``None`` for 1.
-        action_sigma: spread of the actions' own factors, see :class:`Jitter`.
-        microbatch_sigma: spread of the microbatches' factors.
-        latency_sigma: spread of the latencies.
+        rank_factors: how many times longer each rank takes for everything, ``None`` for 1.
+        action_sigma: spread of every action's own factor.
+        microbatch_sigma: that of a factor that all actions of a microbatch share, as when
+            microbatches have different lengths.
+        latency_sigma: that of the latency of each message.
         microbatch_factors: how many times the mean each microbatch took, for each measured step;
             empty where microbatches are alike.
+
+    Raises:
+        ScheduleError: a sigma is negative or not finite.
     """
 
     times: StageTimes
@@ -145,6 +126,10 @@ class StageProfile:
     microbatch_sigma: float = 0.0
     latency_sigma: float = 0.0
     microbatch_factors: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in _SIGMAS:
+            _check_number(name, getattr(self, name))
 
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
         """Returns the factors of one step; ``None`` where none of so many microbatches is known."""
@@ -175,30 +160,27 @@ class Workload:
 def draw(
     placement: Placement,
     num_microbatches: int,
-    times: StageTimes,
+    times: StageTimes | StageProfile,
     *,
-    jitter: Jitter | None = None,
-    link: Link | None = None,
-    links: Mapping[tuple[int, int], Link] | None = None,
-    rank_factors: Sequence[float] | None = None,
-    microbatch_factors: Sequence[float] | None = None,
+    seed: int = 0,
+    **more: Any,
 ) -> Workload:
     """Draws the times of one step.
 
     Args:
         placement: which rank holds which stage.
         num_microbatches: microbatches per step.
-        times: mean durations per stage, or of a whole multiple of stages, each so many in a row
-            running as one: schedules with one and with several chunks then get the same draws.
-        jitter: random factors; None for none.
-        link: every link between two ranks; None for one that takes no time.
-        links: links that differ, by ``(from rank, to rank)``.
-        rank_factors: how many times longer each rank takes for everything; None for 1.
-        microbatch_factors: likewise for each microbatch.
+        times: per stage, or of a whole multiple of stages, each so many in a row running as one:
+            schedules with one and with several chunks then get the same draws.
+        seed: of all random factors; chooses among measured steps.
+        **more: of a profile that has nothing but these ``times`` otherwise.
 
     Raises:
         ScheduleError: an argument is out of range.
     """
+    profile = times if isinstance(times, StageProfile) else StageProfile(times=times, **more)
+    times, rank_factors = profile.times, profile.rank_factors
+    microbatch_factors = profile.factors_of(seed, num_microbatches)
     _check_times(placement, times)
     stages, ranks = placement.num_stages, placement.num_ranks
     fine = len(times.forward_s)
@@ -213,15 +195,15 @@ def draw(
     durations = np.broadcast_to(durations, (3, fine, num_microbatches))
     if microbatch_factors is not None:
         durations = durations * _factors(microbatch_factors, num_microbatches, "microbatch")
-    latency, occupancy = _links(placement, link or Link(), links or {})
+    latency, occupancy = _links(placement, profile.link, profile.links)
     delays = np.broadcast_to(latency[:, :, None], (2, stages, num_microbatches))
-    if jitter is not None:
-        rng = np.random.default_rng(jitter.seed)
-        durations = durations * _lognormal(rng, jitter.action_sigma, durations.shape)
-        durations = durations * _lognormal(rng, jitter.microbatch_sigma, (num_microbatches,))
+    if any(getattr(profile, name) for name in _SIGMAS):
+        rng = np.random.default_rng(seed)
+        durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
+        durations = durations * _lognormal(rng, profile.microbatch_sigma, (num_microbatches,))
         # The message after a forward is that of the last of the stages that run as one, the one
         # after a backward that of the first.
-        factors = _lognormal(rng, jitter.latency_sigma, (2, fine, num_microbatches))
+        factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_microbatches))
         group = fine // stages
         delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.lengths import Load
+from megatron.adaptive.data.loader import Load
 from megatron.adaptive.data.tokenizer import need_package
 from megatron.adaptive.engine.progress import ProgressFile, Value
 from megatron.adaptive.errors import AdaptiveError, ConfigError

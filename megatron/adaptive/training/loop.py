@@ -27,8 +27,8 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import BatchSizes
 from megatron.adaptive.data.tokenizer import build_tokenizer
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
-from megatron.adaptive.engine.forward_backward import ForwardBackward
 from megatron.adaptive.engine.progress import COMPLETE, saved_line
+from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.stop import StopRequest
 from megatron.adaptive.errors import ConfigError, DeviceMemoryError
 from megatron.adaptive.gpt.setup import Run, make_loader, make_recording, payload_shape
@@ -399,7 +399,6 @@ def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
     group = parallel_state.get_pipeline_model_parallel_group()
     return Tuner(
         job=run.job,
-        placement=run.placement,
         pp_ranks=dist.get_process_group_ranks(group),
         chunks=run.chunks,
         forward_backward=_engine_of(run),
@@ -409,8 +408,6 @@ def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
         loads=None if layers is None else layers.gather_loads,
         gain=settings.repartition_gain if may_cut else None,
         cap=settings.activation_cap,
-        splits=config.splits_backward,
-        weight_pieces=settings.weight_pieces,
         can_turn=settings.pipeline_placement is None,
         timeout_s=settings.pipeline_timeout_s,
     )
@@ -584,8 +581,7 @@ class Saving(RunHook):
         self._recorder.write()
         with live.run.tracing.host_span("checkpoint"):
             gather_parameters(live.run)
-            save = live.checkpoints.save_behind if behind else live.checkpoints.save
-            path: Path | None = save(live.progress)
+            path = live.checkpoints.save(live.progress, behind=behind)
         self._saved_at = live.progress.iteration
         self._waited_s = time.perf_counter() - begin_s
         if path is not None:

@@ -333,7 +333,6 @@ def _measure_stage(
             forward_only=False,
             collect_non_loss_data=False,
             first_val_step=None,
-            split=split,
             stores=attach_stores(chunks) if split else None,
         )
         shape, dtype = payload_shape(config), core.pipeline_dtype

@@ -8,7 +8,8 @@ import pytest
 from matplotlib.image import imread
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.schedule.compare import evaluate, make_candidate
+from megatron.adaptive.schedule.auto import evaluate
+from megatron.adaptive.schedule.registry import make_candidate
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from megatron.adaptive.trace.event import Span, trace_file_name

@@ -16,10 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron.adaptive.schedule.compare import Candidate, make_candidate
 from megatron.adaptive.schedule.dealing import deal
-from megatron.adaptive.schedule.registry import make_policies
-from megatron.adaptive.schedule.simulate import simulate
+from megatron.adaptive.schedule.registry import Candidate, make_candidate
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
 from megatron.adaptive.trace.event import TraceHeader
 from megatron.adaptive.trace.table import Ints
@@ -143,22 +141,13 @@ class RecordedTimes:
 
 
 def _simulated_s(candidate: Candidate, durations_s: Floats, delays_ps: Ints, actions: int) -> float:
-    place, count = candidate.placement, durations_s.shape[2]
-    cap, pieces = candidate.cap, candidate.weight_pieces
-    result = simulate(
-        place,
-        count,
-        make_policies(candidate.name, place, count, cap=cap, weight_pieces=pieces),
-        Workload(
-            durations_ps=np.rint(durations_s * PS_PER_S).astype(np.int64),
-            delays_ps=delays_ps,
-            occupancy_ps=np.zeros((place.num_ranks,) * 2, dtype=np.int64),
-        ),
-        cap=cap,
-        weight_pieces=pieces,
-        compiled=actions > MANY_ACTIONS,
+    ranks = candidate.placement.num_ranks
+    work = Workload(
+        durations_ps=np.rint(durations_s * PS_PER_S).astype(np.int64),
+        delays_ps=delays_ps,
+        occupancy_ps=np.zeros((ranks, ranks), dtype=np.int64),
     )
-    return result.makespan_s
+    return candidate.simulate(work, compiled=actions > MANY_ACTIONS).makespan_s
 
 
 def rule_saves_s(

@@ -1,6 +1,39 @@
-"""V-Half: half of 1F1B's memory for about half of its idle time, two chunks per rank in a V.
+"""ZB-V, DualPipeV and V-Half: fixed orders of two chunks per rank in a V.
 
-Three ranks, three microbatches::
+**zb-v**: no idle time but the ramp with the memory of 1F1B. Two ranks, three microbatches::
+
+  rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 B1-1 W1-1 B0-0 W0-0 F1-2 B1-2 W1-2 B0-1 W0-1 B0-2 W0-2
+  rank 1 | F0-0 F1-0 F0-1 F1-1 B1-0 W1-0 F0-2 B0-0 W0-0 F1-2 B1-1 W1-1 B0-1 B1-2 B0-2 W0-1 W1-2 W0-2
+
+Rank r of p fills with ``2 * (p - r) - 1`` forwards of chunk 0, alternates forwards of both chunks
+r times, and starts on backwards with chunk 1. Then it repeats one round of six: F, B, W of chunk 0
+and F, B, W of chunk 1, so that with equal times every input arrives just in time. In the end
+backwards go first and the remaining weight gradients fill up. With fewer than ``2 * p - 1``
+microbatches the order is that of ``2 * p - 1`` without those that do not exist.
+
+A rank holds at most ``2 * p`` chunk microbatches, the activations of p whole ones, as 1F1B does.
+With one chunk's F, B and W each taking 1 and no latency, a step of m microbatches takes
+``6 * m + (p - 1) + max(0, 3 * p - 2 * m - 1)``: each rank works ``6 * m`` and the rest is that rank
+r cannot start before r. If F equals B and W is between half of it and all of it, the idle time is
+``(p - 1) * F``; with other times it is larger.
+
+**dualpipe-v**: forwards and backwards in pairs. Two ranks, four microbatches; ``F0-3+`` runs
+together with the backward after it, the one computing while the other's experts communicate::
+
+  rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 F0-3+ B1-1 W1-1 F1-2+ B0-0 W0-0 B1-2 W1-2 F1-3+ \
+B0-1 W0-1 B1-3 W1-3 B0-2 W0-2 B0-3 W0-3
+  rank 1 | F0-0 F1-0 F0-1 F1-1 F0-2 B1-0 W1-0 F1-2+ B0-0 W0-0 F0-3+ B1-1 W1-1 F1-3+ B0-1 W0-1 \
+B1-2 W1-2 B0-2 W0-2 B1-3 B0-3 W1-3 W0-3
+
+Rank r of p fills with ``2 * (p - r - 1)`` forwards of chunk 0, alternates forwards of both chunks
+r + 1 times, and takes ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase alternates
+two pairs: a forward of chunk 0 with a backward of chunk 1, and the reverse. Then backwards are
+alone, and the later half of them leave their W for the end, so that gradients go back fast.
+
+A backward of the steady phase is whole in the source; here its W follows right after its pair, for
+weight gradients communicate nothing.
+
+**v-half**: half of 1F1B's memory for about half of its idle time. Three ranks, three microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 B1-1 W1-1 B0-0 W0-0 F1-2 B1-2 B0-1 W1-2 W0-1 B0-2 W0-2
   rank 1 | F0-0 F0-1 F1-0 F1-1 B1-0 W1-0 F0-2 B0-0 B1-1 W0-0 W1-1 F1-2 B0-1 B1-2 W0-1 W1-2 B0-2 W0-2
@@ -25,18 +58,98 @@ Deviations from the paper: one pass over the slots, with weight gradients in the
 throughout, where the authors' program makes two; the idle time is below the ``3 * p`` that they
 state. One rank alone has ZB-V's order.
 
-Source: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: V-shaped building blocks,
+Source: ZB-V: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6; it is V-ZB in arXiv
+2405.15362. The order is that of ``torch.distributed.pipelining``, so both can be compared action by
+action. DualPipeV: a form of DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1) with each rank
+in one place, as its authors published it at https://github.com/deepseek-ai/DualPipe.
+V-Half: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: V-shaped building blocks,
 V-Half with its offsets; how a schedule is built from a block (repeating, squeezing, reordering).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 
+from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.schedule import Order
-from megatron.adaptive.schedule.zb_v import zb_v
+
+
+def zb_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
+    """Returns the orders of ZB-V."""
+    ranks = placement.num_ranks
+    microbatches = max(num_microbatches, 2 * ranks - 1)
+    orders = []
+    for rank in range(ranks):
+        after = ranks - rank
+        lanes = [
+            *["F0"] * (2 * after - 1),
+            *["F1", "F0"] * rank,
+            *["F1", "B1", "W1"] * after,
+            *["F0", "B0", "W0", "F1", "B1", "W1"] * (microbatches - (ranks + after - 1)),
+            *["B0", "W0", "F1", "B1", "W1"] * (after - 1),
+            *["B0", "B1"] * rank,
+            *["B0", "W0"] * after,
+            *["W1"] * rank,
+            *["W0"] * rank,
+        ]
+        orders.append(_listed(lanes, num_microbatches))
+    return tuple(orders)
+
+
+def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
+    """Returns the orders of DualPipeV.
+
+    Raises:
+        ScheduleError: fewer microbatches than stages.
+    """
+    ranks = placement.num_ranks
+    if num_microbatches < 2 * ranks:
+        raise ScheduleError(
+            f"schedule dualpipe-v got {num_microbatches} microbatches: it needs at least"
+            f" {2 * ranks}, two per rank; raise the global batch size or use zb-v"
+        )
+    orders = []
+    for rank in range(ranks):
+        after = ranks - 1 - rank
+        # Lanes: + begins a pair, a small b leaves its W for later, W is the oldest that was left.
+        steady = ["F0+", "B1", "F1+", "B0"] * (num_microbatches - 2 * ranks + rank + 1)
+        if after == 0:
+            steady[0] = "F0"  # of the microbatch whose backward would be its partner on this rank
+        alone = ["B1", "B0"] * (rank + 1)
+        lanes: list[str] = []
+        left: deque[str] = deque()
+        for lane in (
+            *["F0"] * (2 * after),
+            *["F0", "F1"] * (rank + 1),
+            *["b1", "W", "F1"] * after,
+            *steady,
+            *["B1", "F1+", "B0"] * after,
+            *alone[: rank + 1],
+            *map(str.lower, alone[rank + 1 :]),
+            *["W", "b0"] * after,
+            *["W"] * (rank + 1),
+        ):
+            lanes.append(left.popleft() if lane == "W" else lane.upper())
+            if lane[0] in "Bb":
+                (lanes if lane[0] == "B" else left).append(f"W{lane[1]}")
+        orders.append(_listed(lanes, num_microbatches))
+    return tuple(orders)
+
+
+def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
+    """Gives each lane's kind and chunk its next microbatch; leaves out those that do not exist."""
+    counts: Counter[str] = Counter()
+    order = []
+    for lane in lanes:
+        kind, chunk, microbatch = ActionKind(lane[0]), int(lane[1]), counts[lane[:2]]
+        counts[lane[:2]] += 1
+        if microbatch < num_microbatches:
+            order.append(Action(kind, chunk, microbatch, paired=lane.endswith("+")))
+    return tuple(order)
+
 
 _PERIOD = 6
 

@@ -1,0 +1,46 @@
+"""Keys and settings of an sshd, and an ssh that reaches it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+SSHD = "/usr/sbin/sshd"
+_SERVER = """
+HostKey {0}/host_key
+AuthorizedKeysFile {0}/key.pub
+PermitRootLogin prohibit-password
+StrictModes no
+UsePAM no
+PidFile {0}/sshd.pid
+"""
+
+
+def why_not() -> str | None:
+    """Says why no sshd can run here, ``None`` if one can."""
+    is_here = Path(SSHD).exists() and shutil.which("ssh")
+    return None if is_here else "no ssh or sshd: bash prerequisite.sh --slurm"
+
+
+def prepare(folder: Path, server: str, client: str) -> tuple[Path, list[str]]:
+    """Writes keys, settings and a program ``ssh``.
+
+    Args:
+        folder: for all of it, and for ``sshd.pid``.
+        server: further settings of sshd; ``{0}`` is the folder.
+        client: those of ssh for all hosts, but for its key.
+
+    Returns:
+        The folder of the program, and the command that starts sshd, which goes on behind.
+    """
+    for name in ("key", "host_key"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(words, check=True, stdin=subprocess.DEVNULL)
+    (folder / "sshd_config").write_text((_SERVER + server).format(folder))
+    (folder / "ssh_config").write_text(f"Host *\nIdentityFile {folder}/key\n{client}")
+    program = folder / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
+    program.chmod(0o755)
+    return program.parent, [SSHD, "-f", str(folder / "sshd_config")]
