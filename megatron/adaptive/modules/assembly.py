@@ -32,7 +32,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PipelineSettings(SampledModel):
-    """Holds what a user asks for besides the model; see :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
+    """Holds what a user asks of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
         micro_batch_size: samples of a microbatch; the planner's best where ``None``.
