@@ -17,7 +17,7 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward, _settle, _stir  # noqa: E402
+from megatron.adaptive.gpt.forward import DropoutKeys, GptForward, _settle, _stir, feed  # noqa: E402
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 
 TRACKED = "model-parallel-rng"
@@ -201,9 +201,9 @@ class Pipeline:
         built = [build(f"{FLAGS} {flags}", rank, ranks) for rank in range(ranks)]
         places = [placement.locate(stage) for stage in range(placement.num_stages)]
         self.stages = [built[rank][chunk] for rank, chunk in places]
-        keys = DropoutKeys(5, enabled=True)
-        keys.attach(self.stages)
-        self._forward = GptForward(accelerator.detect(0, backend="gloo"), keys)
+        self._keys = DropoutKeys(5, enabled=True)
+        self._keys.attach(self.stages)
+        self._forward = GptForward(accelerator.detect(0, backend="gloo"))
 
     def run(self, *, step: int = 1, backwards: Sequence[int] = ()) -> tuple[Losses, Gradients]:
         """Run all forwards, then the backwards in the given order.
@@ -211,14 +211,15 @@ class Pipeline:
         Returns:
             Losses ``[b, s]`` of the microbatches, and gradients by the parameters' place.
         """
-        feeds = [ChunkFeed(MICROBATCHES, count=2, step=step) for _ in self.stages]
+        feeds = [feed(MICROBATCHES, 2) for _ in self.stages]
+        forward = self._keys.keyed(self._forward, self.stages, step=step)
         losses = []
         for _ in MICROBATCHES:
             output = None
-            for feed, stage in zip(feeds, self.stages, strict=True):
+            for given, stage in zip(feeds, self.stages, strict=True):
                 (model,) = unwrap_model([stage])
                 model.set_input_tensor(output)
-                output, _ = self._forward(feed, stage)
+                output, _ = forward(given, stage)
             assert output is not None
             losses.append(output)
         for number in backwards:
