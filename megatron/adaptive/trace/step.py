@@ -7,10 +7,9 @@ actions, over all ranks.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 from megatron.adaptive.errors import TraceError
@@ -39,6 +38,7 @@ class PipelineStep:
         dp_rank: which data-parallel replica this is.
         num_replicas: how many there are traces of.
         lengths: of its microbatches, empty where they are alike.
+        figures: by known pipeline rank, its figures in the iteration.
     """
 
     iteration: int
@@ -52,6 +52,7 @@ class PipelineStep:
     dp_rank: int = 0
     num_replicas: int = 1
     lengths: Lengths = ()
+    figures: Mapping[int, RankFigures] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -80,22 +81,11 @@ class PipelineStep:
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @cached_property
-    def figures(self) -> dict[int, RankFigures]:
-        """Figures of the known pipeline ranks, without their waits."""
-        known = zip_longest(self.rows, self.sends, fillvalue=())
-        return {
-            pp_rank: rank_figures(TraceTable.from_spans((*row, *sends)), self.num_chunks)
-            for pp_rank, (row, sends) in enumerate(known)
-            if row
-        }
-
-    @cached_property
     def bubble_fractions(self) -> dict[int, float]:
         """Idle part of the step (not of the work) on each known pipeline rank."""
-        busy_ns = {pp_rank: int(found.busy_ns[0]) for pp_rank, found in self.figures.items()}
         return {
-            pp_rank: (self.step_ns - busy) / self.step_ns if self.step_ns else 0.0
-            for pp_rank, busy in busy_ns.items()
+            pp_rank: 1 - int(found.busy_ns[0]) / self.step_ns if self.step_ns else 0.0
+            for pp_rank, found in self.figures.items()
         }
 
     @property
@@ -166,6 +156,11 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         dp_rank=dp_rank,
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
         lengths=first.lengths(iteration),
+        figures={
+            pp_rank: rank_figures(table, run.num_chunks)
+            for pp_rank, table in enumerate(tables)
+            if table.where(*DRAWN_ACTIONS).any()
+        },
     )
 
 
