@@ -1,7 +1,7 @@
 """One iteration of one pipeline on one clock: what every view draws.
 
-Only F, B and W are kept, the waits between them and the sends; times start at the first of the
-actions, over all ranks.
+Only F, B and W are kept, and the waits between them; times start at the first of the actions, over
+all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class PipelineStep:
             where nothing is known of a rank.
         waits: per pipeline rank its spans of kind ``wait``, cut to the step; ``reason`` is the
             cause. Empty where nothing is known of waits.
-        sends: per pipeline rank its spans of kind ``send``, cut to the step, or empty.
         dp_rank: which data-parallel replica this is.
         num_replicas: how many there are traces of.
         lengths: of its microbatches, empty where they are alike.
@@ -48,7 +47,6 @@ class PipelineStep:
     num_microbatches: int
     rows: tuple[tuple[Span, ...], ...]
     waits: tuple[tuple[Span, ...], ...] = ()
-    sends: tuple[tuple[Span, ...], ...] = ()
     dp_rank: int = 0
     num_replicas: int = 1
     lengths: Lengths = ()
@@ -136,7 +134,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         iteration = (run.complete_iterations(dp_rank) or run.iterations)[-1]
     run.require_iteration(iteration)
     tables = [TraceTable.concat([] if t is None else [t.table([iteration])]) for t in ranks]
-    known = [table.of_kind("wait", "send", *DRAWN_ACTIONS).spans() for table in tables]
+    known = [table.of_kind("wait", *DRAWN_ACTIONS).spans() for table in tables]
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     if not len(drawn):
         raise TraceError(
@@ -152,7 +150,6 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         num_microbatches=first.num_microbatches[iteration],
         rows=tuple(_cut(spans, DRAWN_ACTIONS, start, end) for spans in known),
         waits=tuple(_cut(spans, ("wait",), start, end) for spans in known),
-        sends=tuple(_cut(spans, ("send",), start, end) for spans in known),
         dp_rank=dp_rank,
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
         lengths=first.lengths(iteration),
