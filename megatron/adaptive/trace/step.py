@@ -93,10 +93,8 @@ class PipelineStep:
 
     def label(self, pp_rank: int) -> str:
         """The name of a row: ``stage 1``, or ``rank 1 (stages 1, 3)`` with several chunks."""
-        stages = stages_of_rank(self, pp_rank)
-        if len(stages) == 1:
-            return f"stage {stages[0]}"
-        return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
+        text = stages_text(self, pp_rank)
+        return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
 
 
 def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[int, ...]:
@@ -106,7 +104,7 @@ def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[in
     return tuple(place.stage_of(pp_rank, chunk) for chunk in range(header.num_chunks))
 
 
-def stages_text(header: TraceHeader, pp_rank: int, most: int | None = None) -> str:
+def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | None = None) -> str:
     """Names the stages on a rank of a header's pipeline, ``stages 0, 5``, the first of many."""
     stages = stages_of_rank(header, pp_rank)
     shown = [*map(str, stages)]
