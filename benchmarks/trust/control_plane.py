@@ -269,7 +269,6 @@ class LightAgent(Agent):
             return
         if "start" in order:
             self._ranks.add(order["start"]["key"])
-            self._link.send("started", key=order["start"]["key"], pid=1)
         else:
             status = 0 if order["signal"] == signal.SIGUSR1 else -order["signal"]
             for key in self._ranks:

@@ -32,24 +32,18 @@ def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: 
     return path
 
 
-def profile_file(
-    folder: Path, layer_s: Mapping[str, float], widths: tuple[int, ...] = (1,)
-) -> Path:
+def profile_file(folder: Path, layer_s: Mapping[str, float]) -> Path:
     """Write a profile.
 
     Args:
         folder: where.
         layer_s: seconds of a layer of each type.
-        widths: tensor-parallel widths.
     """
     rows = []
     for name, seconds in layer_s.items():
-        for tp in widths:
-            for kind, part in (("embedding", 0.02), ("transformer", 1.0), ("head", 0.05)):
-                takes = {"forward_s": part * seconds / tp, "backward_input_s": part * seconds / tp}
-                rows.append(
-                    {"kind": kind, "gpu": f"{name}-gpu", "tp": tp, "micro_batch": 1, **takes}
-                )
+        for kind, part in (("embedding", 0.02), ("transformer", 1.0), ("head", 0.05)):
+            takes = {"forward_s": part * seconds, "backward_input_s": part * seconds}
+            rows.append({"kind": kind, "gpu": f"{name}-gpu", "tp": 1, "micro_batch": 1, **takes})
     nodes = {name: {"gpu": f"{name}-gpu", "memory_bytes": 16e9} for name in layer_s}
     path = folder / "profile.json"
     told = {"format": 1, "model": {"name": "tiny"}, "nodes": nodes, "layers": rows}

@@ -11,8 +11,7 @@ import pytest
 
 from megatron.adaptive.cluster.job import IncarnationProgress
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
-from megatron.adaptive.cluster.plan_process import PlannerChooser
-from megatron.adaptive.cluster.planning import ScriptPlanning
+from megatron.adaptive.cluster.planning import PlannerChooser, plan_script
 from megatron.adaptive.cluster.ranks import ScriptProgram, is_trainer, model_file
 from megatron.adaptive.config.environment import JOB_VARIABLE, JobOrder
 from megatron.adaptive.errors import ConfigError, SetupError
@@ -74,7 +73,7 @@ def nodes(*slots: int) -> list[Offer]:
 def planned(tmp_path: Path, *slots: int, timed: bool = True, **changes: Any) -> ParallelLayout:
     path = tmp_path / "model.json"
     module(**changes).write(path)
-    return ScriptPlanning(path).plan(nodes(*slots), timed=timed)
+    return plan_script(path, nodes(*slots), timed=timed)
 
 
 def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
@@ -122,9 +121,9 @@ def test_a_slow_node_gets_less(tmp_path: Path) -> None:
     assert module().costs(1) == pytest.approx([3 * one for one in SECONDS])
     assert module().costs(9) == pytest.approx([6 * one for one in SECONDS])
     offers = nodes(1, 1)
-    even = ScriptPlanning(path).plan(offers)
+    even = plan_script(path, offers)
     assert even.pace == {"n0": 1.0, "n1": 1.0}
-    slow = ScriptPlanning(path).plan([offers[0], replace(offers[1], slowness=3.0)])
+    slow = plan_script(path, [offers[0], replace(offers[1], slowness=3.0)])
     assert slow.places == (("n0", 1), ("n1", 1))
     assert slow.pace == {"n0": 1.0, "n1": 3.0}
     assert slow.partition[1] < even.partition[1]
@@ -133,13 +132,13 @@ def test_a_slow_node_gets_less(tmp_path: Path) -> None:
     assert slow.step_s > even.step_s
     # Nodes of one machine: the slow one comes last, and none has more memory for being apart.
     here = [replace(one, hosts=("localhost", "h0")) for one in offers]
-    same = ScriptPlanning(path).plan([replace(here[0], slowness=3.0), here[1]])
+    same = plan_script(path, [replace(here[0], slowness=3.0), here[1]])
     assert same.places == (("n1", 1), ("n0", 1))
     tight = module(pipeline_size=2, whole=profile(5e8))
     tight.write(path)
     for slowness in (1.0, 3.0):
         with pytest.raises(ConfigError):
-            ScriptPlanning(path).plan([here[0], replace(here[1], slowness=slowness)])
+            plan_script(path, [here[0], replace(here[1], slowness=slowness)])
 
 
 def test_a_pipeline_size_is_a_wish(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_the_microbatch_stays_where_it_must(tmp_path: Path) -> None:
     path.parent.mkdir()
     module(is_random=True).write(path)
     script = ScriptProgram(tmp_path / "train.py", ["--lr", "1"], tmp_path)
-    layout = ScriptPlanning(path).plan(nodes(2))
+    layout = plan_script(path, nodes(2))
     words, variables = script.command(layout, 2, 0, tmp_path / "progress")
     assert words == ["--lr", "1"]
     order = JobOrder.from_text(variables[JOB_VARIABLE])

@@ -88,7 +88,8 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
 
 def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
     """Two nodes, then three, then a node is lost: the losses are those of one process."""
-    own = ["--plan-with", str(profile_file(tmp_path, {"fast": FAST_S}))]
+    files = [cluster_file(tmp_path, {"fast": ""}), profile_file(tmp_path, {"fast": FAST_S})]
+    own = [word for path in files for word in ("--plan-with", str(path))]
     own += ["--unequal", "--replicate-every", "1"]
     job = ElasticJob(tmp_path, "ab", WIDE, own)
 

@@ -460,7 +460,6 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
     "words",
     [
         "SLURM_PARTITION=v10",
-        "SLURM_PARTITION=a10 NNODES=4",
         "DEVICE=gpu SLURM_GRES=gpu:h100",
         "DEVICE=gpu NPROC_PER_NODE=4",
         "SLURM_TIME=soon",

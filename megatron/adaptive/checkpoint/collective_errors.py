@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.adaptive.engine.job import from_first, gather
 from megatron.adaptive.errors import (
@@ -25,15 +24,14 @@ from megatron.adaptive.errors import (
 
 _Result = TypeVar("_Result")
 
-# How a full disk, a damaged file or a missing permission shows itself; torch raises the last one as
-# a BaseException. Anything else is a mistake of ours and keeps its traceback.
+# How a full disk, a damaged file or a missing permission shows itself. Anything else is a mistake
+# of ours and keeps its traceback.
 _EXPECTED = (
     AdaptiveError,
     OSError,
     RuntimeError,
     EOFError,
     pickle.UnpicklingError,
-    CheckpointException,
     CheckpointingException,
 )
 
@@ -93,21 +91,21 @@ class RankGroup:
             ConfigError: the same, where it failed with this error alone.
             RuntimeError: another rank met a mistake of ours, and raises it itself.
         """
-        failure: BaseException | None = None
+        failure: Exception | None = None
         result: Any = None
         try:
             result = action()
-        except (Exception, CheckpointException) as error:
+        except Exception as error:
             failure = error
         # As a rule nothing failed, and one number says that for less than objects do.
         if not self.any(failure is not None):
             return result
-        own = None if failure is None else (_kind(failure), _texts(failure, self.rank))
-        failed = [one for one in self.gather(own) if one is not None]
+        own = None if failure is None else (_kind(failure), _one_line(failure))
+        failed = {rank: one for rank, one in enumerate(self.gather(own)) if one is not None}
         if failure is not None and _kind(failure) is RuntimeError:
             raise failure
-        texts = {rank: text for _, by_rank in failed for rank, text in by_rank.items()}
-        kinds = {kind for kind, _ in failed}
+        texts = {rank: text for rank, (_, text) in failed.items()}
+        kinds = {kind for kind, _ in failed.values()}
         if len(kinds) > 1:
             first = next((one for one in _FIRST if one in kinds), CheckpointError)
             kinds = {first}
@@ -117,7 +115,7 @@ class RankGroup:
         raise merged from failure
 
 
-def _kind(error: BaseException) -> type[Exception]:
+def _kind(error: Exception) -> type[Exception]:
     """Return what all ranks raise for an error of one."""
     if not isinstance(error, _EXPECTED) or isinstance(error, torch.OutOfMemoryError):
         return RuntimeError
@@ -125,14 +123,7 @@ def _kind(error: BaseException) -> type[Exception]:
     return next((one for one in known if isinstance(error, one)), CheckpointError)
 
 
-def _texts(error: BaseException, rank: int) -> dict[int, str]:
-    """Return what went wrong, on one line, by the rank it happened on."""
-    if isinstance(error, CheckpointException):
-        return {failed: _one_line(wrapped[0]) for failed, wrapped in error.failures.items()}
-    return {rank: _one_line(error)}
-
-
-def _one_line(error: BaseException) -> str:
+def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = " ".join(str(error).split())

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         text = f"{text} ({default:g})"
         add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
-    text = "have the planner choose shapes: a cluster file, profiles, or both; once for each"
+    text = "have the planner choose shapes: a cluster file, and profiles; once for each"
     add("--plan-with", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "with --plan-with: also stages with unequal numbers of replicas"
     add("--unequal", action="store_true", help=text)
@@ -218,7 +218,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
                 " --plan-with FILE, or leave it out"
             )
         return Chooser()
-    from megatron.adaptive.cluster.plan_process import PlannerChooser
+    from megatron.adaptive.cluster.planning import PlannerChooser
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ranks; before numpy is imported there
     model = model_file(spec.checkpoints) if spec.is_pipeline else None

@@ -241,9 +241,7 @@ class Agent:
                 values = json.loads(line)
                 if "ended" in values:
                     self._ended(values["ended"], values["status"])
-                elif "started" in values:
-                    self._link.send("started", key=values["started"], pid=values["pid"])
-                else:
+                elif "ready" in values:
                     self._link.send("ready")
         # Without it no rank can start here: let the manager go on with the others.
         await self._link.close()

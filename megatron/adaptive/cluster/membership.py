@@ -126,7 +126,7 @@ _END_S = 20.0
 _AGAIN_S = 1.0
 PURPOSE = "manager"
 """Of connections between agents and their manager."""
-_FROM_AGENTS = ("ready", "started", "ended", "notice")
+_FROM_AGENTS = ("ready", "ended", "notice")
 _NODES_AT_MOST = 1 << 16
 
 

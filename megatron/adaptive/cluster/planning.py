@@ -1,16 +1,16 @@
-"""Plans layouts for the nodes that are there, from a cluster file, profiles, or both.
+"""Plans layouts for the nodes that are there, from a cluster file and profiles.
 
 ::
 
     --plan-with cluster.yaml   which node is of which type; links; speeds from data sheets
-    --plan-with profile.json   measured speeds; without a cluster file nodes count as equal
+    --plan-with profile.json   measured speeds
     slowness of a node         a type of its own, whose layers take so many times as long
 
 Degrees, layers of each stage, the microbatch and recompute are the plan's. What would change the
-losses stays: the global batch always; the microbatch with dropout, whose numbers are drawn for a
-microbatch; the tensor-parallel width with attention dropout or where it would pad the vocabulary
-otherwise. A node that is slow, or has fewer processes than its type, is a kind of its own beside
-its type: links are those of the type, durations are so many times as long.
+losses stays: the global batch and the tensor-parallel width always; the microbatch with dropout,
+whose numbers are drawn for a microbatch. A node that is slow, or has fewer processes than its type,
+is a kind of its own beside its type: links are those of the type, durations are so many times as
+long.
 
 A script with a ``Pipeline`` is planned from what its ranks measured at the first start. The
 microbatch stays where the script gives it, or its model draws random numbers; nodes that were not
@@ -20,32 +20,44 @@ there when the model was measured count as the first one that was::
                                           ──> pipeline size that was wished for, or the next to it
                                               ──> the least predicted step: microbatch, partition
 
-Searches only; ``plan_process`` keeps them out of the manager's way.
+The planner of a job runs in a process of its own, so that a long search stops nothing. It is
+started once, and loads what it needs while machines are still coming. An answer that comes after
+its time limit is passed over.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import multiprocessing
+import signal
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.cluster.layouts import Offer, ParallelLayout, as_asked
+from megatron.adaptive.cluster.job import say
+from megatron.adaptive.cluster.layouts import (
+    WORTH_A_MORPH,
+    Chooser,
+    Offer,
+    ParallelLayout,
+    as_asked,
+)
 from megatron.adaptive.cluster.membership import read_machines
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.forms import read_file
 from megatron.adaptive.config.plan import plan_flags
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import (
     MEMORY_MARGIN,
     Cluster,
-    LinkSpeed,
     NodePool,
     NodeType,
-    known_gpu,
     make_cluster,
 )
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
@@ -60,9 +72,6 @@ from megatron.adaptive.schedule.registry import policy_names
 
 PLAN_WITH = "--plan-with"
 _ANY_NUMBER = 1 << 20
-# Without a cluster file, for links that the profile does not hold.
-_WITHIN = LinkSpeed(bytes_per_s=10e9, latency_s=1e-5, shared=False)
-_BETWEEN = LinkSpeed(bytes_per_s=1.25e9, latency_s=3e-5)
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
@@ -74,11 +83,11 @@ def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
     return replace(base, name=name, like=base.name, gpus=gpus, slowness=slowness)
 
 
-def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] | None]:
-    """Reads a cluster file, profiles, or both, distinguished by content.
+def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
+    """Reads a cluster file and profiles, distinguished by content.
 
     Returns:
-        The cluster, and the profiles as one; ``None`` for what was not given.
+        The cluster, and the profiles as one; ``None`` for no profile.
 
     Raises:
         ConfigError: a file cannot be read or breaks a rule.
@@ -96,53 +105,20 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster | None, dict[str, Any] |
                 f"{PLAN_WITH} {path}: neither a cluster file, which lists nodes, nor a profile,"
                 " which lists layers; see docs/planner.md"
             )
+    if not clusters:
+        raise ConfigError(
+            f"{PLAN_WITH} {', '.join(map(str, paths))}: no cluster file, which says what nodes and"
+            " links there are: name one too; see docs/planner.md"
+        )
     if len(clusters) > 1:
         raise ConfigError(
             f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
             " one cluster; leave one out"
         )
     profile = profile_file.merge(profiles) if profiles else None
-    if not clusters:
-        return None, profile
     memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
     where, document = clusters[0]
     return make_cluster(document, where, memories), profile
-
-
-def equal_nodes(document: Mapping[str, Any], where: str) -> Cluster:
-    """Returns a cluster of equal nodes, of as many processes as each may have.
-
-    Args:
-        document: a profile, which says of which part.
-        where: the file.
-
-    Raises:
-        ConfigError: it is of several parts, or does not say their memory.
-    """
-    gpus = list(dict.fromkeys(row["gpu"] for row in document["layers"]))
-    if len(gpus) > 1:
-        raise ConfigError(
-            f"{where}: it holds measurements of {', '.join(gpus)}: name a cluster file too, which"
-            " says which node has which"
-        )
-    part = known_gpu(gpus[0])
-    gpu = gpus[0] if part is None else part.name
-    memory = profile_file.of_nodes(document, "memory_bytes").get(gpu)
-    if memory is None and part is None:
-        raise ConfigError(
-            f"{where}: it does not say the memory of {gpu}: name a cluster file too, which does"
-        )
-    named = [
-        name for name, facts in document.get("nodes", {}).items() if facts.get("gpu") == gpus[0]
-    ]
-    node = NodeType(
-        name=named[0] if named else gpu,
-        gpu=gpu,
-        gpus=_ANY_NUMBER,
-        memory_bytes=memory if memory is not None else part.memory_bytes if part else 0.0,
-        intra=_WITHIN,
-    )
-    return Cluster(groups=(NodePool(type=node, count=1),), network=_BETWEEN)
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
@@ -168,7 +144,6 @@ _CHOSEN = (
     "--num-virtual-stages-per-pipeline-rank",
     "--num-layers-per-virtual-pipeline-stage",
 )
-_TENSOR = "--tensor-model-parallel-size"
 _RECOMPUTE = ("--recompute", "--checkpoint-activations")
 
 
@@ -176,7 +151,7 @@ class Planning:
     """Plans the layouts of one job.
 
     Args:
-        paths: cluster file, profiles, or both, distinguished by content.
+        paths: cluster file and profiles, distinguished by content.
         arguments: of the trainer.
         unequal: whether stages may have unequal numbers of replicas.
 
@@ -210,10 +185,6 @@ class Planning:
             )
         cluster, document = read_inputs(paths)
         self._where = ", ".join(map(str, paths))
-        self._has_cluster = cluster is not None
-        if cluster is None:
-            assert document is not None  # there is at least one file
-            cluster = equal_nodes(document, self._where)
         cluster = cluster.with_memory(1 - MEMORY_MARGIN)
         measured = None
         if document is not None:
@@ -241,25 +212,20 @@ class Planning:
             ConfigError: the file breaks a rule, names machines that the cluster file does not
                 have, or no plan is possible.
         """
-        offers = self._named_by_cluster() if machines is None else self._named_by_file(machines)
-        if offers:
-            self.plan(offers)
+        self.plan(self._named_by_cluster() if machines is None else self._named_by_file(machines))
 
     def _named_by_cluster(self) -> list[Offer]:
         return [
             Offer(name=name, slots=group.type.gpus)
-            for group in (self._cluster.groups if self._has_cluster else ())
+            for group in self._cluster.groups
             for name in group.hosts or [f"{group.type.name} {at}" for at in range(group.count)]
         ]
 
     def _named_by_file(self, path: Path) -> list[Offer]:
-        """Returns the nodes of a machines file; none where their slots are not known."""
-        machines = read_machines(path)
-        if not self._has_cluster and not all(one.slots for one in machines):
-            return []
+        """Returns the nodes of a machines file, with as many processes as their type may have."""
         offers = [
             Offer(name=one.name, hosts=(one.host,), slots=one.slots or _ANY_NUMBER)
-            for one in machines
+            for one in read_machines(path)
         ]
         if missing := self.unknown(offers):
             raise ConfigError(
@@ -285,7 +251,7 @@ class Planning:
             ConfigError: nothing fits; says which limit stands in the way.
         """
         nodes, inputs = self._on(offers)
-        equal = replace(self._options(inputs.cluster), most_cpu_s=most_cpu_s)
+        equal = replace(self._options(), most_cpu_s=most_cpu_s)
         found: ParallelLayout | None = None
         refused: ConfigError | None = None
         if self._unequal:
@@ -357,12 +323,12 @@ class Planning:
         cluster = cluster_of(self._cluster, {kind: len(found[kind]) for kind in kinds})
         return names, PlanInputs(self._model, cluster, self._profile)
 
-    def _options(self, cluster: Cluster) -> SearchOptions:
+    def _options(self) -> SearchOptions:
         config = self._config
         recompute = config.recompute.recompute_granularity
         sharded = config.parallel.use_distributed_optimizer
         return SearchOptions(
-            tp=self._widths(cluster),
+            tp=(config.parallel.tensor_model_parallel_size,),
             micro_batch=self._micro_batches(),
             recompute=RECOMPUTE if not self._is_given(_RECOMPUTE) else (recompute or "none",),
             # With one replica there is nothing to divide, so that both are looked at.
@@ -375,28 +341,6 @@ class Planning:
 
     def _is_given(self, prefixes: Iterable[str]) -> bool:
         return any(word.startswith(tuple(prefixes)) for word in self._arguments)
-
-    def _widths(self, cluster: Cluster) -> tuple[int, ...]:
-        """Lists tensor-parallel widths under which losses stay as they are."""
-        config = self._config
-        given = config.parallel.tensor_model_parallel_size
-        words = {word.partition("=")[0] for word in self._arguments}
-        vocabulary = config.data.vocab_size
-        if _TENSOR in words or config.model.attention_dropout or vocabulary is None:
-            return (given,)
-
-        def padded(width: int) -> tuple[int, ...]:
-            # A tokenizer may have a token more than it was given.
-            unit = config.model.make_vocab_size_divisible_by * width
-            return tuple(-(-(vocabulary + more) // unit) * unit for more in (0, 1))
-
-        return tuple(
-            width
-            for width in range(1, max(node.gpus for node in cluster.types) + 1)
-            if any(node.gpus % width == 0 for node in cluster.types)
-            and self._model.max_tp % width == 0
-            and padded(width) == padded(given)
-        )
 
     def _micro_batches(self) -> tuple[int, ...]:
         """Lists sizes of a microbatch under which losses stay as they are; empty for all."""
@@ -449,105 +393,94 @@ class Planning:
         )
 
 
-class ScriptPlanning:
-    """Plans layouts of one measured module.
+def plan_script(path: Path, offers: Sequence[Offer], *, timed: bool = True) -> ParallelLayout:
+    """Finds the best layout of a measured module.
 
     Args:
         path: of what was measured.
+        offers: the nodes that are there.
+        timed: time whole steps; else the busiest stage alone decides, at once.
+
+    Raises:
+        ConfigError: nothing fits; says which limit stands in the way.
     """
+    module = MeasuredModule.read(path)
+    if module is None:
+        raise ConfigError(f"{path}: the model was not measured yet")
+    first: ConfigError | None = None
+    for count in range(sum(one.slots for one in offers), 0, -1):
+        places = _places(offers, count)
+        for size in _sizes(module, count):
+            try:
+                option = choose_option(
+                    _running(module, places),
+                    pipeline_sizes=(size,) if size else (),
+                    micro_batches=(module.micro_batch_size,) if module.micro_batch_size else (),
+                    partition=lambda stages: _partition(module, stages),
+                    most=module.most,
+                    timed=timed,
+                )[0]
+            except ConfigError as error:
+                first = first or error
+                continue
+            return ParallelLayout(
+                tensor=1,
+                pipeline=option.pipeline_size,
+                data=option.replicas,
+                partition=option.partition,
+                micro_batch=option.micro_batch_size,
+                microbatches=module.batch_size // (option.replicas * option.micro_batch_size),
+                flags=(),
+                places=tuple((offer.name, count) for offer, count in places),
+                step_s=option.seconds if timed else None,
+                pace={offer.name: offer.slowness for offer, _ in places},
+                unit="segments",
+            )
+    assert first is not None
+    raise first
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def plan(
-        self, offers: Sequence[Offer], most_cpu_s: float = 0.0, *, timed: bool = True
-    ) -> ParallelLayout:
-        """Finds the best layout.
-
-        Args:
-            offers: the nodes that are there.
-            most_cpu_s: is not needed: there is little to look at.
-            timed: time whole steps; else the busiest stage alone decides, at once.
-
-        Raises:
-            ConfigError: nothing fits; says which limit stands in the way.
-        """
-        module = MeasuredModule.read(self._path)
-        if module is None:
-            raise ConfigError(f"{self._path}: the model was not measured yet")
-        first: ConfigError | None = None
-        for count in range(sum(one.slots for one in offers), 0, -1):
-            places = _places(offers, count)
-            for size in _sizes(module, count):
-                try:
-                    option = choose_option(
-                        self._running(module, places),
-                        pipeline_sizes=(size,) if size else (),
-                        micro_batches=(module.micro_batch_size,) if module.micro_batch_size else (),
-                        partition=lambda stages: _partition(module, stages),
-                        most=module.most,
-                        timed=timed,
-                    )[0]
-                except ConfigError as error:
-                    first = first or error
-                    continue
-                return ParallelLayout(
-                    tensor=1,
-                    pipeline=option.pipeline_size,
-                    data=option.replicas,
-                    partition=option.partition,
-                    micro_batch=option.micro_batch_size,
-                    microbatches=module.batch_size // (option.replicas * option.micro_batch_size),
-                    flags=(),
-                    places=tuple((offer.name, count) for offer, count in places),
-                    step_s=option.seconds if timed else None,
-                    pace={offer.name: offer.slowness for offer, _ in places},
-                    unit="segments",
-                )
-        assert first is not None
-        raise first
-
-    def _running(self, module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
-        whole = module.profile(split=False)
-        # Of one machine, nodes that are as slow as each other go together.
-        hosts: dict[tuple[str, float], int] = {}
-        on_host: dict[str, int] = {}
-        for offer, count in places:
-            host = _host(offer)
-            hosts[host, offer.slowness] = hosts.get((host, offer.slowness), 0) + count
-            on_host[host] = on_host.get(host, 0) + count
-        base = measured_cluster(module.hosts, whole)
-        types = {one.type.name: one.type for one in base.groups}
-        known = {one.host: types[one.type] for one in module.hosts}
-        other = types[module.hosts[0].type]
-        kinds = [
-            node_kind(known.get(host, other), count, slowness)
-            for (host, slowness), count in hosts.items()
-        ]
-        # The memory of a host is divided among the processes that it has now.
-        most: dict[NodeType, int] = {}
-        for (host, _), kind in zip(hosts, kinds, strict=True):
-            most[kind] = max(most.get(kind, 0), on_host[host])
-        shared = {one.type for one in module.hosts if one.shares_memory}
-        kinds = [
-            replace(kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / most[kind])
-            if kind.like in shared
-            else kind
-            for kind in kinds
-        ]
-        counts = Counter(kinds)
-        split = None if module.split is None else module.profile(split=True)
-        return Running(
-            model=module.model,
-            cluster=cluster_of(base, counts),
-            order=node_numbers(kinds),
-            batch=module.batch_size,
-            schedule=module.schedule,
-            chunks=module.chunks,
-            whole=whole,
-            split=split,
-            cap=module.cap,
-        )
+def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
+    whole = module.profile(split=False)
+    # Of one machine, nodes that are as slow as each other go together.
+    hosts: dict[tuple[str, float], int] = {}
+    on_host: dict[str, int] = {}
+    for offer, count in places:
+        host = _host(offer)
+        hosts[host, offer.slowness] = hosts.get((host, offer.slowness), 0) + count
+        on_host[host] = on_host.get(host, 0) + count
+    base = measured_cluster(module.hosts, whole)
+    types = {one.type.name: one.type for one in base.groups}
+    known = {one.host: types[one.type] for one in module.hosts}
+    other = types[module.hosts[0].type]
+    kinds = [
+        node_kind(known.get(host, other), count, slowness)
+        for (host, slowness), count in hosts.items()
+    ]
+    # The memory of a host is divided among the processes that it has now.
+    most: dict[NodeType, int] = {}
+    for (host, _), kind in zip(hosts, kinds, strict=True):
+        most[kind] = max(most.get(kind, 0), on_host[host])
+    shared = {one.type for one in module.hosts if one.shares_memory}
+    kinds = [
+        replace(kind, memory_bytes=kind.memory_bytes * types[kind.like].gpus / most[kind])
+        if kind.like in shared
+        else kind
+        for kind in kinds
+    ]
+    counts = Counter(kinds)
+    split = None if module.split is None else module.profile(split=True)
+    return Running(
+        model=module.model,
+        cluster=cluster_of(base, counts),
+        order=node_numbers(kinds),
+        batch=module.batch_size,
+        schedule=module.schedule,
+        chunks=module.chunks,
+        whole=whole,
+        split=split,
+        cap=module.cap,
+    )
 
 
 def _host(offer: Offer) -> str:
@@ -583,3 +516,148 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
     if module.partition is not None and len(module.partition) == stages:
         return module.partition
     return None if module.weights is None else least_largest_of(module.weights, stages)
+
+
+_FIRST_S = 180.0
+"""Time limit of the first plan on a machine, which compiles the search."""
+_SEARCH = 0.5
+"""Part of the time limit that the search itself may take; the rest is for what comes with it."""
+
+
+class PlannerChooser(Chooser):
+    """Chooses layouts by the planner, and by a simpler rule where that has no answer in time.
+
+    Layouts of a script are of all processes first, to measure its model, then those of its plan.
+    To be closed.
+
+    Args:
+        paths: see :class:`Planning`.
+        arguments: of the trainer.
+        within_s: time limit of a plan.
+        unequal: see :class:`Planning`.
+        model: file of what was measured of a script's model, ``None`` for the trainer.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        arguments: Sequence[str],
+        within_s: float,
+        *,
+        unequal: bool = False,
+        model: Path | None = None,
+    ) -> None:
+        self._within_s = within_s
+        self._model = model
+        self._known: dict[tuple[object, ...], tuple[ParallelLayout | None, str]] = {}
+        self._given = tuple(paths), tuple(arguments), unequal
+        self._pool = multiprocessing.get_context("spawn").Pool(1, _begin)
+
+    def check(self, machines: Path | None) -> str:
+        """Checks the files, and that a plan is possible for all machines that may come. Blocks.
+
+        Args:
+            machines: file of machines, ``None`` where nodes come by themselves.
+
+        Returns:
+            Why this could not be said in time, empty if it could.
+
+        Raises:
+            ConfigError: a file breaks a rule, or no plan is possible.
+        """
+        try:
+            self._ask(_FIRST_S, _answer, self._given, "check", machines)
+        except SetupError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        self._pool.terminate()
+
+    def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
+        """Asks for a layout on the nodes that are there. Blocks up to the limit.
+
+        Returns:
+            The layout and what is to be said of it, or ``None`` and why none fits.
+        """
+        try:
+            layout: ParallelLayout
+            if self._model is not None:
+                layout = self._ask(within_s, plan_script, self._model, offers)
+                return layout, ""
+            layout = self._ask(within_s, _answer, self._given, "plan", offers, within_s * _SEARCH)
+            unknown: str = self._ask(within_s, _answer, self._given, "unknown", offers)
+        except ConfigError as error:
+            return None, str(error)
+        return layout, unknown and f"{unknown}: in no file of {PLAN_WITH}"
+
+    def _ask(self, within_s: float, answer: Callable[..., Any], *given: Any) -> Any:
+        asked = self._pool.apply_async(answer, given)
+        try:
+            return asked.get(within_s)
+        except multiprocessing.TimeoutError:
+            raise SetupError(f"the planner did not answer within {within_s:g} s") from None
+        except AdaptiveError as error:
+            raise ConfigError(str(error)) from None
+        except Exception as error:  # a bug: printed with its traceback, and the job goes on
+            traceback.print_exc()
+            raise SetupError(f"the planner failed: {error!r}") from None
+
+    async def choose(
+        self, arguments: Sequence[str], offers: Sequence[Offer]
+    ) -> ParallelLayout | None:
+        key, limit_s = tuple[object, ...](offers), self._within_s
+        if self._model is not None:
+            module = MeasuredModule.read(self._model)
+            if module is None:
+                count = sum(one.slots for one in offers)
+                whole = ParallelLayout(
+                    tensor=1, pipeline=count, data=1, partition=(), micro_batch=0, flags=()
+                )
+                return whole if count else None
+            key = (module.signature, module.micro_batch_size, *offers)
+            limit_s = limit_s if self._known else max(_FIRST_S, limit_s)
+        if key not in self._known:
+            try:
+                found = await asyncio.to_thread(self._plan, offers, limit_s)
+            except SetupError as error:
+                if self._model is None:
+                    say(f"warning: no plan: {error}; the layout is chosen without it")
+                    self.why = ""
+                    return await super().choose(arguments, offers)
+                say(f"warning: no plan: {error}; the busiest stage alone decides")
+                try:
+                    found = plan_script(self._model, offers, timed=False), ""
+                except ConfigError as refused:
+                    found = None, str(refused)
+            self._known[key] = found
+            if found[0] is not None and found[1]:
+                say(f"warning: left out: {found[1]}")
+        layout, text = self._known[key]
+        self.why = "" if layout is not None else text
+        return layout
+
+    def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
+        if self._model is None:
+            return super().is_better(layout, running)
+        if running.is_to_be_measured or layout.is_to_be_measured:
+            return False
+        if layout.world_size != running.world_size:
+            return layout.world_size > running.world_size
+        if layout.step_s is None or running.step_s is None:
+            return False
+        return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at the terminal is not for the planner
+
+
+_planning = functools.cache(Planning)
+
+
+def _answer(of: tuple[Any, ...], name: str, *given: Any) -> Any:
+    """Answers a question about a trainer, in the process of the planner."""
+    paths, arguments, unequal = of
+    return getattr(_planning(paths, arguments, unequal=unequal), name)(*given)

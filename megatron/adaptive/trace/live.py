@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -251,8 +251,8 @@ class RankTail:
 
     @property
     def header(self) -> TraceHeader | None:
-        """The last header, ``None`` before one was seen."""
-        return self._index.headers[-1] if self._index.headers else None
+        """The file's header, ``None`` before it was seen."""
+        return self._index.header
 
     def refresh(self) -> bool:
         """Read what is new; returns whether there was anything."""
@@ -268,8 +268,9 @@ class RankTail:
             return False
         self._size, self.written_s = status.st_size, status.st_mtime
         try:
-            if self._index.headers or self._begin():
-                self._index.read_on(self._size, is_growing=True)
+            if not self._index.header and self._size > TAIL_BYTES:
+                self._skip()
+            self._index.read_on(self._size, is_growing=True)
             blocks = [b for b in self._index.blocks if b.is_whole and not b.marker.is_late]
             self._index.blocks.clear()
             self._take(blocks)
@@ -277,31 +278,19 @@ class RankTail:
             self.problem = str(error)
         return True
 
-    def _begin(self) -> bool:
-        """Read the first header and go to the file's end; returns whether it is there."""
+    def _skip(self) -> None:
+        """Go from the header of a large file to a marker in its last part."""
         with self.path.open("rb") as file:
-            line = file.readline()
-            if not line.endswith(b"\n"):
-                return False
-            record = parse_line(line, f"{self.path}:1")
-            if not isinstance(record, TraceHeader):
-                raise TraceError(f"{self.path} does not begin with a header; it is no trace file")
-            self._index.headers.append(record)
-            self._index.offset = file.tell()
-            if self._size - file.tell() > TAIL_BYTES:
-                self._index.offset = self._near_end(file)
-        return True
-
-    def _near_end(self, file: BinaryIO) -> int:
-        """The offset of a marker in the file's last part."""
-        wanted = TAIL_BYTES
-        while wanted < self._size:
-            file.seek(self._size - wanted)
-            at = file.read(wanted).find(b'\n{"begin_iteration"')
-            if at >= 0:
-                return self._size - wanted + at + 1
-            wanted *= 4
-        return self._index.offset
+            header = parse_line(file.readline(), f"{self.path}:1")
+            wanted = TAIL_BYTES
+            while wanted < self._size and isinstance(header, TraceHeader):
+                file.seek(self._size - wanted)
+                at = file.read(wanted).find(b'\n{"begin_iteration"')
+                if at >= 0:
+                    self._index.header = header
+                    self._index.offset = self._size - wanted + at + 1
+                    return
+                wanted *= 4
 
     def _take(self, blocks: list[Block]) -> None:
         if self.header is None or not blocks:
