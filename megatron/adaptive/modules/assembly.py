@@ -102,7 +102,7 @@ class PipelineSettings:
 
     @cached_property
     def forward(self) -> Forward:
-        """What makes a loss of a microbatch."""
+        """Holds what makes a loss of a microbatch."""
         return Forward(
             model=self.model,
             loss=self.loss,
