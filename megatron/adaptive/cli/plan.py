@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if options.discover is not None:
         return _discover(options.discover)
     if options.compare:
-        files = [(str(path), load_plan(path, "--compare ")) for path in options.compare]
+        files = [(str(path), load_plan(path)) for path in options.compare]
         show(compare_text(files))
         return 0
     ours = [f"--{name}" for name in ("output", "conf", "json", "pareto") if getattr(options, name)]

@@ -528,7 +528,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         ConfigError: a plan breaks the schema or has no prediction.
     """
     for name, document in files:
-        plan_variables(document, name, "--compare ")
+        plan_variables(document, name)
         found = document.get("prediction")
         if not isinstance(found, dict) or not {"parts_s", "memory_bytes", *_COMPARED} <= set(found):
             raise ConfigError(
