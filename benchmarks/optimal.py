@@ -55,7 +55,7 @@ if str(ROOT) not in sys.path:
 from megatron.adaptive.schedule.placement import Placement  # noqa: E402
 from megatron.adaptive.schedule.registry import make_policies  # noqa: E402
 from megatron.adaptive.schedule.simulate import simulate  # noqa: E402
-from megatron.adaptive.schedule.workload import Link, StageTimes  # noqa: E402
+from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes  # noqa: E402
 
 VERSION = 1
 CHUNKS = 2
@@ -264,8 +264,12 @@ def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
         placement,
         case.microbatches,
         make_policies(rule, placement, case.microbatches, **options),  # type: ignore[arg-type]
-        StageTimes(forward_s=case.forward, backward_s=case.backward, weight_s=case.weight),
-        link=Link(latency_s=case.latency),
+        StageProfile(
+            times=StageTimes(
+                forward_s=case.forward, backward_s=case.backward, weight_s=case.weight
+            ),
+            link=Link(latency_s=case.latency),
+        ),
         **options,  # type: ignore[arg-type]
     )
     return {

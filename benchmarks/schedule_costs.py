@@ -19,12 +19,15 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 RANKS, MICROBATCHES, PIECES = 8, 32, 4
 ROUNDS = 15
 LEAST_ACTIONS_PER_S = 1e6
 MOST_PICK_US, MOST_EXECUTOR_US = 20.0, 100.0
+_PROFILE = StageProfile(
+    times=StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0), action_sigma=0.3
+)
 
 
 class _Timed:
@@ -63,7 +66,6 @@ def _median(once: Callable[[], float]) -> float:
 
 def _simulated_per_s() -> float:
     placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
-    times = StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0)
     policies = make_policies("adaptive", placement, MICROBATCHES)
 
     def once() -> float:
@@ -72,9 +74,8 @@ def _simulated_per_s() -> float:
             placement,
             MICROBATCHES,
             policies,
-            times,
+            _PROFILE,
             seed=1,
-            action_sigma=0.3,
             cap=1.5 * RANKS,
             weight_pieces=PIECES,
             compiled=True,
@@ -95,14 +96,7 @@ def _picks_s(name: str) -> float:
         )
     ]
     simulate(
-        placement,
-        MICROBATCHES,
-        policies,
-        StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0),
-        seed=1,
-        action_sigma=0.3,
-        cap=float(RANKS),
-        weight_pieces=pieces,
+        placement, MICROBATCHES, policies, _PROFILE, seed=1, cap=float(RANKS), weight_pieces=pieces
     )
     return statistics.median(pick for policy in policies for pick in policy.picks_s)
 

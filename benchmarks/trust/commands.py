@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
-from megatron.adaptive.trace.event import SpanFormat, TraceHeader, header_line, trace_file_name
+from megatron.adaptive.trace.event import TraceHeader, header_line, trace_file_name
 
 LIMIT_S = 10.0
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
@@ -178,7 +178,6 @@ def write_files(folder: Path) -> None:
         run="one", rank=0, world_size=1, pp_rank=0, num_ranks=1, num_chunks=1,
         num_microbatches=4, schedule=HOSTILE, host=HOSTILE,
     )  # fmt: skip
-    assert isinstance(header.span_format, SpanFormat)
     line = header_line(header)
 
     def changed(**values: Any) -> str:

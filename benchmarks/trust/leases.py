@@ -178,23 +178,22 @@ def _state(number: int, step: int, rank: int) -> Any:
     """Return a small state that names its job, step and rank."""
     import torch
 
-    from megatron.adaptive.checkpoint.folder import Manifest
     from megatron.adaptive.checkpoint.torch_dist import Piece, TakenState, pickled
 
     tensor = torch.full((_NUMBERS,), _stamp(number, step, rank), dtype=torch.int64)
     piece = Piece(tensor=tensor, size=[_NUMBERS], whole=[_NUMBERS])
-    manifest = Manifest(
-        progress={"iteration": step, "job": number},
-        config={},
-        shape={},
-        padded_vocab_size=1,
-        has_optimizer=False,
-        has_rng=False,
-    )
+    manifest = {
+        "progress": {"iteration": step, "job": number},
+        "config": {},
+        "shape": {},
+        "padded_vocab_size": 1,
+        "has_optimizer": False,
+        "has_rng": False,
+    }
     return TakenState(
         pieces={(f"weight.{rank}", (0,)): piece},
         once={"metadata.json": b"{}", "common.pt": pickled({"job": number})},
-        manifest=lambda save_id, _: {**manifest.to_dict(), "save_id": save_id},
+        manifest=lambda save_id, _: {**manifest, "save_id": save_id},
     )
 
 
@@ -211,7 +210,7 @@ def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
         except Exception as error:
             seen.mixed.append(f"{folder}: step {step}: {error}")
             continue
-        number = owners[step] = manifest.progress["job"]
+        number = owners[step] = manifest["progress"]["job"]
         for rank in range(RANKS):
             content = (path / f"__{rank}_0.distcp").read_bytes()
             expected = _stamp(number, step, rank).to_bytes(8, "little") * _NUMBERS

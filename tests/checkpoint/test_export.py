@@ -132,7 +132,7 @@ def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Pa
         assert (tmp_path / "out" / file).read_bytes() == (given / file).read_bytes()
     # Nothing else is saved: the model is where it was.
     path, manifest = CheckpointFolder(saved).open(2)
-    with CheckpointReader(path, manifest.files, manifest.blocks) as reader:
+    with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         weights = [one for one in reader.tensors if not one.startswith("optimizer.")]
         assert all(MARK in one for one in reader.tensors)
     assert len(weights) == len(adapters) if name != "llama" else len(weights) < len(adapters)

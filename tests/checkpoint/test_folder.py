@@ -19,21 +19,20 @@ from megatron.adaptive.checkpoint.folder import (
     FORMAT_VERSION,
     INDEX,
     CheckpointFolder,
-    Manifest,
     PipelineFolder,
     verify,
 )
 from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
-MANIFEST = Manifest(
-    progress={"iteration": 10},
-    config={"model": {}},
-    shape={"tensor": 1},
-    padded_vocab_size=128,
-    has_optimizer=True,
-    has_rng=True,
-)
+MANIFEST = {
+    "progress": {"iteration": 10},
+    "config": {"model": {}},
+    "shape": {"tensor": 1},
+    "padded_vocab_size": 128,
+    "has_optimizer": True,
+    "has_rng": True,
+}
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -42,7 +41,7 @@ def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = 
     (partial / "metadata.json").write_text("{}")
     (partial / INDEX).write_text("{}")
     (partial / "__0_0.distcp").write_bytes(content)
-    return folder.commit(iteration, MANIFEST.to_dict())
+    return folder.commit(iteration, MANIFEST)
 
 
 def reseal(manifest: Path, **values: object) -> None:
@@ -63,14 +62,14 @@ def test_a_checkpoint_appears_under_its_name_and_is_the_latest(folder: Checkpoin
     (partial / "metadata.json").write_text("{}")
     (partial / INDEX).write_text("{}")
     assert folder.latest() is None
-    path = folder.commit(10, MANIFEST.to_dict())
+    path = folder.commit(10, MANIFEST)
     assert path == folder.path / "iter_0000010"
     assert (folder.path / TRACKER).read_text() == "10"
     assert sorted(entry.name for entry in folder.path.iterdir()) == ["iter_0000010", TRACKER]
     opened, manifest = folder.open(10)
     assert opened == path
-    assert manifest.files == {"metadata.json": 2, INDEX: 2}
-    assert manifest.progress == {"iteration": 10}
+    assert manifest["files"] == {"metadata.json": 2, INDEX: 2}
+    assert manifest["progress"] == {"iteration": 10}
 
 
 def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointFolder) -> None:
@@ -241,13 +240,13 @@ def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
         for name in ("metadata.json", "__0_0.distcp"):
             (folder.partial_path(20) / name).write_bytes(b"new")
     with pytest.raises((LeaseTakenError, FileNotFoundError)):
-        folder.commit(20, MANIFEST.to_dict())
+        folder.commit(20, MANIFEST)
     assert (folder.open(20)[0] / "__0_0.distcp").read_bytes() == b"old"
     with pytest.raises(LeaseTakenError):
         Lease.require(folder.lease)
     folder.abandon(20)
     assert other.partial_path(20).is_dir()
-    assert other.commit(20, MANIFEST.to_dict()).is_dir()
+    assert other.commit(20, MANIFEST).is_dir()
     assert other.latest() == 20
     assert not list(folder.path.glob(".iter*"))
 
@@ -325,7 +324,7 @@ def test_any_damage_is_found_and_its_file_named(tmp_path: Path, is_pipeline: boo
     partial = folder.begin(10)
     for name in (INDEX, "metadata.json", ".metadata", "__0_0.distcp", "__1_0.distcp"):
         (partial / name).write_bytes(chosen.randbytes(chosen.randrange(1, 20_000)))
-    path = folder.commit(10, MANIFEST.to_dict())
+    path = folder.commit(10, MANIFEST)
     assert verify(path) == []
     saved = Saved(folder=str(tmp_path), step=10, is_pipeline=is_pipeline)
     for seed in range(500):
@@ -380,7 +379,7 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
     with pytest.raises(CheckpointError, match="give --trust-checkpoint if you know") as caught:
         folder.open(10)
     assert not isinstance(caught.value, DamagedCheckpointError)
-    assert folder.open(10, trust=True)[1].blocks == {}
+    assert folder.open(10, trust=True)[1]["blocks"] == {}
     # One of now is not taken for a former one.
     path = write_checkpoint(folder, 20)
     text = (path / "manifest.json").read_text()

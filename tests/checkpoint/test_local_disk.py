@@ -211,7 +211,7 @@ def test_a_disk_that_cannot_be_written_is_passed_by(
     run.checkpoints.saver.finish()
     assert CheckpointFolder(tmp_path / "saved").latest() == 1
     (line,) = warned(caplog)
-    assert f"--save-local {disk}: " in line
+    assert f"{disk}: " in line
     assert "Not a directory" in line
     assert "iteration 1 goes to" in line
     disk.unlink()

@@ -29,10 +29,10 @@ def traces(tmp_path: Path) -> Path:
 def until_answered(diagnosis: RunningDiagnosis, iteration: int) -> None:
     end = time.monotonic() + WATCHDOG_S
     diagnosis.after_iteration(iteration)
-    while diagnosis._waiting and time.monotonic() < end:
+    while diagnosis._process is not None and time.monotonic() < end:
         time.sleep(0.02)
         diagnosis.after_iteration(iteration)
-    assert not diagnosis._waiting
+    assert diagnosis._process is None
 
 
 def test_a_finding_is_told_once(traces: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_finding_is_told_once(traces: Path) -> None:
     diagnosis = RunningDiagnosis(str(traces), 10, 0, told.append)
     for iteration in range(1, 11):
         diagnosis.after_iteration(iteration)
-        assert not diagnosis._waiting
+        assert diagnosis._process is None
     until_answered(diagnosis, 11)
     assert len(told) == 1
     assert told[0].startswith("warning: slow rank: rank 2 (stage 2, host0) takes 1.5")
@@ -104,12 +104,14 @@ def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
     told: list[str] = []
     diagnosis = RunningDiagnosis(str(tmp_path / "none"), 1, 0, told.append)
     until_answered(diagnosis, 5)  # there is no such folder
+    diagnosis.after_iteration(6)
     process = diagnosis._process
     assert process is not None
     process.kill()
     process.wait()
-    for iteration in range(6, 10):
-        diagnosis.after_iteration(iteration)
+    diagnosis.after_iteration(7)
+    diagnosis.after_iteration(8)
+    assert diagnosis._process is not None  # asked again
     diagnosis.close()
     assert told == []
 
@@ -117,6 +119,6 @@ def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
 def test_nothing_is_started_that_could_find_nothing(tmp_path: Path) -> None:
     for folder, interval, total in ((None, 1, 9), (str(tmp_path), 0, 9), (str(tmp_path), 5, 8)):
         diagnosis = RunningDiagnosis(folder, interval, 3, print, total_iterations=total)
-        assert diagnosis._process is None
         diagnosis.after_iteration(9)
+        assert diagnosis._process is None
         diagnosis.close()

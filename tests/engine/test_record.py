@@ -110,12 +110,14 @@ def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as info:
         record.require_steps(2, 9)
     assert str(info.value) == (
-        f"{tmp_path / 'f'} holds steps 1-3, 7, but steps 2-9 are to be replayed, and 4-6, 8-9 "
-        "are missing; train other iterations, or record more"
+        f"{tmp_path / 'f'} holds steps 1-3, 7, and lacks 4-6, 8-9 of those to be replayed; train "
+        "other iterations, or record more"
     )
     replay = Replay(record, SHAPE, 0)
     replay.begin(4)
-    with pytest.raises(ConfigError, match="step 4 is not in .* which holds steps 1-3, 7; train"):
+    with pytest.raises(
+        ConfigError, match="holds steps 1-3, 7, and lacks 4 of those to be replayed; train"
+    ):
         replay.policy(2)
     replay.begin(7)
     with pytest.raises(
@@ -147,7 +149,6 @@ def damaged(change: Any) -> str:
         (damaged(lambda c: c["orders"][0].pop()), "does not hold each action once"),
         (damaged(lambda c: c["orders"][0].append(2)), "does not hold each action once"),
         (damaged(lambda c: c["orders"][0].append("x")), "something else than codes"),
-        (damaged(lambda c: c["orders"][0].extend([0, 1])), "different numbers of microbatches"),
         (damaged(lambda c: c["steps"].update({"1": [0, 2]})), "step 1 does not name an order"),
         (damaged(lambda c: c["steps"].update({"a": [0, 1]})), "invalid literal"),
     ],

@@ -28,7 +28,8 @@ from ..engine.loopback import WATCHDOG_S, Loopback, each_in_its_thread
 accelerator.install()
 
 from megatron.adaptive.engine.orders import Orders  # noqa: E402
-from megatron.adaptive.modules.sizes import choose_orders, choose_placement  # noqa: E402
+from megatron.adaptive.modules.assembly import PipelineSettings  # noqa: E402
+from megatron.adaptive.modules.sizes import choose_orders  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cutpoint"
 CPU = torch.device("cpu")
@@ -93,7 +94,10 @@ class Case:
         self, schedule: str, size: int, chunks: int | None = None, *, forward_only: bool = False
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Losses and summed gradients of the pipeline."""
-        placement = choose_placement(schedule, size, chunks)
+        request = PipelineSettings(
+            model=self.model, sample=self.batch, schedule=schedule, chunks=chunks
+        )
+        placement = choose_orders(request, size, 0).placement
         tape = self.forwards.evaluation if forward_only else self.forwards.training
         plans = slice_tape(tape, balanced((1,) * tape.num_segments, placement.num_stages))
         network = {rank: CompletionQueue() for rank in range(size)}
@@ -101,7 +105,7 @@ class Case:
         losses: list[float] = []
 
         def work(rank: int) -> None:
-            orders = choose_orders(schedule, size, rank, chunks=chunks)
+            orders = choose_orders(request, size, rank)
             wire = Loopback(rank, network)
             losses.extend(self._run_rank(orders, tape, plans, held[rank], wire, forward_only))
 

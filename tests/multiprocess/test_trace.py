@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.trace.event import CAUSES
-from megatron.adaptive.trace.figures import run_figures
+from megatron.adaptive.trace.figures import PARTS, run_figures
 from megatron.adaptive.trace.live import LiveRun
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.table import REASON, match_messages
@@ -70,7 +70,8 @@ def test_figures_add_up(run: RunTrace) -> None:
     assert (figures.sent_bytes == figures.received_bytes[:, ::-1]).all()
     assert ((figures.bubble_fraction >= 0) & (figures.bubble_fraction < 1)).all()
     # A rank waits within its idle time; the rest is what it takes itself between two actions.
-    idle = figures.step_ns - figures.busy_ns - figures.after_ns
+    after_ns = 1e6 * figures.parts_ms[..., list(PARTS).index("after")]
+    idle = figures.step_ns - figures.busy_ns - after_ns
     waits_ms = figures.parts_ms[..., 1:-2].sum(axis=2)
     assert (1e6 * waits_ms <= idle + 1_000_000).all()
 

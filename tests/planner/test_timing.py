@@ -9,7 +9,7 @@ from megatron.adaptive.planner.timing import jitter_s, step_times, steps_of
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import simulate
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 
 
 def _added(stages: int, microbatches: int, sigma: float) -> float:
@@ -29,11 +29,9 @@ def test_longer_pipelines_and_more_jitter_lose_more() -> None:
 def test_as_much_as_the_simulator_finds() -> None:
     placement = Placement(num_ranks=4, num_chunks=1)
     times = StageTimes(forward_s=(1.0,) * 4, backward_s=(2.0,) * 4)
+    spread = StageProfile(times=times, action_sigma=0.2)
     policies = make_policies("1f1b", placement, 8)
-    steps = [
-        simulate(placement, 8, policies, times, seed=i, action_sigma=0.2).makespan_s
-        for i in range(24)
-    ]
+    steps = [simulate(placement, 8, policies, spread, seed=i).makespan_s for i in range(24)]
     simulated = sum(steps) / len(steps) - 3.0 * (8 + 3)
     assert _added(4, 8, 0.2) == pytest.approx(simulated, rel=0.3)
 

@@ -13,7 +13,7 @@ from megatron.adaptive.schedule.policy import Policy, RulePolicy
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.simulate import SimResult, simulate
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
+from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes, Workload, draw
 
 ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
 
@@ -69,15 +69,13 @@ def test_a_quiet_pipeline_is_never_slower_than_the_best_static_schedule(
                 placement,
                 microbatches,
                 make_policies(static, placement, microbatches),
-                times,
-                link=Link(latency_s=latency),
+                StageProfile(times=times, link=Link(latency_s=latency)),
             )
             ours = simulate(
                 placement,
                 microbatches,
                 make_policies("adaptive", placement, microbatches),
-                times,
-                link=Link(latency_s=latency),
+                StageProfile(times=times, link=Link(latency_s=latency)),
                 cap=default_cap(placement, microbatches),
             )
             assert ours.makespan_s <= best.makespan_s, (microbatches, backward)
@@ -96,10 +94,8 @@ def test_jitter_is_absorbed(chunks: int, gain: float) -> None:
                 placement,
                 16,
                 make_policies(name, placement, 16),
-                times,
-                link=Link(latency_s=0.05),
+                StageProfile(times=times, link=Link(latency_s=0.05), action_sigma=0.3),
                 seed=seed,
-                action_sigma=0.3,
                 cap=cap,
             ).makespan_s
             for seed in range(8)

@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.registry import (
 )
 from megatron.adaptive.schedule.simulate import simulate
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import StageTimes
+from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from megatron.adaptive.trace.event import REASONS
 
 from .conftest import run
@@ -66,7 +66,8 @@ def test_a_doubled_action_is_refused() -> None:
 def words_of(name: str, placement: Placement, pieces: int = 0) -> list[list[str]]:
     policies = make_policies(name, placement, 6, weight_pieces=pieces)
     times = StageTimes.equal(placement.num_stages, forward_s=1, backward_s=1, weight_s=1)
-    result = simulate(placement, 6, policies, times, weight_pieces=pieces, seed=4, action_sigma=0.5)
+    profile = StageProfile(times=times, action_sigma=0.5)
+    result = simulate(placement, 6, policies, profile, weight_pieces=pieces, seed=4)
     return [
         reasons_of(policy, codes.tolist(), placement.num_chunks)
         for policy, codes in zip(policies, result.codes, strict=True)

@@ -12,7 +12,7 @@ from megatron.adaptive.schedule.policy import Follow, RulePolicy
 from megatron.adaptive.schedule.registry import make_policies, make_schedule
 from megatron.adaptive.schedule.simulate import SimSpan, simulate
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import Link, StageTimes
+from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 F, B = ActionKind.F, ActionKind.B
 ADAPTIVE = RulePolicy("adaptive", rules.ready_first)
@@ -20,8 +20,12 @@ TWO_RANKS = Placement(num_ranks=2, num_chunks=1)
 TIMES = StageTimes(forward_s=(1.0, 1.5), backward_s=(2.0, 3.0))
 
 
+def late(times: StageTimes, latency_s: float, **more: float) -> StageProfile:
+    return StageProfile(times=times, link=Link(latency_s=latency_s), **more)
+
+
 def test_one_microbatch_by_hand() -> None:
-    result = simulate(TWO_RANKS, 1, [ADAPTIVE] * 2, TIMES, link=Link(latency_s=0.25))
+    result = simulate(TWO_RANKS, 1, [ADAPTIVE] * 2, late(TIMES, 0.25))
     assert result.spans == (
         (SimSpan(Action(F, 0, 0), 0.0, 1.0), SimSpan(Action(B, 0, 0), 6.0, 8.0)),
         (SimSpan(Action(F, 0, 0), 1.25, 2.75), SimSpan(Action(B, 0, 0), 2.75, 5.75)),
@@ -34,7 +38,7 @@ def test_one_microbatch_by_hand() -> None:
 def test_hand_over_on_one_rank_takes_no_time() -> None:
     placement = Placement(num_ranks=1, num_chunks=3)
     times = StageTimes.equal(3, forward_s=1.0, backward_s=2.0)
-    result = simulate(placement, 2, [ADAPTIVE], times, link=Link(latency_s=9.0))
+    result = simulate(placement, 2, [ADAPTIVE], late(times, 9.0))
     assert result.makespan_s == 2 * 3 * 3.0
     assert result.bubble_fraction == (0.0,)
 
@@ -53,11 +57,8 @@ def test_a_seed_gives_every_policy_the_same_durations() -> None:
             TWO_RANKS,
             5,
             make_policies(name, TWO_RANKS, 5),
-            TIMES,
+            late(TIMES, 0.1, action_sigma=0.5, latency_sigma=0.5),
             seed=7,
-            action_sigma=0.5,
-            latency_sigma=0.5,
-            link=Link(latency_s=0.1),
         )
         return {span.action: span.end_s - span.start_s for span in result.spans[1]}
 
@@ -94,6 +95,6 @@ def test_a_policy_that_picks_what_is_not_ready_is_named() -> None:
 
 def test_bad_input() -> None:
     with pytest.raises(ScheduleError, match="latency_s is -0.1"):
-        simulate(TWO_RANKS, 2, [ADAPTIVE] * 2, TIMES, link=Link(latency_s=-0.1))
+        simulate(TWO_RANKS, 2, [ADAPTIVE] * 2, late(TIMES, -0.1))
     with pytest.raises(ScheduleError, match="1 policies for 2 ranks"):
         simulate(TWO_RANKS, 2, [ADAPTIVE], TIMES)

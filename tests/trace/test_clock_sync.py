@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from benchmarks.tracing.clocks import sample, wrong
-from megatron.adaptive.handshake import dial
 from megatron.adaptive.trace import clock
 from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock, start_clock_sync
 from megatron.adaptive.trace.event import ClockSamples
@@ -64,15 +62,6 @@ def test_strangers_are_turned_away(server: ClockServer) -> None:
         connection.sendall(b"GET / HTTP/1.1\r\n" * 9)
         with contextlib.suppress(ConnectionResetError):  # more had come than was read
             assert connection.recv(64) == b""
-
-
-def test_a_request_may_come_in_pieces(server: ClockServer) -> None:
-    sealed = dial(("localhost", server.port), server.secret, "clocks", WATCHDOG_S)
-    with closing(sealed.socket) as connection:
-        for byte in (7).to_bytes(8, "big"):
-            connection.sendall(bytes([byte]))
-            time.sleep(0.001)
-        assert connection.recv(64)[:8] == (7).to_bytes(8, "big")
 
 
 def test_a_server_that_is_gone_ends_the_sampler() -> None:

@@ -94,8 +94,10 @@ def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
     assert figures.step_ns.tolist() == [[30] * 4, [40, 30, 40, 30]]
     assert figures.bubble_fraction[0].tolist() == pytest.approx([1 / 3] * 4)
     assert np.isnan(figures.bubble_fraction[1, 3])
-    assert figures.before_ns.tolist() == [[0, 0, 10, 10], [0, 0, 10, 0]]
-    assert figures.after_ns.tolist() == [[10, 10, 0, 0], [10, 0, 0, 0]]
+    parts_ns = np.nan_to_num(figures.parts_ms) * 1e6
+    before, after = (parts_ns[..., list(PARTS).index(one)] for one in ("before", "after"))
+    assert before == pytest.approx(np.array([[0, 0, 10, 10], [0, 0, 10, 0]]))
+    assert after == pytest.approx(np.array([[10, 10, 0, 0], [10, 0, 0, 0]]))
     # Waiting before the step begins is no part of it.
     assert figures.wait_ns[0, :, 1].tolist() == [30] * 4
     assert figures.parts_ms[0, :, 1].tolist() == [0] * 4

@@ -180,22 +180,6 @@ def test_of_a_long_file_only_the_end_is_read(
     assert max(iterations_of(tail)) == 100
 
 
-def test_the_rest_of_a_block_whose_writer_was_killed_is_passed_over(
-    tmp_path: Path, recorders: list[Recorder]
-) -> None:
-    for iteration in (1, 2):
-        run_iteration(recorders, iteration)
-    recorders[0].close()
-    path = recorders[0].path
-    path.write_bytes(path.read_bytes()[:-70])
-    with Recorder(path.parent, make_header(0)) as again:
-        run_iteration([again], 2)
-        run_iteration([again], 3)
-    tail = RankTail(path, kept=8)
-    tail.refresh()
-    assert (tail.problem, iterations_of(tail)) == ("", [1, 2, 3])
-
-
 def test_another_start_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     run, traces = LiveRun(tmp_path), tmp_path / "traces"
     for number in (1, 2):

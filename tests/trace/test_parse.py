@@ -1,22 +1,14 @@
 """Lines of spans become numbers; others are named."""
 
 import json
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import (
-    COLUMNS,
-    KINDS,
-    REASONS,
-    IterationStart,
-    SpanFormat,
-    block_text,
-)
+from megatron.adaptive.trace.event import COLUMNS, KINDS, REASONS, IterationStart, block_text
 from megatron.adaptive.trace.index import parse_spans
-from megatron.adaptive.trace.table import KIND, OTHER, REASON
+from megatron.adaptive.trace.table import OTHER
 
 
 def place(line: int) -> str:
@@ -41,8 +33,8 @@ def test_what_the_recorder_writes_is_read() -> None:
     rows[:, 5] -= rows[:, 4]
     big = np.abs(rows).max()
     assert big > 2**60
-    assert np.array_equal(parse_spans(text.encode(), SpanFormat(), place), rows)
-    assert parse_spans(b"", SpanFormat(), place).shape == (0, len(COLUMNS))
+    assert np.array_equal(parse_spans(text.encode(), place), rows)
+    assert parse_spans(b"", place).shape == (0, len(COLUMNS))
 
 
 @pytest.mark.parametrize(
@@ -62,31 +54,11 @@ def test_what_the_recorder_writes_is_read() -> None:
 )
 def test_damaged_lines_are_named(line: bytes) -> None:
     with pytest.raises(TraceError, match="file:11 is no span") as caught:
-        parse_spans(lines(ROW) + line + lines(ROW), SpanFormat(), place)
+        parse_spans(lines(ROW) + line + lines(ROW), place)
     assert "\n" not in str(caught.value)
-
-
-def test_columns_kinds_and_reasons_go_by_their_names() -> None:
-    layout = SpanFormat(
-        ("start_ns", "kind", "mood", "duration_ns", "chunk", "microbatch", "reason", "of"),
-        ("B", "teleport", "F"),
-        ("", "luck", "hint"),
-    )
-    found = parse_spans(
-        lines([100, 0, 7, 5, 1, 2, 2, 2], [200, 1, 7, 6, 1, 3, 1, 1], [300, 9, 7, 6, 1, 3, 9, -1]),
-        layout,
-        place,
-    )
-    column: Callable[[str], list[int]] = lambda name: found[:, COLUMNS.index(name)].tolist()  # noqa: E731
-    assert column("kind") == [KIND["B"], OTHER, OTHER]
-    assert column("of") == [KIND["F"], OTHER, -1]
-    assert column("reason") == [REASON["hint"], 0, 0]
-    assert column("start_ns") == [100, 200, 300]
-    assert column("peer") == [-1, -1, -1]
-    assert column("bytes") == [0, 0, 0]
 
 
 def test_numbers_out_of_their_range_name_nothing() -> None:
     wild = [99, *ROW[1:10], 99, -7]
-    found = parse_spans(lines(wild), SpanFormat(), place)[0]
+    found = parse_spans(lines(wild), place)[0]
     assert (found[0], found[10], found[11]) == (OTHER, -1, 0)

@@ -1,8 +1,7 @@
-"""Reading a run back: resumed, killed, incomplete and mixed folders, another version."""
+"""Reading a run back: killed, incomplete and mixed folders, another version."""
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +93,13 @@ def test_folders_and_files_that_are_no_traces_of_theirs_are_refused(tmp_path: Pa
     with pytest.raises(TraceError, match="chunk 1, the header says 1 chunks"):
         read_run(tmp_path).ranks[0].table()
     path.write_text(path.read_text() + header_line(make_header(0, num_chunks=2)))
-    with pytest.raises(
-        TraceError, match=r"goes on with run 'run-1' \(2, 2, 2\) behind run 'run-1'"
-    ):
+    with pytest.raises(TraceError, match=r"jsonl:\d+ is a second header; keep each start"):
         read_run(tmp_path)
 
 
-def test_a_repeated_iteration_of_a_resumed_run_replaces_the_first(tmp_path: Path) -> None:
-    header = make_header(0, 1, num_microbatches=1)
-    for start in (100, 900):
-        with Recorder(tmp_path, header) as recorder:
+def test_a_repeated_iteration_replaces_the_first(tmp_path: Path) -> None:
+    with Recorder(tmp_path, make_header(0, 1, num_microbatches=1)) as recorder:
+        for start in (100, 900):
             for iteration in (1, 2) if start == 100 else (2, 3):
                 recorder.begin_iteration(iteration, 1)
                 record(recorder, "F", 0, 0, start + iteration, start + 10)
@@ -119,19 +115,6 @@ def test_the_microbatch_count_follows_the_marker(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].num_microbatches == {1: 2}
     assert run.complete_iterations() == (1,)
-
-
-def test_a_killed_block_that_a_resumed_run_follows_is_incomplete(tmp_path: Path) -> None:
-    header = make_header(0, 1, num_microbatches=2)
-    spans = [Span(a, 0, m, 10 * n, 10 * n + 5, 1) for n, (a, m) in enumerate(FOUR)]
-    path = write_spans(tmp_path, header, spans, num_microbatches=2)
-    path.write_bytes(path.read_bytes()[:-8])
-    again = [replace(span, iteration=2) for span in spans]
-    write_spans(tmp_path, header, again, num_microbatches=2)
-    run = read_run(tmp_path)
-    assert run.iterations == (1, 2)
-    assert run.complete_iterations() == (2,)
-    assert [len(run.ranks[0].table([i])) for i in (1, 2)] == [3, 4]
 
 
 def test_only_what_is_asked_for_is_parsed(

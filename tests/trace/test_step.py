@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import Span, trace_file_name
+from megatron.adaptive.trace.event import IterationStart, Span, block_text, trace_file_name
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step, stages_of_rank
-from tests.trace.conftest import make_header, record, simulate, write_spans
+from tests.trace.conftest import make_header, row_of, simulate, write_spans
 
 
 def test_a_step_holds_the_executed_order_from_time_zero(write_run: Callable[..., Path]) -> None:
@@ -42,9 +41,8 @@ def test_waits_are_cut_to_the_step(tmp_path: Path) -> None:
 def test_the_default_is_the_last_complete_iteration(write_run: Callable[..., Path]) -> None:
     folder = write_run(2, 1, 4, iterations=2)
     for rank in range(2):
-        with Recorder(folder, make_header(rank)) as recorder:
-            recorder.begin_iteration(3, 4)
-            record(recorder, "F", 0, 0, 1, 2)
+        with (folder / trace_file_name(rank)).open("a") as file:
+            file.write(block_text(IterationStart(3, 4), [row_of(Span("F", 0, 0, 1, 2, 3))]))
     run = read_run(folder)
     assert pipeline_step(run).iteration == 2
     assert pipeline_step(run, 3).iteration == 3
@@ -63,9 +61,9 @@ def test_a_run_without_anything_to_draw_is_refused(write_run: Callable[..., Path
     folder = write_run(1, iterations=0)
     with pytest.raises(TraceError, match="holds no iteration"):
         pipeline_step(read_run(folder))
-    with Recorder(folder, make_header(0, 1)) as recorder:
-        recorder.begin_iteration(1, 4)
-        record(recorder, "optimizer", -1, -1, 1, 2)
+    (path,) = folder.iterdir()
+    path.unlink()
+    write_spans(folder, make_header(0, 1), [Span("optimizer", -1, -1, 1, 2, 1)])
     with pytest.raises(TraceError, match="nothing to draw"):
         pipeline_step(read_run(folder))
 

@@ -77,7 +77,7 @@ def _opened(
     if step is None:
         raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
     path, manifest = found.open(step)
-    config = TrainerConfig.from_dict(manifest.config)
+    config = TrainerConfig.from_dict(manifest["config"])
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
     if (like is None or not like.exists()) and (checkpoints / DESCRIPTION).is_dir():
         like = checkpoints / DESCRIPTION
@@ -97,7 +97,7 @@ def _opened(
         checkpoint=dataclasses.replace(config.checkpoint, load_hf=str(like)),
     )
     tensors = our_tensors(config, str(document["model_type"]))
-    with CheckpointReader(path, manifest.files, manifest.blocks) as reader:
+    with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         try:
             output.mkdir(parents=True, exist_ok=True)
             yield _Exported(path, reader, config, like, document, tensors)

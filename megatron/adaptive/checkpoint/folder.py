@@ -37,7 +37,6 @@ Nothing here knows of other ranks or of tensors; one process works on a folder a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -45,7 +44,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -359,43 +357,21 @@ class StepFolders:
         return f"{self._prefix}{step:0{self._digits}d}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """Describes a checkpoint of the trainer, in JSON beside megatron-core's files.
+Manifest = Mapping[str, Any]
+"""Describes a checkpoint of the trainer, in JSON beside megatron-core's files:
 
-    Attributes:
-        progress: the counters of the run.
-        config: the run's settings, as of ``TrainerConfig.to_dict``.
-        shape: sizes of the mesh's axes and the number of chunks.
-        padded_vocab_size: rows of the embedding.
-        has_optimizer: whether optimizer state is in it.
-        has_rng: whether random states are in it.
-        files: size of each other file in bytes.
-        blocks: checksums of each other file, see ``checkpoint.checksums``; none for those of a
-            former version.
-        save_id: of this save, by which its parts on other disks are recognized; empty where there
-            are none.
-    """
-
-    progress: Mapping[str, int]
-    config: Mapping[str, Any]
-    shape: Mapping[str, int]
-    padded_vocab_size: int
-    has_optimizer: bool
-    has_rng: bool
-    files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    blocks: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    save_id: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what :meth:`CheckpointFolder.commit` takes: everything but the files."""
-        return {n: value for n, value in vars(self).items() if n not in ("files", "blocks")}
-
-
-_KNOWN = frozenset(one.name for one in dataclasses.fields(Manifest))
-_NO_MANIFEST = Manifest(
-    progress={}, config={}, shape={}, padded_vocab_size=0, has_optimizer=False, has_rng=False
-)
+    progress: the counters of the run.
+    config: the run's settings, as of ``TrainerConfig.to_dict``.
+    shape: sizes of the mesh's axes and the number of chunks.
+    padded_vocab_size: rows of the embedding.
+    has_optimizer: whether optimizer state is in it.
+    has_rng: whether random states are in it.
+    files: size of each other file in bytes.
+    blocks: checksums of each other file, see ``checkpoint.checksums``; none for those of a former
+        version.
+    save_id: of this save, by which its parts on other disks are recognized; empty where there are
+        none.
+"""
 
 
 class CheckpointFolder(StepFolders):
@@ -405,7 +381,9 @@ class CheckpointFolder(StepFolders):
         path: the folder; it need not exist.
     """
 
-    _needed = _KNOWN - {"save_id", "blocks"}
+    _needed = frozenset(
+        "progress config shape padded_vocab_size has_optimizer has_rng files".split()
+    )
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(
@@ -475,13 +453,13 @@ class CheckpointFolder(StepFolders):
             )
         if trust and self._is_megatrons(path):
             files = {one.name: one.stat().st_size for one in sorted(path.iterdir())}
-            return path, dataclasses.replace(_NO_MANIFEST, files=files)
+            return path, {"files": files, "blocks": {}, "config": {}}
         body = self._read(path, iteration, others, trust=trust)
         if _CORE_METADATA not in body["files"]:
             raise DamagedCheckpointError(
                 f"{path} is incomplete (its list of files has no {_CORE_METADATA}): {others}"
             )
-        return path, Manifest(**{name: body[name] for name in _KNOWN & body.keys()})
+        return path, {"blocks": {}, "save_id": "", **body}
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
         if any(path.glob("mp_rank_*")):

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
 from megatron.adaptive.checkpoint import state
-from megatron.adaptive.checkpoint.folder import CheckpointFolder, Manifest, write_files
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, write_files
 from megatron.adaptive.checkpoint.safetensors import DTYPES, FP8, TensorFolder
 from megatron.adaptive.checkpoint.torch_dist import Entry, common_files, indices_of, write_file
 from megatron.adaptive.config.core import LATENT_SETTINGS
@@ -552,16 +552,17 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
                 "opt_param_scheduler": {"num_steps": 0},
             }
             write_files(partial, {**indices_of(entries), **common_files(common)})
-            manifest = Manifest(
-                progress={},
-                config=config.to_dict(),
-                shape={},
-                padded_vocab_size=rows,
-                has_optimizer=False,
-                has_rng=False,
-            )
+            manifest = {
+                "progress": {},
+                "config": config.to_dict(),
+                "shape": {},
+                "padded_vocab_size": rows,
+                "has_optimizer": False,
+                "has_rng": False,
+                "save_id": "",
+            }
             carry_description([folder], output)
-            return checkpoints.commit(0, {**manifest.to_dict(), "blocks": {_SHARD: total[1]}})
+            return checkpoints.commit(0, {**manifest, "blocks": {_SHARD: total[1]}})
         except OSError as error:
             raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
         finally:

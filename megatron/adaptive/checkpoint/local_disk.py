@@ -63,8 +63,6 @@ class LocalDisk:
         job: this process within the job; its timeout also limits waits for uploads.
         shared: where they are to be; nobody else writes there meanwhile.
         base: the folder on each of the nodes' own disks.
-        option: name that the user gave it by.
-        patience: name of the setting that allows uploads more time.
         keep: complete checkpoints that stay, in shared storage too; there all where ``None``, and
             here as few as it takes.
 
@@ -75,19 +73,9 @@ class LocalDisk:
             done again since, and go with the first checkpoint.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        shared: StepFolders,
-        base: Path,
-        *,
-        option: str,
-        patience: str,
-        keep: int | None,
-    ) -> None:
-        self._job, self.shared = job, shared
-        self._option, self._patience, self._keep = f"{option} {base}", patience, keep
-        base = base.absolute()
+    def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
+        self._job, self.shared, self._keep = job, shared, keep
+        self._base = base = base.absolute()
         save = shared.path.resolve()
         node = job.environment.node or socket.gethostname()
         places = job.gather((_place(base, node, job), str(save)))
@@ -126,7 +114,7 @@ class LocalDisk:
         except CheckpointError as error:
             self._warn(
                 "%s: %s; the checkpoint of iteration %d goes to %s at once",
-                self._option,
+                self._base,
                 error,
                 step,
                 self.shared.path,
@@ -312,7 +300,7 @@ class LocalDisk:
             raise CheckpointError(
                 f"the copy of iteration {upload.step} to {self.shared.path} did not end within"
                 f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
-                f" the same nodes goes on with it; {self._patience} gives it more time"
+                " the same nodes goes on with it; a longer time limit of the job gives it more time"
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
@@ -467,7 +455,7 @@ def prepare(
     remedy: str,
     base: str | Path | None,
     latest: Callable[[], int | None],
-    **options: Any,
+    keep: int | None,
 ) -> LocalDisk | None:
     """Lets this job alone write a folder, and finishes what is on its way there. Collective.
 
@@ -477,7 +465,7 @@ def prepare(
         remedy: what to do where it cannot be written.
         base: the folder on each node's own disk, ``None`` where checkpoints go to ``shared``.
         latest: see :meth:`LocalDisk.finish_former`.
-        options: of :class:`LocalDisk`.
+        keep: see :class:`LocalDisk`.
 
     Returns:
         This node's part of the checkpoints, if they go to the nodes' own disks first.
@@ -489,7 +477,7 @@ def prepare(
     hold(shared, job, ranks, remedy, has_local=base is not None)
     if base is None:
         return None
-    local = LocalDisk(job, shared, Path(base), **options)
+    local = LocalDisk(job, shared, Path(base), keep)
     local.finish_former(latest)
     return local
 

@@ -83,15 +83,17 @@ def make_manifest(
     for group, names in _COMPARED.items():
         given = {name: arguments[name] for name in names if name in arguments}
         settings[group].update(given)
-    return Manifest(
-        progress=progress,
-        config=settings,
-        shape={},
-        padded_vocab_size=rows,
-        has_optimizer="optimizer" in common,
-        has_rng=False,
-        files=files,
-    )
+    return {
+        "progress": progress,
+        "config": settings,
+        "shape": {},
+        "padded_vocab_size": rows,
+        "has_optimizer": "optimizer" in common,
+        "has_rng": False,
+        "files": files,
+        "blocks": {},
+        "save_id": "",
+    }
 
 
 def require_reshardable(path: Path, content: Mapping[str, Any]) -> None:

@@ -186,14 +186,15 @@ class Checkpoints:
 
     def manifest(self, progress: Progress) -> Manifest:
         """Return the manifest of a checkpoint of now."""
-        return Manifest(
-            progress=dataclasses.asdict(progress),
-            config=self._config_dict,
-            shape=state.mesh_shape(self._config),
-            padded_vocab_size=state.padded_vocab_size(self._chunks),
-            has_optimizer=not self._settings.no_save_optim,
-            has_rng=not self._settings.no_save_rng,
-        )
+        return {
+            "progress": dataclasses.asdict(progress),
+            "config": self._config_dict,
+            "shape": state.mesh_shape(self._config),
+            "padded_vocab_size": state.padded_vocab_size(self._chunks),
+            "has_optimizer": not self._settings.no_save_optim,
+            "has_rng": not self._settings.no_save_rng,
+            "save_id": "",
+        }
 
     def load(self) -> Progress | None:
         """Load the checkpoint that the settings name into model, optimizer and schedule.
@@ -244,7 +245,7 @@ class Checkpoints:
         """Load one checkpoint."""
         path, manifest = self._all.on_first(lambda: self._find(iteration))
         self._standing = None
-        about = path, iteration, manifest.save_id, manifest.files, manifest.blocks
+        about = path, iteration, manifest["save_id"], manifest["files"], manifest["blocks"]
         with self.saver.reading(*about) as reader:
             common, loaded, has_all, has_adapters = self._read(reader, manifest)
         state.load_model(self._chunks, loaded, strict=has_all)
@@ -259,7 +260,7 @@ class Checkpoints:
                 self._scheduler.step(common[_SCHEDULER]["num_steps"])
         if self._loads_rng(manifest):
             state.load_rng(loaded[state.RNG])
-        progress = Progress() if self._settings.finetune else Progress(**manifest.progress)
+        progress = Progress() if self._settings.finetune else Progress(**manifest["progress"])
         if self.saver.local is not None:
             self.saver.local.resumed = progress.iteration
         return progress
@@ -271,7 +272,7 @@ class Checkpoints:
             pieces=parts.pieces,
             objects={name: SavedObject.of(found) for name, found in parts.objects.items()},
             once=common_files(parts.common),
-            manifest=lambda save_id, _: dataclasses.replace(about, save_id=save_id).to_dict(),
+            manifest=lambda save_id, _: {**about, "save_id": save_id},
         )
 
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
@@ -324,16 +325,16 @@ class Checkpoints:
         """Return the checkpoint of an iteration; on rank 0 only."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
-        if not manifest.config:
-            with CheckpointReader(path, manifest.files, {}) as reader:
+        if not manifest["config"]:
+            with CheckpointReader(path, manifest["files"], {}) as reader:
                 common = _common(reader)
-            manifest = make_manifest(path, manifest.files, common, self._config)
+            manifest = make_manifest(path, manifest["files"], common, self._config)
             if self._loads_optimizer and self._config.parallel.use_distributed_optimizer:
                 require_reshardable(path, common.get(_CONTENT) or {})
         rows = state.padded_vocab_size(self._chunks)
         require_same_model(manifest, self._config, rows, f"--load {path}")
-        if rows != manifest.padded_vocab_size:
-            self._warn_of_padding(rows, manifest.padded_vocab_size, path)
+        if rows != manifest["padded_vocab_size"]:
+            self._warn_of_padding(rows, manifest["padded_vocab_size"], path)
         if self._loads_optimizer:
             require_same_optimizer(manifest, self._config, f"--load {path}")
         return path, manifest
@@ -358,7 +359,9 @@ class Checkpoints:
 
     def _loads_rng(self, manifest: Manifest) -> bool:
         wanted = not (self._settings.no_load_rng or self._settings.finetune)
-        return wanted and manifest.has_rng and manifest.shape == state.mesh_shape(self._config)
+        return (
+            wanted and manifest["has_rng"] and manifest["shape"] == state.mesh_shape(self._config)
+        )
 
     def _read(
         self, reader: CheckpointReader, manifest: Manifest
@@ -526,16 +529,7 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
         load = CheckpointFolder(settings.load)
         return load.latest() or 0 if load.path.resolve() == folder.path.resolve() else None
 
-    return prepare(
-        folder,
-        job,
-        _REMEDY,
-        settings.save_local,
-        latest,
-        option="--save-local",
-        patience="--distributed-timeout-minutes",
-        keep=settings.keep_checkpoints,
-    )
+    return prepare(folder, job, _REMEDY, settings.save_local, latest, settings.keep_checkpoints)
 
 
 class RunState:
@@ -577,7 +571,7 @@ class RunState:
         """Return what a checkpoint made of snapshots needs; see ``SnapshotState``."""
         return {
             "has_common": state.has_parameters(self._run.optimizer),
-            "manifest": self._checkpoints.manifest(self._progress()).to_dict(),
+            "manifest": self._checkpoints.manifest(self._progress()),
         }
 
     def is_changed(self) -> bool:
@@ -612,9 +606,9 @@ def require_same_model(
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
         different.append("it has no adapters to go on with; start some with --finetune")
-    if not _same_vocabulary(saved, manifest.padded_vocab_size, config, padded_vocab_size):
+    if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
         different.append(
-            f"padded vocabulary is {manifest.padded_vocab_size} in the checkpoint and "
+            f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "
             f"{padded_vocab_size} here, more than padding explains"
         )
     if different:
@@ -631,7 +625,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, what: str)
         CheckpointError: there is none, or it is of another kind.
     """
     remedy = "load the weights alone with --no-load-optim or --finetune"
-    if not manifest.has_optimizer:
+    if not manifest["has_optimizer"]:
         raise CheckpointError(f"{what} holds no optimizer state (--no-save-optim): {remedy}")
     saved = _saved_config(manifest, what)
     for flag, before, now in (
@@ -658,7 +652,7 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, what: str)
 
 def _saved_config(manifest: Manifest, what: str) -> TrainerConfig:
     try:
-        return TrainerConfig.from_dict(manifest.config)
+        return TrainerConfig.from_dict(manifest["config"])
     except ConfigError as error:
         raise CheckpointError(f"{what}: {error}") from None
 

@@ -10,7 +10,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, ScheduleError
@@ -29,15 +28,6 @@ _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 def main(argv: Sequence[str]) -> int:
     """Simulate, print a table and a chart; writes a picture and JSON where asked."""
     options = _parser().parse_args(argv)
-    records = _simulate(options)
-    if options.json is not None:
-        with replaced(options.json) as temporary:
-            Path(temporary).write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Simulates and prints; returns the figures for JSON."""
     profile = _profile(options, options.stages * options.chunks)
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
     seeds = range(options.seed, options.seed + (options.draws if spread else 1))
@@ -47,29 +37,30 @@ def _simulate(options: argparse.Namespace) -> list[dict[str, Any]]:
         candidate = _candidate(options, name.strip())
         outcomes.append(evaluate(candidate, options.microbatches, profile, list(seeds)))
     draws = f"{len(seeds)} draw{'s' * (len(seeds) > 1)} each; peak in microbatches of a whole rank"
-    rows = [
-        (str(o.candidate), o.mean_s, o.bubble_fraction, f"{o.peak_units:.3g}") for o in outcomes
-    ]
-    _print_table(draws, rows)
+    _print_table(draws, outcomes)
     if options.chart is not None:
         # Half a second to import, and only wanted here.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
         print(f"\nchart: {options.chart}")
-    return [
-        {
-            "schedule": one.candidate.name,
-            "placement": one.candidate.placement.kind,
-            "chunks": one.candidate.placement.num_chunks,
-            "weight_pieces": one.candidate.weight_pieces,
-            "cap": one.candidate.cap,
-            "makespans_s": list(one.makespans_s),
-            "bubble_fraction": one.bubble_fraction,
-            "peak_microbatches": one.peak_units,
-        }
-        for one in outcomes
-    ]
+    if options.json is not None:
+        records = [
+            {
+                "schedule": one.candidate.name,
+                "placement": one.candidate.placement.kind,
+                "chunks": one.candidate.placement.num_chunks,
+                "weight_pieces": one.candidate.weight_pieces,
+                "cap": one.candidate.cap,
+                "makespans_s": list(one.makespans_s),
+                "bubble_fraction": one.bubble_fraction,
+                "peak_microbatches": one.peak_units,
+            }
+            for one in outcomes
+        ]
+        with replaced(options.json) as temporary:
+            Path(temporary).write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -180,17 +171,16 @@ def _candidate(options: argparse.Namespace, name: str) -> Candidate:
         raise ConfigError(f"--schedules {options.schedules}: {error}") from error
 
 
-def _print_table(head: str, rows: Sequence[tuple[str, float, float, str]]) -> None:
-    """Prints name, seconds, bubble and peaks of each schedule; speed-ups are over the first."""
-    first, slowest = rows[0][1], max(seconds for _, seconds, _, _ in rows)
+def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
+    """Prints seconds, bubble and peak of each schedule; speed-ups are over the first."""
+    first, slowest = outcomes[0].mean_s, max(one.mean_s for one in outcomes)
     if not first:
         raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
-    width = max(len(name) for name, _, _, _ in rows)
-    places = max(5, *(len(peak) for _, _, _, peak in rows))
-    print(f"{head}\n\n{'schedule':{width}}  step s  speed-up  bubble  {'peak':>{places}}")
-    for name, seconds, bubble, peak in rows:
-        bar = "█" * round(_BAR * seconds / slowest)
+    width = max(len(str(one.candidate)) for one in outcomes)
+    print(f"{head}\n\n{'schedule':{width}}  step s  speed-up  bubble   peak")
+    for one in outcomes:
+        bar = "█" * round(_BAR * one.mean_s / slowest)
         print(
-            f"{name:{width}}  {seconds:6.4g}  {first / seconds:7.3f}x  {bubble:5.1%}"
-            f"  {peak:>{places}}  {bar}"
+            f"{one.candidate!s:{width}}  {one.mean_s:6.4g}  {first / one.mean_s:7.3f}x"
+            f"  {one.bubble_fraction:5.1%}  {one.peak_units:5.3g}  {bar}"
         )

@@ -44,6 +44,7 @@ EVENT_ITERATIONS = 20
 MOST_LAYERS = 4
 """So many layers of experts are named, those with the worst balance."""
 FORMATS = ("xlsx", "html", "perfetto", "png", "tensorboard")
+"""The views."""
 _ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
@@ -93,7 +94,7 @@ def _diagnose(argv: Sequence[str]) -> int:
     add("--json", action="store_true", help="print the findings as JSON instead of text")
     arguments = parser.parse_args(argv)
     run = load_run(arguments.run_dir)
-    found = diagnose(run, _chosen_iterations(run, arguments))
+    found = diagnose(run, _chosen_iterations(run, arguments, None))
     _print_answers(found, run.notes(), arguments.json)
     return 0
 
@@ -120,7 +121,7 @@ def _what_if(argv: Sequence[str]) -> int:
     from megatron.adaptive.trace.whatif.answers import what_if
 
     run = load_run(arguments.run_dir)
-    found = what_if(run, _chosen_iterations(run, arguments))
+    found = what_if(run, _chosen_iterations(run, arguments, None))
     if arguments.picture is not None:
         from megatron.adaptive.trace.views.picture import write_heat
 
@@ -228,14 +229,11 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
     else:
         place = "folder of the run or its traces folder (default: runs/latest)"
         parser.add_argument("run_dir", nargs="?", type=Path, metavar="DIR", help=place)
-    one = "iteration to look at (default: the last complete one)"
     several = (
-        "iterations that figures and curves cover; the last complete one of them is drawn "
+        "iterations that figures and curves cover, or one; the last complete one of them is drawn "
         "(default: all complete ones)"
     )
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--iteration", type=number(int, 0, 1 << 62), metavar="I", help=one)
-    add("--iterations", type=_range, metavar="A-B", help=several)
+    parser.add_argument("--iterations", "--iteration", type=_range, metavar="A-B", help=several)
     return parser
 
 
@@ -255,11 +253,13 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
         add("--json", action="store_true", help="print the figures as JSON instead of a table")
 
 
-def _chosen_iterations(run: RunTrace, arguments: argparse.Namespace) -> tuple[int, ...] | None:
-    """The recorded iterations that the flags ask for, ``None`` where they ask for none."""
-    if arguments.iteration is not None:
-        run.require_iteration(arguments.iteration)
-        return (arguments.iteration,)
+def _chosen_iterations(
+    run: RunTrace, arguments: argparse.Namespace, dp_rank: int | None
+) -> tuple[int, ...] | None:
+    """The iterations that the flags ask for, complete ones where there are; ``None`` for none.
+
+    Complete is what a replica did, or, where ``dp_rank`` is ``None``, all did.
+    """
     if arguments.iterations is None:
         return None
     first, last = arguments.iterations
@@ -269,7 +269,8 @@ def _chosen_iterations(run: RunTrace, arguments: argparse.Namespace) -> tuple[in
             f"iterations {first}-{last} are not in {run.origin}; it has "
             f"{describe_numbers(run.iterations)}"
         )
-    return found
+    complete = set(run.complete_iterations(dp_rank))
+    return tuple(i for i in found if i in complete) or found
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -310,9 +311,8 @@ def _select(arguments: argparse.Namespace) -> _Selection:
     """Read what the flags choose; raises ``TraceError`` where it is not there or damaged."""
     run = load_run(arguments.run_dir, arguments.pipeline_parallel, arguments.model_chunks)
     dp_rank = arguments.dp_rank or 0
-    asked = _chosen_iterations(run, arguments)
-    complete = run.complete_iterations(dp_rank)
-    covered = complete if asked is None else (*(i for i in asked if i in complete),) or asked
+    covered = _chosen_iterations(run, arguments, dp_rank)
+    covered = run.complete_iterations(dp_rank) if covered is None else covered
     step = pipeline_step(run, covered[-1] if covered else None, dp_rank=dp_rank)
     return _Selection(run, step, covered or (step.iteration,), arguments.dp_rank)
 

@@ -379,7 +379,7 @@ def _refuse(
         is_well, why = value == config.get("resid_pdrop"), "another dropout of embeddings"
     elif key == "norm_topk_prob" and "--num-experts" in words:
         raw = config["model_type"] == "deepseek_v2" or "--moe-router-pre-softmax" in words
-        is_well, why, nearest = bool(value) != raw, "weights scaled otherwise", str(raw).lower()
+        is_well, why, nearest = bool(value) != raw, "weights scaled otherwise", str(not raw).lower()
     elif key == "num_experts_per_tok" and "--moe-router-pre-softmax" not in words:
         is_well, why, nearest = value != 1, "one expert whose weight is always 1", "2"
     elif key == "topk_method":

@@ -1,24 +1,24 @@
 """The diagnosis of a run while it trains: every some iterations, in a process of its own.
 
-The training process writes a question into a pipe and looks, between two iterations, whether an
-answer has come: it reads no trace, waits for nothing, and goes on without answers where the other
-process fails. That one runs at the lowest priority and ends with this one.
+The training process starts it and looks, between two iterations, whether it has ended with an
+answer: it reads no trace, waits for nothing, and goes on without answers where the other process
+fails. That one runs at the lowest priority, for a second or a few.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[3]
-_WATCH = "megatron.adaptive.trace.diagnose.watch"
+_DIAGNOSE = ("-m", "megatron.adaptive", "trace", "diagnose", "--json")
 _LAST_S = 10.0
 
 
@@ -49,130 +49,108 @@ class RunningDiagnosis:
         note: Callable[..., None] | None = None,
         total_iterations: float = math.inf,
     ) -> None:
+        is_wanted = 0 < interval < total_iterations - start_iteration
+        self._folder = folder if is_wanted else None
         self._interval = interval
         self._next = start_iteration + 2
         self._report = report
         self._note = note
-        self._reported: set[tuple[object, ...]] = set()
+        self._reported: set[str] = set()
         self._slow: dict[int, int] = {}
-        self._answers = b""
-        self._waiting = False
         self._process: subprocess.Popen[bytes] | None = None
-        if folder is None or not 0 < interval < total_iterations - start_iteration:
-            return
-        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", _WATCH, folder, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._questions, self._found = process.stdin, process.stdout
-        for pipe in (self._questions, self._found):
-            os.set_blocking(pipe.fileno(), False)
 
     def after_iteration(self, iteration: int) -> None:
-        """Ask where it is time to, and report what was answered. Takes microseconds."""
-        if self._process is None:
-            return
-        if self._waiting:
-            self._read()
-        elif iteration - self._next + 1 >= self._interval:
-            self._ask(iteration)
+        """Ask where it is time to, and report what was answered. Takes a millisecond at most."""
+        if self._process is not None:
+            if self._process.poll() is not None:
+                self._take(self._process)
+        elif self._folder is not None and iteration - self._next + 1 >= self._interval:
+            self._ask(self._folder, iteration)
 
     def close(self) -> None:
         """Report what is still found of the last question; idempotent. Blocks for 10 s at most."""
-        process, self._process = self._process, None
-        if process is None:
+        self._folder = None
+        if self._process is None:
             return
-        rest = b""
         try:
-            if self._waiting:
-                os.set_blocking(self._found.fileno(), True)
-                rest = process.communicate(timeout=_LAST_S)[0]
-        except (OSError, subprocess.TimeoutExpired):
-            pass  # whoever ends a job does not wait for advice
-        finally:
-            process.kill()
-            process.wait()
-            for pipe in (self._questions, self._found):
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        self._take(rest)
+            self._process.wait(_LAST_S)
+        except subprocess.TimeoutExpired:  # whoever ends a job does not wait for advice
+            self._process.kill()
+            self._process.wait()
+        self._take(self._process)
 
-    def _ask(self, last: int) -> None:
+    def _ask(self, folder: str, last: int) -> None:
+        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
-            os.write(self._questions.fileno(), f"{self._next} {last}\n".encode())
-            self._waiting = True
-            self._next = last + 1
+            self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe holds no long answer
+            self._process = subprocess.Popen(
+                [sys.executable, *_DIAGNOSE, folder, "--iterations", f"{self._next}-{last}"],
+                stdin=subprocess.DEVNULL,
+                stdout=self._answer,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         except OSError:
-            self.close()
+            return  # asked again after the next iteration
+        self._next = last + 1
 
-    def _read(self) -> None:
-        try:
-            data = os.read(self._found.fileno(), 1 << 16)
-        except BlockingIOError:
+    def _take(self, ended: subprocess.Popen[bytes]) -> None:
+        """Reports the answer of a process that has ended; one that failed gave none."""
+        self._process = None
+        with self._answer as file:
+            file.seek(0)
+            text = file.read()
+        if ended.returncode:
             return
-        except OSError:
-            data = b""
-        if not data:
-            self._waiting = False
-            self.close()
-            return
-        self._take(data)
+        answer = json.loads(text)
+        for finding in answer["findings"]:
+            name = _name(finding)
+            if name not in self._reported:
+                self._reported.add(name)
+                self._report(f"warning: {finding['text']}")
+        if self._note is not None:
+            self._note_findings(self._note, answer["findings"])
+            self._note_slow(self._note, answer)
 
-    def _take(self, data: bytes) -> None:
-        *lines, self._answers = (self._answers + data).split(b"\n")
-        for line in lines:
-            self._waiting = False
-            answer = json.loads(line)
-            for finding in answer.get("findings", ()):
-                key = tuple(finding["key"])
-                if key not in self._reported:
-                    self._reported.add(key)
-                    self._report(f"warning: {finding['text']}")
-            self._note_findings(answer)
-            self._note_slow(answer)
-
-    def _note_findings(self, answer: Mapping[str, Any]) -> None:
+    def _note_findings(
+        self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Notes what mending each thing would gain; a run of Weights & Biases gets it as well."""
-        if self._note is None or "findings" not in answer:
-            return
         found = [
             {
                 "headline": one["headline"],
-                "name": " ".join(map(str, one["key"])),
+                "name": _name(one),
                 "gain": round(one["cost_fraction"], 4),
-                "do": one["do"],
+                "do": one["advice"][0] if one["advice"] else "",
             }
-            for one in answer["findings"]
+            for one in findings
         ]
-        self._note(findings=found)
+        note(findings=found)
         run = getattr(sys.modules.get("wandb"), "run", None)  # the user's, where there is one
         if run is not None and found:
             # With the values of the user's own next call: a step's number is theirs to choose.
             run.log({f"gain/{one['name']}": one["gain"] for one in found}, commit=False)
 
-    def _note_slow(self, answer: Mapping[str, Any]) -> None:
-        """Note the ranks that an answer names as slow; a diagnosis that failed says nothing."""
-        if self._note is None or "findings" not in answer:
-            return
+    def _note_slow(self, note: Callable[..., None], answer: Mapping[str, Any]) -> None:
+        """Notes the ranks that an answer names as slow to its end."""
         before, self._slow = self._slow, {}
         for finding in answer["findings"]:
-            cause, rank, *_ = finding["key"]
-            if cause != "slow rank" or not finding["goes_on"]:
+            if finding["cause"] != "slow rank" or finding["period"]["kind"] == "passed":
                 continue
+            rank = finding["ranks"][0]
             self._slow[rank] = before.get(rank, 0) + 1
-            self._note(
+            note(
                 slow_rank=rank,
                 times=self._slow[rank],
                 factor=finding["factor"],
                 cost_fraction=finding["cost_fraction"],
                 pace_ns=answer["pace_ns"],
             )
+
+
+def _name(finding: Mapping[str, Any]) -> str:
+    """Names what a finding is about: the same when it is found again."""
+    return " ".join(map(str, (finding["cause"], *finding["ranks"])))

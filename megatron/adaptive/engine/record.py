@@ -191,9 +191,9 @@ class ScheduleRecord:
         missing = [step for step in range(first, last + 1) if step not in self._steps]
         if missing:
             raise ConfigError(
-                f"{self._source} holds steps {describe_numbers(self.steps)}, but steps "
-                f"{first}-{last} are to be replayed, and {describe_numbers(missing)} are missing; "
-                "train other iterations, or record more"
+                f"{self._source} holds steps {describe_numbers(self.steps)}, and lacks "
+                f"{describe_numbers(missing)} of those to be replayed; train other iterations, or "
+                "record more"
             )
 
     def codes(self, step: int, place: int, num_microbatches: int) -> Codes:
@@ -207,7 +207,7 @@ class ScheduleRecord:
         Raises:
             ConfigError: the step is not there, or had another number of microbatches.
         """
-        self._require_step(step)
+        self.require_steps(step, step)
         codes = self._steps[step][place]
         lanes = 3 * self.shape.chunks
         self._require_count(step, sum(code % lanes == 0 for code in codes), num_microbatches)
@@ -219,16 +219,9 @@ class ScheduleRecord:
         Raises:
             ConfigError: the step is not there, or had another number of microbatches.
         """
-        self._require_step(step)
+        self.require_steps(step, step)
         self._require_count(step, sum(map(len, self._dealt[step])), num_microbatches)
         return self._dealt[step]
-
-    def _require_step(self, step: int) -> None:
-        if step not in self._steps:
-            raise ConfigError(
-                f"step {step} is not in {self._source}, which holds steps "
-                f"{describe_numbers(self.steps)}; train other iterations, or record more"
-            )
 
     def _require_count(self, step: int, recorded: int, present: int) -> None:
         if recorded != present:
@@ -357,31 +350,26 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
         if not _is_count(getattr(shape, name)):
             raise ValueError(f'"{name}" is {getattr(shape, name)!r}')
     orders = [tuple(order) for order in content["orders"]]
-    sizes = [_microbatches(order, shape) for order in orders]
+    for order in orders:
+        _require_whole(order, shape)
     for step, numbers in content["steps"].items():
         known = all(_is_count(number) and number < len(orders) for number in numbers)
         if len(numbers) != shape.num_orders or not known:
             raise ValueError(
                 f"step {step} does not name an order for each of {shape.num_orders} ranks"
             )
-        counts = [
-            {sizes[number] for number in numbers[first : first + shape.ranks]}
-            for first in range(0, shape.num_orders, shape.ranks)
-        ]
-        if any(len(one) > 1 for one in counts):
-            raise ValueError(f"the ranks of step {step} have different numbers of microbatches")
         dealt = None
         if shape.replicas:
             dealt = tuple(tuple(one) for one in content["dealt"][step])
             every = sorted(number for one in dealt for number in one)
-            if every != list(range(len(every))) or [{len(one)} for one in dealt] != counts:
+            if every != list(range(len(every))):
                 raise ValueError(f"step {step} does not deal each microbatch once")
         record.add(int(step), [orders[number] for number in numbers], dealt)
     return record
 
 
-def _microbatches(order: Codes, shape: RecordShape) -> int:
-    """Return the microbatches of an order that has every action once."""
+def _require_whole(order: Codes, shape: RecordShape) -> None:
+    """Refuse an order that has not every action once."""
     if not all(_is_count(code) for code in order):
         raise ValueError("an order holds something else than codes")
     lanes = 3 * shape.chunks
@@ -394,7 +382,6 @@ def _microbatches(order: Codes, shape: RecordShape) -> int:
     }
     if not order or counts != expected:
         raise ValueError("an order does not hold each action once")
-    return counts[0]
 
 
 def _is_count(value: object) -> bool:

@@ -16,6 +16,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,10 +134,11 @@ def _as_list(value: Any, length: int) -> list[Any]:
     return [value] * length
 
 
+@dataclass(kw_only=True, eq=False)
 class MegatronStages(SplitStages):
     """The ``Stages`` of one step: a rank's megatron-core chunks.
 
-    Args:
+    Attributes:
         forward_step_func: megatron-core's user function ``(data_iterator, model) -> (output,
             loss_func)``.
         data_iterators: one per chunk.
@@ -155,74 +157,64 @@ class MegatronStages(SplitStages):
             ``None``.
         sizes: of each microbatch, in those of the one that was measured; ``None`` where all are
             alike.
+        config: megatron-core's configuration of the chunks.
+        reduced_losses: what the loss function returned for logging, by microbatch.
+        num_tokens: of the loss, on the last stage.
     """
 
-    def __init__(
-        self,
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterators: Sequence[Any],
-        chunks: Sequence[torch.nn.Module],
-        placement: Placement,
-        pp_rank: int,
-        num_microbatches: int,
-        groups: ProcessGroupCollection,
-        meter: ActivationMeter,
-        forward_only: bool,
-        collect_non_loss_data: bool,
-        first_val_step: bool | None,
-        stores: Sequence[WeightGradientStore] | None = None,
-        loss_parts: int | None = None,
-        sizes: Sequence[float] | None = None,
-    ) -> None:
+    forward_step_func: Callable[..., Any]
+    data_iterators: Sequence[Any]
+    chunks: Sequence[torch.nn.Module]
+    placement: Placement
+    pp_rank: int
+    num_microbatches: int
+    groups: ProcessGroupCollection
+    meter: ActivationMeter
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    stores: Sequence[WeightGradientStore] | None = None
+    loss_parts: int | None = None
+    sizes: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
         self.reduced_losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
-        self.config = get_model_config(chunks[0])
-        self._model_type = get_model_type(chunks[0])
-        self._forward_step_func = forward_step_func
-        self._data_iterators = data_iterators
-        self._chunks = chunks
-        self._num_microbatches = num_microbatches
-        self._loss_parts = num_microbatches if loss_parts is None else loss_parts
-        self._sizes = sizes
-        self._cp_size = groups.cp.size()
-        self._meter = meter
-        self._forward_only = forward_only
-        self._collect_non_loss_data = collect_non_loss_data
-        self._first_val_step = first_val_step
-        stages = [placement.stage_of(pp_rank, chunk) for chunk in range(len(chunks))]
-        self._is_last = [stage == placement.num_stages - 1 for stage in stages]
+        self.config = get_model_config(self.chunks[0])
+        last, chunks = self.placement.num_stages - 1, range(len(self.chunks))
+        self._is_last = [self.placement.stage_of(self.pp_rank, one) == last for one in chunks]
         # Input and output of forwards whose backward is to come, by chunk and microbatch.
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._backward_rest = (*((self._model_type,) if _TAKES_TYPE else ()), self.config)
-        self._sync = GradientSync(self.config, chunks)
-        if not forward_only:
+        kind = (get_model_type(self.chunks[0]),) if _TAKES_TYPE else ()
+        self._backward_rest = (*kind, self.config)
+        self._sync = GradientSync(self.config, self.chunks)
+        if not self.forward_only:
             self._sync.hold()
-        super().__init__(None if forward_only else stores)
+        super().__init__(None if self.forward_only else self.stores)
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        return self._sized(self._meter.bytes_of(chunk), microbatch)
+        return self._sized(self.meter.bytes_of(chunk), microbatch)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        trains = not self._forward_only
+        trains = not self.forward_only
         if received is not None and trains:
             received.requires_grad_()
-        model = self._chunks[chunk]
-        with self._meter.measure(chunk, model.parameters()) if trains else _NOTHING:
+        model = self.chunks[chunk]
+        with self.meter.measure(chunk, model.parameters()) if trains else _NOTHING:
             output, num_tokens = forward_step(
-                self._forward_step_func,
-                self._data_iterators[chunk],
+                self.forward_step_func,
+                self.data_iterators[chunk],
                 model,
-                self._loss_parts,
+                self.loss_parts or self.num_microbatches,
                 received,
                 self.reduced_losses,
                 self.config,
-                self._cp_size,
-                collect_non_loss_data=self._collect_non_loss_data,
+                self.groups.cp.size(),
+                collect_non_loss_data=self.collect_non_loss_data,
                 is_first_microbatch=microbatch == 0
-                and check_first_val_step(self._first_val_step, self._forward_only, True),
+                and check_first_val_step(self.first_val_step, self.forward_only, True),
                 current_microbatch=microbatch,
-                vp_stage=chunk if len(self._chunks) > 1 else None,
+                vp_stage=chunk if len(self.chunks) > 1 else None,
                 is_last_stage=self._is_last[chunk],
             )
         if self._is_last[chunk]:  # elsewhere there are none
@@ -250,7 +242,7 @@ class MegatronStages(SplitStages):
         if self._stores is not None:
             with self._stores[chunk].collect(microbatch):
                 return backward_step(*given)  # type: ignore[no-any-return]
-        last = microbatch == self._num_microbatches - 1
+        last = microbatch == self.num_microbatches - 1
         if last:
             self._sync.before_last_backward(chunk)
         answer = backward_step(*given)
@@ -265,14 +257,14 @@ class MegatronStages(SplitStages):
         data-parallel ranks as soon as those of all later chunks are.
         """
         super().weights(chunk, microbatch, piece, pieces)
-        if microbatch == self._num_microbatches - 1 and piece == pieces - 1:
+        if microbatch == self.num_microbatches - 1 and piece == pieces - 1:
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
         return self._sized(super().retained_bytes(chunk, microbatch), microbatch)
 
     def _sized(self, nbytes: int, microbatch: int) -> int:
-        return nbytes if self._sizes is None else round(nbytes * self._sizes[microbatch])
+        return nbytes if self.sizes is None else round(nbytes * self.sizes[microbatch])
 
     def finish(self) -> None:
         """End the step, normally or after an error."""

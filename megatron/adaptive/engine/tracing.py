@@ -22,7 +22,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:  # needs megatron-core, which a trace of another program does 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 _DATA, _STEP = KINDS.index("data"), KINDS.index("step")
 
 
@@ -129,9 +128,19 @@ class Tracing:
                 self.recorder.add_experts(self.experts.exchange_ns(), tokens)
         self.recorder.end_iteration()
 
-    def span(self, kind: str) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def span(self, kind: str) -> Iterator[None]:
         """Trace what the block does on the device, as a span of ``kind``."""
-        return _NOTHING if self._present is None else self._device_span(kind)
+        if self._present is None:
+            yield
+            return
+        start = self._clock.mark()
+        self._doing = kind
+        try:
+            yield
+        finally:
+            self._doing = ""
+            self.device_span(kind, start, self._clock.mark())
 
     @property
     def is_traced(self) -> bool:
@@ -142,7 +151,9 @@ class Tracing:
         """This moment on the device's clock, for :meth:`device_span`."""
         return self._clock.mark()
 
-    def device_span(self, kind: str, start: Any, end: Any, chunk: int, microbatch: int) -> None:
+    def device_span(
+        self, kind: str, start: Any, end: Any, chunk: int = -1, microbatch: int = -1
+    ) -> None:
         """Trace what the device does between two marks, in an iteration that is traced."""
         if self._present is not None:
             self._unresolved.append(
@@ -187,18 +198,6 @@ class Tracing:
         if self._sync is not None:
             self._sync.close()
         self.recorder.close()
-
-    @contextlib.contextmanager
-    def _device_span(self, kind: str) -> Iterator[None]:
-        place = self._present
-        assert place is not None
-        start = self._clock.mark()
-        self._doing = kind
-        try:
-            yield
-        finally:
-            self._doing = ""
-            self._unresolved.append((place, (KINDS.index(kind), -1, -1), start, self._clock.mark()))
 
     def _resolve(self) -> None:
         """Hand over the spans that the device has passed; the others wait for another time."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
-from megatron.adaptive.modules.batch import BatchShape, stretched
+from megatron.adaptive.config.parallel import TransportConfig
+from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched
 from megatron.adaptive.modules.cutting import (
     StagePlan,
     balanced,
@@ -21,7 +23,7 @@ from megatron.adaptive.modules.cutting import (
 )
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.program import MessageLayout, StageProgram
-from megatron.adaptive.modules.recording import Forward, Forwards, Slicing, Tape
+from megatron.adaptive.modules.recording import Forward, Forwards, Loss, Slicing, Tape
 from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.placement import Placement
@@ -29,35 +31,84 @@ from megatron.adaptive.schedule.placement import Placement
 _REPEATS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineRequest:
-    """Holds what a user asked for; see :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineSettings:
+    """Holds what a user asks for; see :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        forward: the model, wholly there.
-        sample: a batch.
-        batch_size: samples of a step over all replicas.
-        pipeline_size: processes of a pipeline; ``auto``, or ``None`` without a microbatch, leaves
-            them to the planner.
-        micro_batch_size: samples of a microbatch; ``None`` leaves them to the planner.
-        partition: segments of each stage; ``None`` for a balanced one.
-        weights: what each segment costs; ``None`` to measure it.
+        model: with :class:`CutPoint` modules in its forward; called with the batch's entries as
+            keyword arguments; where ``loss`` is given, with those that it takes.
+        sample: a batch, a dictionary of tensors whose first axis is that of the samples. Its
+            first microbatch is run to find the stages; a second one checks them.
+        micro_batch_size: samples of a microbatch; the planner's best where ``None``.
+        loss: ``(output, batch) -> scalar``; ``None`` where the model's output is the loss, has an
+            entry ``loss`` or begins with it.
+        arguments: further keyword arguments of forward, always the same.
+        pipeline_size: processes of a pipeline, the rest are replicas; the planner's best where it
+            is ``auto``, or ``None`` without a ``micro_batch_size``; else all where ``None``.
+        batch_size: samples of a step over all replicas, for the planner; those of the sample where
+            ``None``.
+        memory_limit_bytes: that a process may use, for the planner; what the device has free where
+            ``None``.
+        schedule: order of work, see ``docs/schedules.md``.
+        chunks: stages per process; chosen by the schedule where ``None``.
+        activation_cap: most activations a process keeps, in microbatches over its chunks.
+        split_backward: compute weight gradients apart; chosen by the schedule where ``None``.
+        partition: segments between cut points that each stage gets, as ``"3-4-5"`` or numbers.
+        weights: what each segment costs, in any unit; measured with the sample where ``None``.
+        shared_weights: groups of names of parameters that are one and used on both sides of a cut.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast with parameters as they are; fp16 with a
+            dynamic loss scale.
+        seed: of dropout and all else that is random within the model.
+        slicing: ``record``, ``export`` or ``auto``; see ``docs/cutpoint.md``.
+        transport: how neighbouring processes are connected.
+        trace_dir: folder for traces, ``None`` for none.
+        timeout_s: limit of every wait for another process.
+        hang_after_s: name the process that others wait for when nothing has moved for this long; 0
+            for never, 10 times the median step and at least 30 s where ``None``. All may rest
+            between two steps for as long as the caller likes.
+        on_hang: ``report``, a page and a line, or ``end`` the job besides.
     """
 
-    forward: Forward
+    model: torch.nn.Module
     sample: Mapping[str, torch.Tensor]
-    batch_size: int
-    pipeline_size: int | Literal["auto"] | None
-    micro_batch_size: int | None
-    memory_limit_bytes: float | None
-    schedule: str
-    chunks: int | None
-    activation_cap: float | None
-    split_backward: bool | None
-    partition: str | Sequence[int] | None
-    weights: Sequence[float] | None
-    shared_weights: Sequence[Sequence[str]]
-    slicing: Slicing
+    micro_batch_size: int | None = None
+    loss: Loss | None = None
+    arguments: Mapping[str, Any] | None = None
+    pipeline_size: int | Literal["auto"] | None = None
+    batch_size: int | None = None
+    memory_limit_bytes: float | None = None
+    schedule: str = "adaptive"
+    chunks: int | None = None
+    activation_cap: float | None = None
+    split_backward: bool | None = None
+    partition: str | Sequence[int] | None = None
+    weights: Sequence[float] | None = None
+    shared_weights: Sequence[Sequence[str]] = ()
+    mixed_precision: Literal["bf16", "fp16"] | None = None
+    seed: int = 1234
+    slicing: Slicing = "auto"
+    transport: TransportConfig | None = None
+    trace_dir: str | None = None
+    timeout_s: float = 600.0
+    hang_after_s: float | None = None
+    on_hang: str = "report"
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step over all replicas."""
+        given = self.batch_size
+        return samples_in(self.sample, "sample_batch") if given is None else given
+
+    @cached_property
+    def forward(self) -> Forward:
+        """What makes a loss of a microbatch."""
+        return Forward(
+            model=self.model,
+            loss=self.loss,
+            arguments=self.arguments,
+            mixed_precision=self.mixed_precision,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +136,7 @@ class Assembly:
 
 
 def assemble(
-    request: PipelineRequest, shape: BatchShape, mesh: Mesh, placement: Placement
+    request: PipelineSettings, shape: BatchShape, mesh: Mesh, placement: Placement
 ) -> Assembly:
     """Cut the model, keep this rank's part of it and prepare to run that. Collective.
 

@@ -106,14 +106,7 @@ class Checkpointer:
         """
         shared = PipelineFolder(folder)
         self.saver.local = prepare(
-            shared,
-            self._mesh,
-            _REMEDY,
-            base,
-            lambda: shared.latest() or 0,
-            option="local_folder",
-            patience="timeout_s of Pipeline",
-            keep=keep,
+            shared, self._mesh, _REMEDY, base, lambda: shared.latest() or 0, keep
         )
         return self.saver.local
 

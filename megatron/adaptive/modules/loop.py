@@ -48,9 +48,18 @@ class Loop:
     Collective over all processes of the job, as each of its steps is.
 
     Args:
-        pipeline: whose steps are counted; in a job that changes its shape the job's folder counts.
-        total_steps, folder, save_interval, keep, state, async_save, local_folder,
-            diagnose_interval, trust_checkpoint: the user's, see :meth:`Pipeline.loop`.
+        pipeline: whose steps are counted.
+        total_steps: of the whole training, those before a checkpoint included.
+        folder: of checkpoints; that of the job in one that changes its shape; none where
+            ``None``.
+        save_interval: steps from one checkpoint to the next; only when the steps end where
+            ``None``.
+        keep: complete checkpoints that stay, the newest; all where ``None``.
+        state: as of :meth:`Pipeline.save`; loaded from the checkpoint.
+        async_save: write while training goes on, which waits only for a copy in memory.
+        local_folder: on each node's own disk, written so, and copied to ``folder`` behind it.
+        diagnose_interval: steps between two diagnoses where traces are written, 0 for none.
+        trust_checkpoint: as of :meth:`Pipeline.load`.
 
     Raises:
         CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size;
@@ -61,17 +70,18 @@ class Loop:
     def __init__(
         self,
         pipeline: Any,
-        *,
         total_steps: int,
-        folder: str | Path | None,
-        save_interval: int | None,
-        keep: int | None,
-        state: Mapping[str, Any],
-        async_save: bool,
-        local_folder: str | Path | None,
-        diagnose_interval: int,
-        trust_checkpoint: bool,
+        *,
+        folder: str | Path | None = None,
+        save_interval: int | None = None,
+        keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        async_save: bool = False,
+        local_folder: str | Path | None = None,
+        diagnose_interval: int = 100,
+        trust_checkpoint: bool = False,
     ) -> None:
+        state = state or {}
         require_whole(0, total_steps=total_steps, diagnose_interval=diagnose_interval)
         require_whole(1, save_interval=1 if save_interval is None else save_interval)
         require_whole(1, keep=1 if keep is None else keep)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,12 +25,11 @@ from megatron.adaptive.engine.executor import ActivationMeter, RankTimes  # noqa
 from megatron.adaptive.engine.hang import HangGuard  # noqa: E402
 from megatron.adaptive.engine.weight_gradient import WeightGradientStore  # noqa: E402
 from megatron.adaptive.errors import AdaptiveError, ConfigError  # noqa: E402
-from megatron.adaptive.modules.assembly import PipelineRequest, assemble  # noqa: E402
+from megatron.adaptive.modules.assembly import PipelineSettings, assemble  # noqa: E402
 from megatron.adaptive.modules.batch import BatchShape, samples_in, stretched  # noqa: E402
 from megatron.adaptive.modules.cutting import check_groups  # noqa: E402
 from megatron.adaptive.modules.loop import NO_LOOP, Loop  # noqa: E402
 from megatron.adaptive.modules.program import ProgramStages, RandomKey  # noqa: E402
-from megatron.adaptive.modules.recording import Forward, Slicing  # noqa: E402
 from megatron.adaptive.modules.sizes import choose_orders, place  # noqa: E402
 from megatron.adaptive.modules.update import LossScale  # noqa: E402
 
@@ -45,38 +44,10 @@ class Pipeline:
     its own stages, and those of others are on the ``meta`` device.
 
     Args:
-        model: with :class:`CutPoint` modules in its forward; called with the batch's entries as
-            keyword arguments; where ``loss`` is given, with those that it takes.
-        sample_batch: a batch, a dictionary of tensors whose first axis is that of the samples. Its
-            first microbatch is run to find the stages; a second one checks them.
-        micro_batch_size: samples of a microbatch; the planner's best where ``None``.
-        loss: ``(output, batch) -> scalar``; ``None`` where the model's output is the loss, has an
-            entry ``loss`` or begins with it.
-        arguments: further keyword arguments of forward, always the same.
-        pipeline_size: processes of a pipeline, the rest are replicas; the planner's best where it
-            is ``auto``, or ``None`` without a ``micro_batch_size``; else all where ``None``.
-        batch_size: samples of a step over all replicas, for the planner; those of the sample where
-            ``None``.
-        memory_limit_bytes: that a process may use, for the planner; what the device has free where
-            ``None``.
-        schedule: order of work, see ``docs/schedules.md``.
-        chunks: stages per process; chosen by the schedule where ``None``.
-        activation_cap: most activations a process keeps, in microbatches over its chunks.
-        split_backward: compute weight gradients apart; chosen by the schedule where ``None``.
-        partition: segments between cut points that each stage gets, as ``"3-4-5"`` or numbers.
-        weights: what each segment costs, in any unit; measured with the sample where ``None``.
-        shared_weights: groups of names of parameters that are one and used on both sides of a cut.
-        mixed_precision: ``bf16`` or ``fp16`` for autocast with parameters as they are; fp16 with a
-            dynamic loss scale.
-        seed: of dropout and all else that is random within the model.
-        slicing: ``record``, ``export`` or ``auto``; see ``docs/cutpoint.md``.
-        transport: how neighbouring processes are connected.
-        trace_dir: folder for traces, ``None`` for none.
-        timeout_s: limit of every wait for another process.
-        hang_after_s: name the process that others wait for when nothing has moved for this long; 0
-            for never, 10 times the median step and at least 30 s where ``None``. All may rest
-            between two steps for as long as the caller likes.
-        on_hang: ``report``, a page and a line, or ``end`` the job besides.
+        model: with :class:`CutPoint` modules in its forward.
+        sample_batch: a batch, a dictionary of tensors whose first axis is that of the samples.
+        **more: the other attributes of
+            :class:`~megatron.adaptive.modules.assembly.PipelineSettings`.
 
     Attributes:
         model: as given.
@@ -100,67 +71,27 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        sample_batch: Mapping[str, torch.Tensor],
-        *,
-        micro_batch_size: int | None = None,
-        loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        pipeline_size: int | Literal["auto"] | None = None,
-        batch_size: int | None = None,
-        memory_limit_bytes: float | None = None,
-        schedule: str = "adaptive",
-        chunks: int | None = None,
-        activation_cap: float | None = None,
-        split_backward: bool | None = None,
-        partition: str | Sequence[int] | None = None,
-        weights: Sequence[float] | None = None,
-        shared_weights: Sequence[Sequence[str]] = (),
-        mixed_precision: Literal["bf16", "fp16"] | None = None,
-        seed: int = 1234,
-        slicing: Slicing = "auto",
-        transport: TransportConfig | None = None,
-        trace_dir: str | None = None,
-        timeout_s: float = 600.0,
-        hang_after_s: float | None = None,
-        on_hang: str = "report",
+        self, model: torch.nn.Module, sample_batch: Mapping[str, torch.Tensor], **more: Any
     ) -> None:
+        request = PipelineSettings(model=model, sample=sample_batch, **more)
         check_values(
-            {"hang_after_s": hang_after_s, "on_hang": on_hang},
+            {name: getattr(request, name) for name in ("hang_after_s", "on_hang")},
             {spec.dest: spec for spec in fields_of(ScheduleConfig)},
         )
         samples = samples_in(sample_batch, "sample_batch")
-        if micro_batch_size is not None:
-            BatchShape(sample_batch, micro_batch_size)
-        check_groups(model, shared_weights)
+        if request.micro_batch_size is not None:
+            BatchShape(sample_batch, request.micro_batch_size)
+        check_groups(model, request.shared_weights)
+        assert request.forward  # whose settings are checked before others are met
         self.model = model
         self.grad_norm = self.loss = 0.0
         self.times: RankTimes | None = None
         self._loop: Loop | None = None
         self._is_closed = False
         self.steps = 0
-        request = PipelineRequest(
-            forward=Forward(
-                model=model, loss=loss, arguments=arguments, mixed_precision=mixed_precision
-            ),
-            sample=sample_batch,
-            batch_size=samples if batch_size is None else batch_size,
-            pipeline_size=pipeline_size,
-            micro_batch_size=micro_batch_size,
-            memory_limit_bytes=memory_limit_bytes,
-            schedule=schedule,
-            chunks=chunks,
-            activation_cap=activation_cap,
-            split_backward=split_backward,
-            partition=partition,
-            weights=weights,
-            shared_weights=shared_weights,
-            slicing=slicing,
-        )
-        self._mesh, request, self.plan, self._order_of_job = place(request, timeout_s)
+        self._mesh, request, self.plan, self._order_of_job = place(request)
         assert request.micro_batch_size is not None
-        self._batch_size, self.micro_batch_size = request.batch_size, request.micro_batch_size
+        self._batch_size, self.micro_batch_size = request.samples, request.micro_batch_size
         self.device = self._mesh.accelerator.device
         self.pipeline_size = self._mesh.pipeline_size
         self.replicas, self.replica = self._mesh.dp_size, self._mesh.dp_rank
@@ -168,12 +99,7 @@ class Pipeline:
         self._shape = BatchShape(sample, self.micro_batch_size)
         try:
             self._orders = orders = choose_orders(
-                schedule,
-                self._mesh.pipeline_size,
-                self._mesh.pp_rank,
-                chunks=chunks,
-                cap=activation_cap,
-                split=split_backward,
+                request, self._mesh.pipeline_size, self._mesh.pp_rank
             )
             made = assemble(request, self._shape, self._mesh, orders.placement)
         except AdaptiveError:
@@ -182,6 +108,7 @@ class Pipeline:
         self._made, self._update = made, made.update
         self.cut_points, self.partition = made.cut_points, made.partition
         self.weights, costs = made.weights, iter(made.weights)
+        trace_dir = request.trace_dir
         if self._order_of_job is not None and trace_dir is not None:
             trace_dir = f"{trace_dir}/epoch-{self._order_of_job.epoch}"
         self._trace_dir = trace_dir
@@ -189,12 +116,12 @@ class Pipeline:
             trace_dir,
             self._mesh,
             orders.placement,
-            schedule=schedule,
+            schedule=request.schedule,
             num_microbatches=max(1, samples // self.micro_batch_size),
             layers=self.partition,
             work=[sum(itertools.islice(costs, size)) for size in self.partition if self.weights],
         )
-        transport = transport or TransportConfig()
+        transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
             size = max(_LEAST_SLOT_BYTES, made.largest_message)
             transport = dataclasses.replace(transport, transport_slot_bytes=size)
@@ -204,20 +131,20 @@ class Pipeline:
             places=self._mesh.places,
             payload_shape=None,
             payload_dtype=torch.float32,
-            timeout_s=timeout_s,
+            timeout_s=request.timeout_s,
             tracing=self._tracing,
             transport=transport,
             in_flight=orders.inputs_in_flight(4 * orders.placement.num_ranks),
         )
-        self._random = RandomKey(seed, self._mesh.dp_rank, self.device)
+        self._random = RandomKey(request.seed, self._mesh.dp_rank, self.device)
         self._meter = ActivationMeter()
         self._stores: list[WeightGradientStore] | None = None
         if orders.weight_pieces:
             self._stores = [WeightGradientStore() for _ in made.programs]
-        if mixed_precision == "fp16":
+        if request.mixed_precision == "fp16":
             self._update.scaler = LossScale()
         self._guard = HangGuard(
-            self._mesh, after_s=hang_after_s, on_hang=on_hang, page_folder=trace_dir
+            self._mesh, after_s=request.hang_after_s, on_hang=request.on_hang, page_folder=trace_dir
         )
         tracing, executor = self._tracing, self._wiring.executor
         # Called from the guard's thread.
@@ -440,19 +367,7 @@ class Pipeline:
         extra: dict[str, Any] = found["extra"]
         return extra
 
-    def loop(
-        self,
-        total_steps: int,
-        *,
-        folder: str | Path | None = None,
-        save_interval: int | None = None,
-        keep: int | None = None,
-        state: Mapping[str, Any] | None = None,
-        async_save: bool = False,
-        local_folder: str | Path | None = None,
-        diagnose_interval: int = 100,
-        trust_checkpoint: bool = False,
-    ) -> Loop:
+    def loop(self, total_steps: int, **more: Any) -> Loop:
         """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
 
         Collective; after :meth:`set_optimizer`. Each turn of a loop over them calls :meth:`step`
@@ -461,16 +376,7 @@ class Pipeline:
 
         Args:
             total_steps: of the whole training, those before a checkpoint included.
-            folder: of checkpoints; that of the job in one that changes its shape; none where
-                ``None``.
-            save_interval: steps from one checkpoint to the next; only when the steps end where
-                ``None``.
-            keep: complete checkpoints that stay, the newest; all where ``None``.
-            state: as of :meth:`save`; loaded from the checkpoint.
-            async_save: write while training goes on, which waits only for a copy in memory.
-            local_folder: on each node's own disk, written so, and copied to ``folder`` behind it.
-            diagnose_interval: steps between two diagnoses where traces are written, 0 for none.
-            trust_checkpoint: as of :meth:`load`.
+            **more: the other arguments of :class:`~megatron.adaptive.modules.loop.Loop`.
 
         Raises:
             CheckpointError: the newest checkpoint cannot be loaded, or is of another batch size.
@@ -478,18 +384,7 @@ class Pipeline:
         """
         if self._loop is not None:
             raise ConfigError("Pipeline.loop was called already: one loop has all steps")
-        self._loop = Loop(
-            self,
-            total_steps=total_steps,
-            folder=folder,
-            save_interval=save_interval,
-            keep=keep,
-            state=state or {},
-            async_save=async_save,
-            local_folder=local_folder,
-            diagnose_interval=diagnose_interval,
-            trust_checkpoint=trust_checkpoint,
-        )
+        self._loop = Loop(self, total_steps, **more)
         return self._loop
 
     @functools.cached_property

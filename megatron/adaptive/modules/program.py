@@ -270,12 +270,13 @@ class _Pending:
     loss: torch.Tensor | None
 
 
+@dataclass(kw_only=True, eq=False)
 class ProgramStages(SplitStages):
     """One step of a rank's stages; see :class:`~megatron.adaptive.engine.executor.Stages`.
 
     Gradients are those of the mean loss over the microbatches, times ``scale``.
 
-    Args:
+    Attributes:
         programs: of the rank's chunks, in order.
         microbatches: entries of the batch that they use, by microbatch.
         random: seeds what they draw.
@@ -285,45 +286,34 @@ class ProgramStages(SplitStages):
         stores: one per chunk to split backwards, ``None`` for whole ones.
         scale: what the loss is multiplied with.
         forward_only: evaluation.
-
-    Attributes:
         losses: of the microbatches, detached and not scaled; empty without the last stage.
     """
 
-    def __init__(
-        self,
-        *,
-        programs: Sequence[StageProgram],
-        microbatches: Sequence[Mapping[str, torch.Tensor]],
-        random: RandomKey,
-        held: Mapping[str, torch.Tensor],
-        device: torch.device,
-        meter: ActivationMeter,
-        stores: Sequence[WeightGradientStore] | None = None,
-        scale: float = 1.0,
-        forward_only: bool = False,
-    ) -> None:
+    programs: Sequence[StageProgram]
+    microbatches: Sequence[Mapping[str, torch.Tensor]]
+    random: RandomKey
+    held: Mapping[str, torch.Tensor]
+    device: torch.device
+    meter: ActivationMeter
+    stores: Sequence[WeightGradientStore] | None = None
+    scale: float = 1.0
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
         self.losses: list[torch.Tensor] = []
-        self._programs = programs
-        self._microbatches = microbatches
-        self._random = random
-        self._held = held
-        self._device = device
-        self._meter = meter
-        super().__init__(None if forward_only else stores)
-        self._factor = scale / len(microbatches)
-        self._forward_only = forward_only
+        self._factor = self.scale / len(self.microbatches)
         self._pending: dict[tuple[int, int], _Pending] = {}
+        super().__init__(None if self.forward_only else self.stores)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        program = self._programs[chunk]
+        program = self.programs[chunk]
         given = [] if received is None else program.forward_layout.unpack(received)
-        if self._forward_only:
+        if self.forward_only:
             with torch.no_grad():
                 sent, loss = self._run(chunk, microbatch, given)
         else:
             given = program.require_gradients(given)
-            with self._meter.measure(chunk, self._held.values()):
+            with self.meter.measure(chunk, self.held.values()):
                 sent, loss = self._run(chunk, microbatch, given)
             scaled = None if loss is None else loss * self._factor
             edges = [get_gradient_edge(one) for one in program.differentiated(sent)]
@@ -331,15 +321,15 @@ class ProgramStages(SplitStages):
         if loss is not None:
             self.losses.append(loss.detach())
             return loss
-        return program.next_forward.pack(sent, self._device)
+        return program.next_forward.pack(sent, self.device)
 
     def _run(
         self, chunk: int, microbatch: int, given: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        return self._programs[chunk].forward(
-            self._microbatches[microbatch],
+        return self.programs[chunk].forward(
+            self.microbatches[microbatch],
             given,
-            random=lambda call: self._random.apply(microbatch, call),
+            random=lambda call: self.random.apply(microbatch, call),
             store=None if self._stores is None else self._stores[chunk],
         )
 
@@ -347,12 +337,12 @@ class ProgramStages(SplitStages):
         """Implements :class:`~megatron.adaptive.engine.executor.Stages`; nothing is held on to."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        return self._meter.bytes_of(chunk)
+        return self.meter.bytes_of(chunk)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        program, pending = self._programs[chunk], self._pending.pop((chunk, microbatch))
+        program, pending = self.programs[chunk], self._pending.pop((chunk, microbatch))
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             if pending.loss is not None:
                 if pending.loss.requires_grad:
@@ -363,7 +353,7 @@ class ProgramStages(SplitStages):
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
         if not program.plan.received:
             return None
-        return program.backward_layout.pack(program.gradients_of(pending.leaves), self._device)
+        return program.backward_layout.pack(program.gradients_of(pending.leaves), self.device)
 
     def finish(self) -> None:
         """End the step, normally or after an error."""

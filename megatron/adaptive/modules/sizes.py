@@ -24,7 +24,7 @@ from megatron.adaptive.config.schedule import SEVERAL_CHUNKS
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.errors import AdaptiveError, CheckpointError, ConfigError
-from megatron.adaptive.modules.assembly import PipelineRequest
+from megatron.adaptive.modules.assembly import PipelineSettings
 from megatron.adaptive.modules.batch import require_whole
 from megatron.adaptive.modules.cutting import (
     balanced,
@@ -46,7 +46,7 @@ _SPLITTING_RULES = ("adaptive", "hinted")
 # models that elastic jobs measured are known by it.
 _SIGNED_CUT = ("shared_weights", "partition", "weights", "slicing")
 _SIGNED_SHAPE = (
-    *("pipeline_size", "micro_batch_size", "batch_size", "schedule", "chunks"),
+    *("pipeline_size", "micro_batch_size", "samples", "schedule", "chunks"),
     *("activation_cap", "split_backward"),
 )
 
@@ -89,13 +89,12 @@ class JobEnded(SystemExit):
 
 
 def place(
-    request: PipelineRequest, timeout_s: float
-) -> tuple[Mesh, PipelineRequest, Chosen | None, JobOrder | None]:
+    request: PipelineSettings,
+) -> tuple[Mesh, PipelineSettings, Chosen | None, JobOrder | None]:
     """Meet the other processes, and take or choose the shape of the job. Collective.
 
     Args:
         request: what the user asked for.
-        timeout_s: limit of waits for other processes.
 
     Returns:
         This process in its job; the request with all sizes settled; the choice, where one was made
@@ -105,7 +104,7 @@ def place(
         ConfigError: nothing is possible, or a setting breaks a rule.
         JobEnded: the model was measured, and the job is to start it in a shape.
     """
-    job = join_job(timeout_s)
+    job = join_job(request.timeout_s)
     plan: Chosen | None = None
     try:
         text = job.environment.job
@@ -129,7 +128,7 @@ def place(
     return mesh, request, plan, order
 
 
-def _ordered(job: Job, order: JobOrder, request: PipelineRequest) -> PipelineRequest:
+def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
     """Take the shape of an order; where it is of another model, measure this one and end."""
     world_size = dist.get_world_size()
     if order.signature and order.pipeline_size * order.replicas != world_size:
@@ -176,31 +175,20 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
     return placement
 
 
-def choose_orders(
-    schedule: str,
-    num_ranks: int,
-    pp_rank: int,
-    *,
-    chunks: int | None = None,
-    cap: float | None = None,
-    split: bool | None = None,
-) -> Orders:
-    """Returns the order of work of a rank under a schedule.
+def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Orders:
+    """Returns the order of work of a rank.
 
     Args:
-        schedule: its name.
+        request: what the user asked for.
         num_ranks: ranks of the pipeline.
         pp_rank: which of them.
-        chunks: stages of each rank, chosen by the schedule where ``None``.
-        cap: most activations of a rank, in microbatches over all its chunks; ``None`` for the
-            default.
-        split: backwards leave weight gradients; chosen by the schedule where ``None``.
 
     Raises:
         ConfigError: the schedule has another number of chunks, or splits backwards otherwise.
         ScheduleError: there is no such schedule.
     """
-    placement = choose_placement(schedule, num_ranks, chunks)
+    schedule, split = request.schedule, request.split_backward
+    placement = choose_placement(schedule, num_ranks, request.chunks)
     if is_rule(schedule):
         splits = num_ranks > 1 and schedule in _SPLITTING_RULES if split is None else split
     else:
@@ -215,15 +203,15 @@ def choose_orders(
         schedule=schedule,
         placement=placement,
         pp_rank=pp_rank,
-        cap=cap,
+        cap=request.activation_cap,
         splits=splits,
         pieces=_PIECES,
     )
 
 
-def _choose(job: Job, request: PipelineRequest) -> Chosen:
+def _choose(job: Job, request: PipelineSettings) -> Chosen:
     """Profile and plan. Collective over all ranks; the same on all of them."""
-    require_whole(1, batch_size=request.batch_size)
+    require_whole(1, batch_size=request.samples)
     if request.pipeline_size == "auto":
         request = dataclasses.replace(request, pipeline_size=None)
     elif request.pipeline_size is not None:
@@ -235,20 +223,18 @@ def _choose(job: Job, request: PipelineRequest) -> Chosen:
     return answer
 
 
-def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, MeasuredModule]:
+def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, MeasuredModule]:
     """Profiles a model; returns that, and what layouts are planned with. Collective."""
     size, forward, given = request.micro_batch_size, request.forward, request.pipeline_size
     # As several ranks would run it; what is wrong with it is said before anything is measured.
-    orders = choose_orders(
-        request.schedule, 2, 0, chunks=request.chunks, split=request.split_backward
-    )
+    orders = choose_orders(request, 2, 0)
     splits = orders.weight_pieces > 0
     profiler = Profiler(
         forward.model,
         request.sample,
         loss=forward.loss,
         arguments=forward.arguments,
-        mixed_precision=forward.mixed_precision,  # type: ignore[arg-type]
+        mixed_precision=request.mixed_precision,
         shared_weights=request.shared_weights,
         slicing=request.slicing,
         micro_batch_sizes=None if size is None else (size,),
@@ -256,7 +242,7 @@ def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, Measure
         memory_limit_bytes=request.memory_limit_bytes,
     )
     # With larger ones there would be fewer microbatches than processes.
-    most = max(1, request.batch_size // dist.get_world_size())
+    most = max(1, request.samples // dist.get_world_size())
     profile = profiler.measure(job, most=most)
     check_weights(request.weights, len(profile.cut_points) + 1)
     return profile, MeasuredModule(
@@ -266,7 +252,7 @@ def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, Measure
         split=profile.document(split=True) if splits else None,
         element_bytes=profile.parts[0].element_bytes,
         hosts=profile.hosts,
-        batch_size=request.batch_size,
+        batch_size=request.samples,
         most=profile.micro_batch_sizes[-1],
         schedule=request.schedule,
         chunks=orders.placement.num_chunks,
@@ -279,7 +265,7 @@ def _measure(job: Job, request: PipelineRequest) -> tuple[ModuleProfile, Measure
     )
 
 
-def _plan(module: MeasuredModule, request: PipelineRequest, profile: ModuleProfile) -> Chosen:
+def _plan(module: MeasuredModule, request: PipelineSettings, profile: ModuleProfile) -> Chosen:
     count = len(profile.cut_points) + 1
     size = request.pipeline_size
     sizes: tuple[int, ...] = (size,) if isinstance(size, int) else ()
@@ -319,7 +305,7 @@ def _plan(module: MeasuredModule, request: PipelineRequest, profile: ModuleProfi
     )
 
 
-def _sizes_of(request: PipelineRequest, num_segments: int) -> tuple[int, ...]:
+def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
     """Return the pipeline sizes that a given partition makes."""
     given = request.partition
     assert given is not None
@@ -338,12 +324,12 @@ def _sizes_of(request: PipelineRequest, num_segments: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _measure_for_job(job: Job, order: JobOrder, request: PipelineRequest) -> None:
+def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> None:
     """Measure the model for the job, and raise `JobEnded`; it starts the ranks again."""
     size = request.micro_batch_size
-    if size is not None and request.batch_size % size:
+    if size is not None and request.samples % size:
         raise ConfigError(
-            f"batch_size {request.batch_size} does not divide into microbatches of {size}: give a"
+            f"batch_size {request.samples} does not divide into microbatches of {size}: give a"
             f" multiple of {size}, or leave micro_batch_size to the job"
         )
     _, made = _measure(job, request)
@@ -364,9 +350,9 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineRequest) -> Non
     raise JobEnded(EXIT_MEASURED)
 
 
-def _signature(request: PipelineRequest) -> str:
+def _signature(request: PipelineSettings) -> str:
     """Returns a digest of this model and of what is wanted of it."""
-    model = request.forward.model
+    model = request.model
     content: dict[str, Any] = {
         "model": type(model).__qualname__,
         "parameters": [(n, list(one.shape), str(one.dtype)) for n, one in model.named_parameters()],

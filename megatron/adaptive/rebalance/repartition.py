@@ -128,8 +128,8 @@ def _saved_partition(config: TrainerConfig) -> tuple[int, ...] | None:
         _, manifest = folder.open(iteration, trust=config.checkpoint.trust_checkpoint)
     except CheckpointError:
         return None
-    now, then = mesh_shape(config), manifest.shape
-    saved = manifest.config.get("schedule", {}).get("partition")
+    now, then = mesh_shape(config), manifest["shape"]
+    saved = manifest["config"].get("schedule", {}).get("partition")
     alike = all(now[axis] == then.get(axis) for axis in ("pipeline", "chunks"))
     if saved is None or not alike or sum(saved) != config.model.num_layers:
         return None

@@ -24,7 +24,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy, actions_of, rule_of
 from megatron.adaptive.schedule.schedule import Order, Schedule
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.schedule.workload import PS_PER_S, StageTimes, Workload, draw
+from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTimes, Workload, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +127,9 @@ def simulate(
     placement: Placement,
     num_microbatches: int,
     policies: Sequence[Policy],
-    times: StageTimes | Workload,
+    times: StageTimes | StageProfile | Workload,
     *,
-    cap: float | None = None,
-    sizes: Sequence[float] | None = None,
-    forward_only: bool = False,
-    weight_pieces: int = 0,
-    beside: bool = False,
+    seed: int = 0,
     compiled: bool = False,
     **more: Any,
 ) -> SimResult:
@@ -143,15 +139,11 @@ def simulate(
         placement: which rank holds which stage.
         num_microbatches: microbatches per step, at least 1.
         policies: one per rank; one object may serve several.
-        times: mean durations per stage, or everything already drawn (``workload.draw``).
-        cap: activation cap of every rank, None for no limit.
-        sizes: activations of each microbatch, see :class:`RankState`.
-        forward_only: simulate an evaluation step.
-        weight_pieces: parts of each weight gradient; 0 for whole backwards.
-        beside: an action may start while another, of another kind, communicates.
+        times: per stage, or everything already drawn (``workload.draw``).
+        seed: of what is drawn here.
         compiled: use machine code, which numba makes at the first call; needs rules of ``rules``.
             Without it the same loop runs as Python, some fifty times slower.
-        **more: as ``draw`` takes them, with mean durations alone.
+        **more: of the state of every rank, see :class:`RankState`.
 
     Returns:
         Times, idle fractions and peaks.
@@ -165,19 +157,10 @@ def simulate(
             f"{len(policies)} policies for {placement.num_ranks} ranks: give one per rank"
         )
     workload = times
-    if isinstance(workload, StageTimes):
-        workload = draw(placement, num_microbatches, workload, **more)
+    if not isinstance(workload, Workload):
+        workload = draw(placement, num_microbatches, workload, seed=seed)
     states = [
-        RankState(
-            placement=placement,
-            rank=rank,
-            num_microbatches=num_microbatches,
-            cap=cap,
-            sizes=sizes,
-            forward_only=forward_only,
-            weight_pieces=weight_pieces,
-            beside=beside,
-        )
+        RankState(placement=placement, rank=rank, num_microbatches=num_microbatches, **more)
         for rank in range(placement.num_ranks)
     ]
     return run_states(states, policies, workload, compiled=compiled)

@@ -1,6 +1,6 @@
 """One clock for all ranks: compares clocks while a job runs, aligns them when its trace is read.
 
-Every start of a process has a monotonic clock, named in its header; ranks of one machine share it.
+Every process has a monotonic clock, named in its header; ranks of one machine share it.
 Those of two machines differ by anything and drift apart by tens of microseconds a second. One of
 them is the reference: that of the rank the samples were taken against, else of the first rank. Of
 each other clock is known, from best to worst:
@@ -50,7 +50,6 @@ import numpy.typing as npt
 
 from megatron.adaptive.handshake import Gate, SealedSocket, bind, dial, new_secret, to_log
 from megatron.adaptive.trace.event import ClockSamples, TraceHeader
-from megatron.adaptive.trace.index import FileIndex
 from megatron.adaptive.trace.table import Ints, Messages
 
 WINDOW_NS = 1_000_000_000
@@ -93,11 +92,6 @@ class ClockFit:
     residual_ns: float = 0.0
     delay_ns: float = 0.0
     num_samples: int = 0
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether it changes nothing."""
-        return self.base_ns == 0 and not self.offsets_ns.any()
 
     @property
     def drift_ppm(self) -> float:
@@ -321,30 +315,38 @@ class Alignment:
         return lines
 
 
-def align(files: Mapping[int, FileIndex]) -> Alignment:
+def align(
+    headers: Mapping[int, TraceHeader], samples_of: Mapping[int, Sequence[ClockSamples]]
+) -> Alignment:
     """Align clocks by samples, else by the time of day.
 
     Args:
-        files: by global rank.
+        headers: by global rank, ascending.
+        samples_of: each rank's samples.
     """
-    headers: dict[str, TraceHeader] = {}
+    first: dict[str, TraceHeader] = {}
     ranks: dict[str, list[int]] = {}
-    for rank, file in sorted(files.items()):
-        for header in file.headers:
-            headers.setdefault(header.clock, header)
-            ranks.setdefault(header.clock, []).append(rank)
-    judge, samples = _samples(files)
+    for rank, header in headers.items():
+        first.setdefault(header.clock, header)
+        ranks.setdefault(header.clock, []).append(rank)
+    # The rank that all clocks were measured against.
+    judge = next((one.reference for rank in headers for one in samples_of[rank]), None)
+    samples: dict[str, list[tuple[int, int, int, int]]] = {}
+    for rank, header in headers.items():
+        for record in samples_of[rank]:
+            if record.reference == judge:
+                samples.setdefault(header.clock, []).extend(record.samples)
     measured = {name: fit_clock(found) for name, found in samples.items()}
-    if judge is None or judge in files:
-        reference = files[min(files) if judge is None else judge].headers[-1].clock
-        lead = headers[reference].unix_ns - headers[reference].monotonic_ns
+    if judge is None or judge in headers:
+        reference = headers[min(headers) if judge is None else judge].clock
+        lead = first[reference].unix_ns - first[reference].monotonic_ns
     else:
         reference = f"that of rank {judge}"
         name, fit = next(iter(measured.items()))
-        lead = headers[name].unix_ns - int(fit.apply(np.array([headers[name].monotonic_ns]))[0])
-    several = set(headers) != {reference}
+        lead = first[name].unix_ns - int(fit.apply(np.array([first[name].monotonic_ns]))[0])
+    several = set(first) != {reference}
     clocks = [_state(reference, ranks.get(reference, ()), "reference", shift(lead * several))]
-    for name, header in headers.items():
+    for name, header in first.items():
         if name in measured and name != reference:
             clocks.append(_state(name, ranks[name], "samples", measured[name].plus(lead)))
         elif name != reference:
@@ -354,7 +356,7 @@ def align(files: Mapping[int, FileIndex]) -> Alignment:
 
 
 def _state(name: str, ranks: Sequence[int], how: str, fit: ClockFit) -> ClockState:
-    return ClockState(name=name, ranks=tuple(dict.fromkeys(ranks)), how=how, fit=fit)
+    return ClockState(name=name, ranks=tuple(ranks), how=how, fit=fit)
 
 
 def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -> Alignment:
@@ -383,20 +385,6 @@ def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -
         how = "messages" if is_placed else clock.how
         clocks.append(replace(clock, fit=clock.fit.plus(moves[number]), how=how))
     return Alignment(tuple(clocks), left)
-
-
-def _samples(
-    files: Mapping[int, FileIndex],
-) -> tuple[int | None, dict[str, list[tuple[int, int, int, int]]]]:
-    """The rank that all clocks were measured against, and the samples of each clock."""
-    judge: int | None = None
-    samples: dict[str, list[tuple[int, int, int, int]]] = {}
-    for _, file in sorted(files.items()):
-        for number, record in file.samples:
-            judge = record.reference if judge is None else judge
-            if record.reference == judge:
-                samples.setdefault(file.headers[number].clock, []).extend(record.samples)
-    return judge, samples
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -508,18 +496,14 @@ class ClockServer:
         thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        request = b""
         with connection, contextlib.suppress(OSError):
             _prepare(connection)
             while True:
-                data, stamp_ns = _receive(connection, _REQUEST.size - len(request), self._now)
-                request += data
-                if not data:
+                request, stamp_ns = _receive(connection, _REQUEST.size, self._now)
+                if len(request) < _REQUEST.size:
                     return
-                if len(request) == _REQUEST.size:
-                    (number,) = _REQUEST.unpack(request)
-                    connection.sendall(_ANSWER.pack(number, stamp_ns, self._now()))
-                    request = b""
+                (number,) = _REQUEST.unpack(request)
+                connection.sendall(_ANSWER.pack(number, stamp_ns, self._now()))
 
 
 class ClockSampler:
@@ -587,12 +571,9 @@ class ClockSampler:
             request = _REQUEST.pack(self._number)
             sent_ns = self._now()
             connection.sendall(request)
-            answer, back_ns = b"", 0
-            while len(answer) < _ANSWER.size:
-                data, back_ns = _receive(connection, _ANSWER.size - len(answer), self._now)
-                if not data:
-                    raise ConnectionError("rank 0 closed the connection")
-                answer += data
+            answer, back_ns = _receive(connection, _ANSWER.size, self._now)
+            if len(answer) < _ANSWER.size:
+                raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
                 raise ConnectionError("an answer to another request")
@@ -608,11 +589,11 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
-    """Receive up to ``size`` bytes, and when they came on the clock ``now``.
+    """Receive ``size`` bytes, fewer at the end, and when they came on the clock ``now``.
 
     The kernel stamps with the time of day; what it is worth is how long ago that was.
     """
-    data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM)
+    data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
     moment_ns, present_ns = time.time_ns(), now()
     for level, kind, value in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):

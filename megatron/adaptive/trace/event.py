@@ -19,12 +19,12 @@ The text form::
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
     {"missing": [8, 93, 80]}               first and last of iterations that are lost, their number
 
-The header comes first; it comes again where a resumed run went on in the same file. A span's line
-holds whole numbers only, one per column of the header, without spaces; its start counts from the
-``start_ns`` of the marker above it. A marker says how many bytes of spans follow, so that a reader
-passes over what it was not asked for; a rank with experts adds what they did. Readers ignore
-fields, columns and objects that they do not know, so the version only rises when an old one changes
-its meaning; a file of another version is refused.
+The header comes first: a file is of one start of a job. A span's line holds whole numbers only, one
+per column, without spaces; its start counts from the ``start_ns`` of the marker above it. A marker
+says how many bytes of spans follow, so that a reader passes over what it was not asked for; a rank
+with experts adds what they did. New kinds and reasons come behind the known ones. Readers ignore
+them where they do not know them, fields and objects likewise, so the version only rises when an old
+one changes its meaning; a file of another version is refused.
 """
 
 from __future__ import annotations
@@ -105,21 +105,6 @@ def trace_file_name(rank: int) -> str:
     return f"trace_rank_{rank:05d}.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class SpanFormat:
-    """Names the numbers in the lines below a header.
-
-    Attributes:
-        columns: what the numbers of a line mean.
-        kinds: what the numbers of the column ``kind`` mean, and of ``of``.
-        reasons: what the numbers of the column ``reason`` mean.
-    """
-
-    columns: tuple[str, ...] = COLUMNS
-    kinds: tuple[str, ...] = KINDS
-    reasons: tuple[str, ...] = REASONS
-
-
 def _clock_id() -> str:
     """Returns what processes with one monotonic clock share: the boot and the time namespace."""
     name = socket.gethostname()
@@ -136,7 +121,7 @@ class TraceHeader:
     Host, process, clock and its readings are those of this process where they are not given.
 
     Attributes:
-        run: id of the run; equal on all its ranks, and on a resumed run.
+        run: id of the run; equal on all its ranks.
         rank: global rank, in ``0..world_size-1``.
         world_size: number of processes of the run.
         pp_rank: position in the pipeline.
@@ -156,7 +141,6 @@ class TraceHeader:
             it.
         work: how long each stage should take beside one layer, so its layers and what else it
             holds; empty if the file does not say it.
-        span_format: names the numbers in the lines below it.
     """
 
     run: str
@@ -177,7 +161,6 @@ class TraceHeader:
     clock: str = field(default_factory=_clock_id)
     layers: tuple[int, ...] = ()
     work: tuple[float, ...] = ()
-    span_format: SpanFormat = SpanFormat()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -193,7 +176,7 @@ class IterationStart:
         iteration: number of the iteration, as in the training log.
         num_microbatches: microbatches of this iteration (they change while the batch ramps up).
         start_ns: what the starts of its spans count from, on the rank's monotonic clock.
-        counts: how many spans of each of the header's kinds follow.
+        counts: how many spans of each kind follow.
         size_bytes: length of their lines together, to pass over them.
         is_late: the iteration has a marker before this one, these spans belong to it as well.
         exchange_ns: time that actions stood in exchanges of experts' tokens.
@@ -211,6 +194,11 @@ class IterationStart:
     exchange_ns: int = 0
     tokens: tuple[tuple[int, ...], ...] = ()
     lengths: Lengths = ()
+
+    def count(self, kind: str) -> int:
+        """Returns how many spans of a kind follow."""
+        place = KINDS.index(kind)
+        return self.counts[place] if place < len(self.counts) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +284,9 @@ _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 def header_line(header: TraceHeader) -> str:
     """Returns the header as one line of JSON with its line end."""
-    values = asdict(header)
-    form = values.pop("span_format")
-    return json.dumps({"format": FORMAT_NAME, "version": FORMAT_VERSION, **form, **values}) + "\n"
+    form = {"columns": COLUMNS, "kinds": KINDS, "reasons": REASONS}
+    named = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **form, **asdict(header)}
+    return json.dumps(named) + "\n"
 
 
 def samples_line(samples: ClockSamples) -> str:
@@ -419,8 +407,13 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
         )
     values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
     values["work"] = tuple(_value(record, "work", "numbers", origin, []))
-    words = (tuple(_value(record, n, "words", origin)) for n in SpanFormat.__slots__)
-    header = TraceHeader(**values, span_format=SpanFormat(*words))
+    columns = _value(record, "columns", "words", origin)
+    if tuple(columns) != COLUMNS:
+        raise TraceError(
+            f"{origin}: columns are {reprlib.repr(columns)}, this program knows "
+            f"{', '.join(COLUMNS)}; use a newer version of it"
+        )
+    header = TraceHeader(**values)
     for size, most in _MAX_SIZES.items():
         if not 1 <= getattr(header, size) <= most:
             raise TraceError(f"{origin}: {size} is {getattr(header, size)}, expected 1 to {most:,}")

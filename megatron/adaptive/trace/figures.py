@@ -121,12 +121,11 @@ class RunFigures(RankFigures):
     @cached_property
     def pipelines(self) -> list[Ints]:
         """Columns of the ranks of each pipeline."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for column, place in enumerate(
-            zip(self.dp_rank.tolist(), self.tp_rank.tolist(), strict=True)
-        ):
-            found.setdefault(place, []).append(column)
-        return [np.array(columns) for columns in found.values()]
+        places = np.stack([self.dp_rank, self.tp_rank])
+        return [
+            np.flatnonzero((places == place[:, None]).all(axis=0))
+            for place in np.unique(places, axis=1).T
+        ]
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
@@ -161,18 +160,6 @@ class RunFigures(RankFigures):
             fraction: Floats = np.where(step > 0, 1 - self.busy_ns / step, np.nan)
         return fraction
 
-    @property
-    def before_ns(self) -> Ints:
-        """``[iterations, ranks]``: from the step's start to the rank's first action."""
-        before: Ints = np.where(self.num_actions > 0, self.start_ns - self._step[0], 0)
-        return before
-
-    @property
-    def after_ns(self) -> Ints:
-        """``[iterations, ranks]``: the rank was done and others were not."""
-        after: Ints = np.where(self.num_actions > 0, self._step[1] - self.end_ns, 0)
-        return after
-
     @cached_property
     def parts_ms(self) -> Floats:
         """``[iterations, ranks, parts]``: the parts of each step on each rank, by :data:`PARTS`.
@@ -183,7 +170,8 @@ class RunFigures(RankFigures):
         waits = self.wait_ns.copy()
         rows, columns = np.indices(self.first_cause.shape)
         waits[rows, columns, self.first_cause] -= self.first_wait_ns  # part of what is before
-        ends = np.stack([self.before_ns, self.after_ns], axis=-1)
+        first, last = self._step
+        ends = np.stack([self.start_ns - first, last - self.end_ns], axis=-1)
         known = [self.busy_ns[..., None], waits[..., 1:], waits[..., :1], ends]
         parts = np.concatenate(known, axis=-1).astype(np.float64)
         rest = np.maximum(0, self.step_ns - parts.sum(axis=-1))

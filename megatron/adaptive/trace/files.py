@@ -175,7 +175,7 @@ class BestEffortFile:
             raise
 
 
-class _LossyOutput(io.RawIOBase):
+class _LossyOutput(io.FileIO):
     """Standard output or standard error that takes everything, and loses what it cannot write.
 
     Args:
@@ -183,38 +183,26 @@ class _LossyOutput(io.RawIOBase):
     """
 
     def __init__(self, stream: Any) -> None:
-        self._fd: int = stream.fileno()
-        self._name = stream.name.strip("<>")
+        super().__init__(stream.fileno(), "w", closefd=False)
+        self._shown = stream.name.strip("<>")
         self._lost = 0
-
-    def fileno(self) -> int:
-        """Implements :class:`io.RawIOBase`."""
-        return self._fd
-
-    def isatty(self) -> bool:
-        """Implements :class:`io.RawIOBase`."""
-        return os.isatty(self._fd)
-
-    def writable(self) -> bool:
-        """Implements :class:`io.RawIOBase`."""
-        return True
 
     def write(self, data: Any) -> int:
         """Implements :class:`io.RawIOBase`; what was lost is said where it is missing."""
         left = memoryview(data).cast("B")
         size = len(left)
         try:
-            if self._lost and not _has_room(self._fd):
+            if self._lost and not _has_room(self.fileno()):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._lost:
-                gap = f"\n[{self._lost} bytes of {self._name} were lost here]\n"
-                os.write(self._fd, gap.encode())
+                gap = f"\n[{self._lost} bytes of {self._shown} were lost here]\n"
+                os.write(self.fileno(), gap.encode())
                 self._lost = 0
             while left:
-                left = left[os.write(self._fd, left) :]
+                left = left[os.write(self.fileno(), left) :]
         except OSError as error:
-            if self._name == "stdout" and not self._lost:
-                Outage(self._name, "bytes").begins(error)
+            if self._shown == "stdout" and not self._lost:
+                Outage(self._shown, "bytes").begins(error)
             self._lost += len(left)
         return size
 

@@ -21,14 +21,14 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
     COLUMNS,
     DRAWN_ACTIONS,
+    REASONS,
     ClockSamples,
     Gap,
     IterationStart,
-    SpanFormat,
     TraceHeader,
     parse_line,
 )
-from megatron.adaptive.trace.table import KIND, OTHER, REASON, Ints, TraceTable
+from megatron.adaptive.trace.table import OTHER, Ints, TraceTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,6 @@ class Block:
 
     Attributes:
         marker: what stands above them.
-        segment: which of the file's headers they belong to.
         offset: where the first of them begins.
         size_bytes: length of their whole lines.
         is_whole: nothing is missing of what the marker says.
@@ -45,7 +44,6 @@ class Block:
     """
 
     marker: IterationStart
-    segment: int
     offset: int = 0
     size_bytes: int = 0
     is_whole: bool = True
@@ -58,18 +56,18 @@ class FileIndex:
 
     Attributes:
         path: the file.
-        headers: one per start of the process; none if nothing was written yet.
+        header: ``None`` if nothing was written yet.
         blocks: in the order of the file.
-        samples: clock samples, each with the number of its header.
+        samples: clock samples.
         gaps: iterations that could not be written.
         truncated_lines: lines lost at the end, 0 or 1.
         offset: where :meth:`read_on` goes on.
     """
 
     path: Path
-    headers: list[TraceHeader] = field(default_factory=list)
+    header: TraceHeader | None = None
     blocks: list[Block] = field(default_factory=list)
-    samples: list[tuple[int, ClockSamples]] = field(default_factory=list)
+    samples: list[ClockSamples] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
     truncated_lines: int = 0
     offset: int = 0
@@ -93,15 +91,19 @@ class FileIndex:
                     break
                 record = parse_line(line, self)
                 if isinstance(record, TraceHeader):
-                    self.headers.append(record)
-                elif not self.headers:
+                    if self.header is not None:
+                        raise TraceError(
+                            f"{self} is a second header; keep each start in a folder of its own"
+                        )
+                    self.header = record
+                elif self.header is None:
                     raise TraceError(f"{self} stands before the header; this is no trace file")
                 elif isinstance(record, IterationStart):
                     if is_growing and file.tell() + record.size_bytes > size:
                         break
                     self.blocks.append(_block(self, file, record, size))
                 elif isinstance(record, ClockSamples):
-                    self.samples.append((len(self.headers) - 1, record))
+                    self.samples.append(record)
                 elif isinstance(record, Gap):
                     self.gaps.append(record)
                 self.offset = file.tell()
@@ -130,19 +132,19 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
     offset, size = file.tell(), marker.size_bytes
     if _ends_at(file, offset + size, file_size):
         file.seek(offset + size)
-        return Block(marker, len(index.headers) - 1, offset, size)
+        return Block(marker, offset, size)
     file.seek(offset)
     size = 0
     while (line := file.readline()).endswith(b"\n") and not line.startswith(b"{"):
         size += len(line)
     file.seek(offset + size)
-    block = Block(marker, len(index.headers) - 1, offset, size)
+    block = Block(marker, offset, size)
     table = read_blocks(index, [block])  # whoever edited it should hear of it now
     return replace(block, is_whole=len(table) == sum(marker.counts), table=table)
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
-    """Reads the spans of some blocks of one segment, on the rank's own clock.
+    """Reads the spans of some blocks, on the rank's own clock.
 
     Raises:
         TraceError: the file cannot be read any more, or a line is damaged.
@@ -172,17 +174,17 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
             line -= count
         raise AssertionError("a line beyond the last block")
 
-    header = index.headers[blocks[0].segment]
-    rows = parse_spans(b"".join(parts), header.span_format, where)
+    rows = parse_spans(b"".join(parts), where)
     rows[:, 4] += np.repeat([block.marker.start_ns for block in blocks], counts)
     table = TraceTable.from_rows(
         np.repeat([block.marker.iteration for block in blocks], counts), rows
     )
     chunks = table.chunk[table.where(*DRAWN_ACTIONS)]
-    foreign = chunks[(chunks < 0) | (chunks >= header.num_chunks)]
+    known = index.header.num_chunks if index.header else 0
+    foreign = chunks[(chunks < 0) | (chunks >= known)]
     if len(foreign):
         raise TraceError(
-            f"{index.path}: span of chunk {foreign[0]}, the header says {header.num_chunks} chunks"
+            f"{index.path}: span of chunk {foreign[0]}, the header says {known} chunks"
         )
     return table
 
@@ -209,34 +211,36 @@ def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
 _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
-_MISSING = {"peer": -1, "of": -1}
+_UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
+"""Columns that number words, how many words there are, and what stands for others."""
 
 
-def parse_spans(data: bytes, form: SpanFormat, where: Callable[[int], str]) -> Ints:
+def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
     """Reads spans.
 
     Args:
         data: whole lines.
-        form: of the header above them.
         where: says where a line of ``data`` (from 0) stands, for the message of an error.
 
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.event.COLUMNS`, with
-        kinds and reasons numbered as in this program.
+        kinds and reasons that this program knows.
 
     Raises:
         TraceError: a line is no list of as many whole numbers as there are columns.
     """
-    width = len(form.columns)
-    numbers = _plain(data, width)
+    numbers = _plain(data)
     if numbers is None:
-        raise _refusal(data, form, where)
-    return _as_ours(numbers, form)
+        raise _refusal(data, where)
+    for name, known, otherwise in _UNKNOWN:
+        column = numbers[:, COLUMNS.index(name)]
+        column[(column < 0) | (column >= known)] = otherwise
+    return numbers
 
 
-def _plain(data: bytes, width: int) -> Ints | None:
+def _plain(data: bytes) -> Ints | None:
     """Reads lines as the recorder writes them; returns ``None`` if some are not so."""
-    lines = data.count(b"\n")
+    lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
         return None
     if not lines:
@@ -254,34 +258,11 @@ def _plain(data: bytes, width: int) -> Ints | None:
     return numbers.reshape(lines, width)
 
 
-def _refusal(data: bytes, form: SpanFormat, where: Callable[[int], str]) -> TraceError:
+def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
     """Returns an error that names the first line that is none of a recorder's."""
-    line = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(form.columns) - 1))
+    line = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
     wrong = (n for n, one in enumerate(data.splitlines()) if not line.fullmatch(one))
     return TraceError(
-        f"{where(next(wrong, 0))} is no span: expected {len(form.columns)} whole numbers in "
-        f"brackets for {', '.join(form.columns)}; the file is damaged, remove it or that line"
+        f"{where(next(wrong, 0))} is no span: expected {len(COLUMNS)} whole numbers in "
+        f"brackets for {', '.join(COLUMNS)}; the file is damaged, remove it or that line"
     )
-
-
-def _as_ours(numbers: Ints, form: SpanFormat) -> Ints:
-    """Moves columns, kinds and reasons to the places that they have in this program."""
-    if form.columns != COLUMNS:
-        ours = np.zeros((len(numbers), len(COLUMNS)), dtype=np.int64)
-        for place, column in enumerate(COLUMNS):
-            if column in form.columns:
-                ours[:, place] = numbers[:, form.columns.index(column)]
-            else:
-                ours[:, place] = _MISSING.get(column, 0)
-        numbers = ours
-    kinds = np.array([KIND.get(word, OTHER) for word in form.kinds])
-    reasons = np.array([REASON.get(word, 0) for word in form.reasons])
-    for column, words, otherwise in (
-        ("kind", kinds, OTHER),
-        ("of", kinds, -1),
-        ("reason", reasons, 0),
-    ):
-        values = numbers[:, COLUMNS.index(column)]
-        known = (values >= 0) & (values < len(words))
-        values[:] = np.where(known, words[np.where(known, values, 0)], otherwise)
-    return numbers

@@ -251,8 +251,8 @@ class RankTail:
 
     @property
     def header(self) -> TraceHeader | None:
-        """The last header, ``None`` before one was seen."""
-        return self._index.headers[-1] if self._index.headers else None
+        """The file's header, ``None`` before it was seen."""
+        return self._index.header
 
     def refresh(self) -> bool:
         """Read what is new; returns whether there was anything."""
@@ -268,7 +268,7 @@ class RankTail:
             return False
         self._size, self.written_s = status.st_size, status.st_mtime
         try:
-            if not self._index.headers and self._size > TAIL_BYTES:
+            if not self._index.header and self._size > TAIL_BYTES:
                 self._skip()
             self._index.read_on(self._size, is_growing=True)
             blocks = [b for b in self._index.blocks if b.is_whole and not b.marker.is_late]
@@ -287,7 +287,7 @@ class RankTail:
                 file.seek(self._size - wanted)
                 at = file.read(wanted).find(b'\n{"begin_iteration"')
                 if at >= 0:
-                    self._index.headers.append(header)
+                    self._index.header = header
                     self._index.offset = self._size - wanted + at + 1
                     return
                 wanted *= 4

@@ -79,7 +79,7 @@ def _read(place: Path, num_ranks: int | None, num_chunks: int | None) -> RunTrac
     if place.suffix in ENDINGS and place.is_file():
         return read_table(place)
     if place.is_file():
-        return read_profiles(place) or read_legacy(place, num_ranks, num_chunks)
+        return read_profiles(place) or read_legacy(place)
     traces = next((p for p in (place / TRACES, place) if trace_files(p)), None)
     if traces is not None:
         run = read_run(traces)

@@ -1,4 +1,4 @@
-"""The text form of a trace, ``trace_pipeline_<p>_model_chunks_<c>.txt``, written and read.
+"""The text form of a trace, ``trace_pipeline_<p>_model_chunks_<c>.txt``, written and read back.
 
 It is the form that OpenSQZ/MegatronApp's ``process_trace.py`` reads, one record a line::
 
@@ -8,9 +8,8 @@ It is the form that OpenSQZ/MegatronApp's ``process_trace.py`` reads, one record
     rank 0 iteration ends at timestamp 60.000000% iteration 7
 
 Times are milliseconds and end in a percent sign. The first number of an action is the pipeline
-rank (in files of that project: the global rank, of which every (world / p)-th is taken), the
-second packs chunk and microbatch in the order of the interleaved schedule with p ranks and c
-chunks::
+rank, the second packs chunk and microbatch in the order of the interleaved schedule with p ranks
+and c chunks::
 
     number = (microbatch // p) * (p * c)  +  k * p  +  microbatch % p
     k = chunk for forward,  c - 1 - chunk for backward and weight
@@ -26,7 +25,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.adaptive.errors import TraceError
@@ -38,17 +36,14 @@ from megatron.adaptive.trace.table import TraceTable
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Iterations that a text file holds unless one is asked for: as many as the program that the
-form comes from looks at."""
+"""Iterations that a text file holds: as many as the program that the form comes from looks at."""
 
 NS_PER_MS = 1_000_000
 
 _ACTIONS = {word: action for action, word in ACTION_NAMES.items()}
 _NAME = re.compile(r"trace_pipeline_(\d+)_model_chunks_(\d+)")
 _ACTION_LINE = re.compile(r"(\d+), (\d+), (forward|backward|weight) (start|finished), (\d+\.\d+)%")
-_MARKER = re.compile(
-    r"rank (\d+) iteration (starts|ends) at timestamp (\d+\.\d+)%(?: iteration (\d+))?"
-)
+_MARKER = re.compile(r"rank (\d+) iteration starts at timestamp \d+\.\d+% iteration (\d+)")
 _NOTE = re.compile(r"# (run|schedule|placement(?= (?:loop|v)$)) (.+)")
 
 
@@ -65,20 +60,19 @@ def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def write_legacy(run: RunTrace, path: str | os.PathLike[str], iteration: int | None = None) -> None:
-    """Write iterations of a pipeline in the text form, replacing the file.
+def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
+    """Write the last complete iterations of a pipeline in the text form, replacing the file.
+
+    Where none is complete it is the last one.
 
     Args:
         run: the run.
         path: where; :func:`legacy_name` gives the usual name.
-        iteration: only this one; by default the last 20 complete ones (the last one, where none
-            is complete).
 
     Raises:
-        TraceError: there is no such iteration, or the file cannot be written.
+        TraceError: the run has no iteration, or the file cannot be written.
     """
     chosen = run.complete_iterations()[-KEPT_ITERATIONS:] or run.iterations[-1:]
-    chosen = chosen if iteration is None else (iteration,)
     steps = [pipeline_step(run, number) for number in chosen or [None]]
     with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(f"# run {run.run}\n# schedule {steps[0].schedule}\n")
@@ -89,75 +83,76 @@ def write_legacy(run: RunTrace, path: str | os.PathLike[str], iteration: int | N
             start_ns += step.step_ns
 
 
-def read_legacy(
-    path: str | os.PathLike[str], num_ranks: int | None = None, num_chunks: int | None = None
-) -> RunTrace:
-    """Read a file in the text form, ours or one of OpenSQZ/MegatronApp.
+def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
+    """Read a file that :func:`write_legacy` wrote.
 
     Args:
-        path: the file.
-        num_ranks: pipeline ranks; from the file's name by default.
-        num_chunks: chunks per rank; from the file's name by default.
+        path: the file, whose name gives pipeline ranks and chunks.
 
     Returns:
         A run with one rank trace per pipeline rank. Lines of other kinds are skipped; an action
         that never finished counts as a truncated line.
 
     Raises:
-        TraceError: the file cannot be read, holds no action, or the shape is neither given nor in
-            the name.
+        TraceError: the file cannot be read, holds no action, or its name is another one.
     """
     path = Path(path)
-    named = legacy_shape(path)
-    if num_ranks is None or num_chunks is None:
-        if named is None:
-            raise TraceError(
-                f"{path} does not say its shape; name it trace_pipeline_<p>_model_chunks_<c>.txt "
-                "or give --pipeline_parallel and --model_chunks"
-            )
-        num_ranks, num_chunks = num_ranks or named[0], num_chunks or named[1]
-    ranks: dict[int, _RankLines] = {}
+    shape = legacy_shape(path)
+    if shape is None:
+        raise TraceError(
+            f"{path} does not say its shape; name it trace_pipeline_<p>_model_chunks_<c>.txt"
+        )
+    num_ranks, num_chunks = shape
     notes = {"run": "text", "schedule": "unknown", "placement": "loop"}
+    iterations: dict[int, int] = {}
+    begun: dict[tuple[int, str, int], int] = {}
+    spans: dict[int, list[Span]] = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 if note := _NOTE.match(line):
                     notes[note[1]] = note[2]
-                    continue
-                for match in _MARKER.finditer(line):
-                    ranks.setdefault(int(match[1]), _RankLines()).take_marker(match)
-                for match in _ACTION_LINE.finditer(line):  # several records may stand on it
-                    rank = ranks.setdefault(int(match[1]), _RankLines())
-                    rank.take_action(match, num_ranks, num_chunks)
+                elif marker := _MARKER.match(line):
+                    iterations[int(marker[1])] = int(marker[2])
+                elif match := _ACTION_LINE.match(line):
+                    rank, packed, action = int(match[1]), int(match[2]), _ACTIONS[match[3]]
+                    if match[4] == "start":
+                        begun[rank, action, packed] = _ns(match[5])
+                    elif (start_ns := begun.pop((rank, action, packed), None)) is not None:
+                        place = _unpack(action, packed, num_ranks, num_chunks)
+                        span = Span(
+                            action, *place, start_ns, _ns(match[5]), iterations.get(rank, 1)
+                        )
+                        spans.setdefault(rank, []).append(span)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-    if not any(rank.spans for rank in ranks.values()):
+    if not spans:
         raise TraceError(
             f"{path} holds no action; expected lines such as '0, 3, forward start, 12.500000%'"
         )
-    world_size = max(max(ranks) + 1, num_ranks)
-    replicas, rest = divmod(world_size, num_ranks)
-    if rest:
+    if max(spans) >= num_ranks:
         raise TraceError(
-            f"{path} names ranks 0..{world_size - 1}, not a multiple of "
-            f"{num_ranks} pipeline ranks; give another --pipeline_parallel"
+            f"{path} has actions of rank {max(spans)}, its name says {num_ranks} pipeline ranks; "
+            "restore its name"
         )
     traces = {}
-    for number, rank in sorted(ranks.items()):
+    for number, found in sorted(spans.items()):
+        by_iteration: dict[int, list[Span]] = {}
+        for span in found:
+            by_iteration.setdefault(span.iteration, []).append(span)
         traces[number] = RankTrace.of_tables(
             path,
-            {i: TraceTable.from_spans(found) for i, found in rank.spans.items()},
-            len(rank.begun),
+            {i: TraceTable.from_spans(some) for i, some in by_iteration.items()},
+            sum(rank == number for rank, _, _ in begun),
             **notes,
             rank=number,
-            world_size=world_size,
-            pp_rank=number // replicas,
-            dp_rank=number % replicas,
+            world_size=num_ranks,
+            pp_rank=number,
             num_ranks=num_ranks,
             num_chunks=num_chunks,
             clock="",
         )
-    return RunTrace(path, notes["run"], world_size, num_ranks, num_chunks, traces)
+    return RunTrace(path, notes["run"], num_ranks, num_ranks, num_chunks, traces)
 
 
 def _step_lines(step: PipelineStep, start_ns: int) -> Iterator[str]:
@@ -194,36 +189,3 @@ def _unpack(action: str, packed: int, num_ranks: int, num_chunks: int) -> tuple[
     turn, place = divmod(rest, num_ranks)
     chunk = turn if action == "F" else num_chunks - 1 - turn
     return chunk, group * num_ranks + place
-
-
-@dataclass
-class _RankLines:
-    """One rank's lines so far. Without markers, an action seen again starts an iteration."""
-
-    iteration: int = 0
-    is_marked: bool = False
-    begun: dict[tuple[str, int], int] = field(default_factory=dict)
-    done: set[tuple[str, int]] = field(default_factory=set)
-    spans: dict[int, list[Span]] = field(default_factory=dict)
-
-    def take_marker(self, match: re.Match[str]) -> None:
-        if match[2] == "starts":
-            self.is_marked = True
-            self._begin(int(match[4]) if match[4] else self.iteration + 1)
-
-    def take_action(self, match: re.Match[str], num_ranks: int, num_chunks: int) -> None:
-        action, packed = key = (_ACTIONS[match[3]], int(match[2]))
-        if match[4] == "start":
-            if self.iteration == 0 or (not self.is_marked and key in self.done):
-                self._begin(self.iteration + 1)
-            self.begun[key] = _ns(match[5])
-        elif key in self.begun:
-            self.done.add(key)
-            chunk, microbatch = _unpack(action, packed, num_ranks, num_chunks)
-            start_ns, end_ns = self.begun.pop(key), _ns(match[5])
-            span = Span(action, chunk, microbatch, start_ns, end_ns, self.iteration)
-            self.spans.setdefault(self.iteration, []).append(span)
-
-    def _begin(self, iteration: int) -> None:
-        self.iteration = iteration
-        self.done.clear()

@@ -2,9 +2,8 @@
 
 A folder holds one file per rank. Reading it finds out what is there (see ``index``) and puts all
 ranks on one clock (see ``clock``); spans are read when they are asked for, as a table per rank, of
-all iterations or only some. A resumed run goes on in the same files; an iteration that was done
-again after a restart replaces its first form. Every irregularity but a line cut off at the end of a
-file is refused by name.
+all iterations or only some. An iteration that was done again replaces its first form. Every
+irregularity but a line cut off at the end of a file is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.clock import Alignment, ClockFit, align, refine, shift
-from megatron.adaptive.trace.event import IterationStart, Lengths, Span, TraceHeader
+from megatron.adaptive.trace.event import KINDS, IterationStart, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.index import Block, FileIndex, index_file, read_blocks
 from megatron.adaptive.trace.table import TraceTable, match_messages
 
@@ -39,11 +38,11 @@ class RankTrace:
 
     Attributes:
         index: where its file has what.
-        fits: by header, what turns its clock into the run's common time.
+        fit: turns its clock into the run's common time.
     """
 
     index: FileIndex
-    fits: tuple[ClockFit, ...]
+    fit: ClockFit
 
     @classmethod
     def of_tables(
@@ -57,17 +56,21 @@ class RankTrace:
             truncated_lines: what its source lacks.
             header: of the fields of :class:`~megatron.adaptive.trace.event.TraceHeader`.
         """
-        counts = {i: int(table.microbatch.max(initial=0)) + 1 for i, table in tables.items()}
-        header |= {"num_microbatches": max(counts.values(), default=0)}
+        blocks = []
+        for iteration, table in tables.items():
+            count = int(table.microbatch.max(initial=0)) + 1
+            counts = tuple(np.bincount(table.kind, minlength=len(KINDS)).tolist())
+            blocks.append(Block(IterationStart(iteration, count, counts=counts), table=table))
+        header |= {"num_microbatches": max((b.marker.num_microbatches for b in blocks), default=0)}
         made = TraceHeader(**header, host="", pid=0, monotonic_ns=0, unix_ns=0)
-        blocks = [Block(IterationStart(i, counts[i]), 0, table=t) for i, t in tables.items()]
-        index = FileIndex(path, [made], blocks, truncated_lines=truncated_lines)
-        return cls(index, (shift(0),))
+        index = FileIndex(path, made, blocks, truncated_lines=truncated_lines)
+        return cls(index, shift(0))
 
     @property
     def header(self) -> TraceHeader:
-        """The last header of the file."""
-        return self.index.headers[-1]
+        """The header of the file."""
+        assert self.index.header is not None
+        return self.index.header
 
     @property
     def iterations(self) -> tuple[int, ...]:
@@ -95,9 +98,8 @@ class RankTrace:
         """Spans by iteration, as the markers in the file say; 1 where they say nothing."""
         counts: dict[int, int] = {}
         for block in self.index.blocks:
-            size = sum(block.marker.counts) if block.table is None else len(block.table)
             iteration = block.marker.iteration
-            counts[iteration] = counts.get(iteration, 0) + max(size, 1)
+            counts[iteration] = counts.get(iteration, 0) + max(sum(block.marker.counts), 1)
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
@@ -116,43 +118,36 @@ class RankTrace:
         wanted = self._blocks if iterations is None else set(iterations)
         blocks = sorted(
             (b for i, found in self._blocks.items() if i in wanted for b in found),
-            key=lambda block: (block.segment, block.offset),
+            key=lambda block: block.offset,
         )
-        tables = []
-        for segment, part in groupby(blocks, key=lambda block: block.segment):
-            tables.append(_moved(read_blocks(self.index, list(part)), self.fits[segment]))
-        return TraceTable.concat(tables)
+        return _moved(read_blocks(self.index, blocks), self.fit)
 
     def is_complete(self, iteration: int) -> bool:
         """Whether every F and every B of an iteration is there."""
         blocks = self._blocks.get(iteration)
-        if not blocks:
+        if not blocks or not all(block.is_whole for block in blocks):
             return False
         needed = self.header.num_chunks * self.num_microbatches[iteration]
-        return all(sum(_count(self, b, kind) for b in blocks) >= needed for kind in ("F", "B"))
+        return all(sum(b.marker.count(kind) for b in blocks) >= needed for kind in ("F", "B"))
 
     def clock_jumps(self) -> tuple[int, ...]:
         """Iterations that begin before the one above them in the file: the clock was set back."""
-        jumps: list[int] = []
-        for _, part in groupby(self.index.blocks, key=lambda block: block.segment):
-            markers = [b.marker for b in part if b.marker.start_ns and not b.marker.is_late]
-            jumps += [
-                marker.iteration
-                for before, marker in pairwise(markers)
-                if marker.start_ns < before.start_ns - _STARTS_BACK_NS
-            ]
-        return tuple(jumps)
+        markers = [block.marker for block in self.index.blocks]
+        return tuple(
+            marker.iteration
+            for before, marker in pairwise(m for m in markers if m.start_ns and not m.is_late)
+            if marker.start_ns < before.start_ns - _STARTS_BACK_NS
+        )
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks by iteration, of the last start of the process that did it."""
+        """Blocks by iteration, of the last time that it was done."""
         found: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
-            held = found.setdefault(iteration, [])
-            if held and (not block.marker.is_late or held[0].segment != block.segment):
-                held.clear()
-            held.append(block)
+            if not block.marker.is_late:
+                found[iteration] = []
+            found.setdefault(iteration, []).append(block)
         return found
 
 
@@ -285,14 +280,18 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
         state = "holds no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
         raise TraceError(f"{folder} {state}; give the folder into which the run wrote its traces")
     indexes = {rank: index_file(path) for rank, path in files.items()}
-    found = {rank: index for rank, index in indexes.items() if index.headers}
-    if not found:
+    headers = {rank: index.header for rank, index in sorted(indexes.items()) if index.header}
+    if not headers:
         raise TraceError(f"the trace files in {folder} are empty; the run wrote nothing")
-    for rank, index in found.items():
-        _check_headers(rank, index)
-    _check_one_run(folder, found)
-    traces, alignment = _on_one_clock(found)
-    first = next(iter(found.values())).headers[-1]
+    for rank, header in headers.items():
+        if header.rank != rank:
+            raise TraceError(
+                f"{files[rank]} has the header of rank {header.rank}, the file is named after rank "
+                f"{rank}; restore its name"
+            )
+    _check_one_run(folder, headers)
+    traces, alignment = _on_one_clock(indexes, headers)
+    first = next(iter(headers.values()))
     return RunTrace(
         origin=folder,
         run=first.run,
@@ -319,24 +318,7 @@ def describe_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(words) or "none"
 
 
-def _check_headers(rank: int, index: FileIndex) -> None:
-    first = index.headers[0]
-    for header in index.headers:
-        if header.rank != rank:
-            raise TraceError(
-                f"{index.path} has the header of rank {header.rank}, the file is named after rank "
-                f"{rank}; restore its name"
-            )
-        if (header.run, header.shape) != (first.run, first.shape):
-            raise TraceError(
-                f"{index.path} goes on with run {header.run!r} {header.shape} behind run "
-                f"{first.run!r} {first.shape} (world size, pipeline ranks, chunks); keep one "
-                "folder per run and shape"
-            )
-
-
-def _check_one_run(folder: Path, files: Mapping[int, FileIndex]) -> None:
-    headers = {rank: index.headers[-1] for rank, index in files.items()}
+def _check_one_run(folder: Path, headers: Mapping[int, TraceHeader]) -> None:
     for kind, names in (
         ("runs", {rank: repr(header.run) for rank, header in headers.items()}),
         ("shapes", {rank: "x".join(map(str, header.shape)) for rank, header in headers.items()}),
@@ -352,31 +334,29 @@ def _check_one_run(folder: Path, files: Mapping[int, FileIndex]) -> None:
             )
 
 
-def _on_one_clock(files: Mapping[int, FileIndex]) -> tuple[dict[int, RankTrace], Alignment]:
-    names = {rank: [header.clock for header in i.headers] for rank, i in files.items()}
-    alignment = align(files)
+def _on_one_clock(
+    files: Mapping[int, FileIndex], headers: Mapping[int, TraceHeader]
+) -> tuple[dict[int, RankTrace], Alignment]:
+    samples = {rank: files[rank].samples for rank in headers}
+    alignment = align(headers, samples)
 
     def traces() -> dict[int, RankTrace]:
         return {
-            rank: RankTrace(index, tuple(alignment.fit_of(name) for name in names[rank]))
-            for rank, index in files.items()
+            rank: RankTrace(files[rank], alignment.fit_of(header.clock))
+            for rank, header in headers.items()
         }
 
     found = traces()
     if len(alignment.clocks) > 1:
-        last = {rank: clocks[-1] for rank, clocks in names.items()}
-        alignment = refine(alignment, last, match_messages(_some_messages(found)))
+        names = {rank: header.clock for rank, header in headers.items()}
+        alignment = refine(alignment, names, match_messages(_some_messages(found)))
         found = traces()
     return found, alignment
 
 
 def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
-    """Spans of a few iterations that the last start of every process did."""
-    of_last = [
-        {b.marker.iteration for b in t.index.blocks if b.segment == len(t.index.headers) - 1}
-        for t in traces.values()
-    ]
-    common = sorted(set.intersection(*of_last)) if of_last else []
+    """Spans of a few iterations that all ranks did."""
+    common = sorted(set.intersection(*(set(trace.iterations) for trace in traces.values())))
     places = np.unique(np.linspace(0, len(common) - 1, REFINED_ITERATIONS).astype(int))
     chosen = [common[place] for place in places.tolist()] if common else []
     return {rank: trace.table(chosen) for rank, trace in traces.items()}
@@ -384,19 +364,5 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
 
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
     """A table on the common clock. A span whose clock was set back in between has no length."""
-    start_ns, end_ns = table.start_ns, table.end_ns
-    if not fit.is_identity:
-        start_ns, end_ns = fit.apply(start_ns), fit.apply(end_ns)
-    end_ns = np.maximum(start_ns, end_ns)
-    return replace(table, start_ns=start_ns, end_ns=end_ns)
-
-
-def _count(trace: RankTrace, block: Block, kind: str) -> int:
-    """Counts the spans of a kind in a block."""
-    if block.is_whole and block.marker.counts:
-        form = trace.index.headers[block.segment].span_format
-        place = form.kinds.index(kind) if kind in form.kinds else -1
-        return block.marker.counts[place] if 0 <= place < len(block.marker.counts) else 0
-    table = block.table if block.table is not None else read_blocks(trace.index, [block])
-    done = table.of_kind(kind)
-    return len(set(zip(done.chunk.tolist(), done.microbatch.tolist(), strict=True)))
+    start_ns = fit.apply(table.start_ns)
+    return replace(table, start_ns=start_ns, end_ns=np.maximum(start_ns, fit.apply(table.end_ns)))

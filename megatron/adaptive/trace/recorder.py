@@ -38,7 +38,6 @@ from megatron.adaptive.trace.event import (
     block_text,
     gap_line,
     header_line,
-    parse_line,
     samples_line,
     trace_file_name,
 )
@@ -68,17 +67,19 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Args:
             folder: one folder per run.
-            header: written as the first line; written again if the same run goes on.
+            header: written as the first line.
 
         Raises:
-            TraceError: the file belongs to another run or to another shape of this run, is no
-                trace file, or cannot be written, for another reason than a full or failing disk.
+            TraceError: the folder holds a trace of the rank, or the file cannot be written, for
+                another reason than a full or failing disk.
         """
         self._path = Path(folder) / trace_file_name(header.rank)
         line = header_line(header).encode()
         try:
-            if (end := _continue_at(self._path, header)) is not None:
-                os.truncate(self._path, end)
+            if self._path.exists() and self._path.stat().st_size:
+                raise TraceError(
+                    f"{self._path} holds the trace of another start; give an empty folder"
+                )
             self._file = BestEffortFile(self._path, "iterations", lambda: line)
         except OSError as error:
             raise TraceError(
@@ -242,39 +243,3 @@ class Recorder(AbstractContextManager["Recorder"]):
         elif iteration is not None:
             first = iteration if self._gap is None else self._gap.first
             self._gap = Gap(first, iteration, self._file.lost)
-
-
-def _continue_at(path: Path, header: TraceHeader) -> int | None:
-    """The size at which to go on in a file: behind its last whole line; ``None`` for a new one."""
-    if not path.exists() or path.stat().st_size == 0:
-        return None
-    with path.open("rb") as file:
-        line = file.readline()
-        if not line.endswith(b"\n"):
-            return 0  # Killed while it wrote its first header.
-        first = parse_line(line, f"{path}:1")
-        if not isinstance(first, TraceHeader):
-            raise TraceError(f"{path} is no trace file; give an empty folder for the traces")
-        if first.run != header.run:
-            raise TraceError(
-                f"{path} belongs to run {first.run!r}, this is run {header.run!r}; "
-                "give an empty folder for the traces"
-            )
-        if first.shape != header.shape:
-            raise TraceError(
-                f"{path} has (world size, pipeline ranks, chunks) {first.shape}, this run goes on "
-                f"with {header.shape}; give an empty folder for the traces"
-            )
-        return _end_of_last_line(file.fileno())
-
-
-def _end_of_last_line(file: int, block: int = 65536) -> int:
-    """Offset behind the last line end of a file; 0 if it has none."""
-    end = os.fstat(file).st_size
-    while end > 0:
-        start = max(0, end - block)
-        at = os.pread(file, end - start, start).rfind(b"\n")
-        if at >= 0:
-            return start + at + 1
-        end = start
-    return 0

@@ -13,14 +13,12 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Lengths, Span, TraceHeader
 from megatron.adaptive.trace.figures import RankFigures, rank_figures
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.table import Ints, TraceTable
+from megatron.adaptive.trace.table import TraceTable
 
 
 @dataclass(frozen=True)
@@ -118,12 +116,6 @@ def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[in
     kind: Any = header.placement
     place = Placement(num_ranks=header.num_ranks, num_chunks=header.num_chunks, kind=kind)
     return tuple(place.stage_of(pp_rank, chunk) for chunk in range(header.num_chunks))
-
-
-def stages_of(run: RunTrace) -> Ints:
-    """``[pipeline ranks, chunks]``: the stages there."""
-    header = next(iter(run.ranks.values())).header
-    return np.array([stages_of_rank(header, pp_rank) for pp_rank in range(run.num_ranks)])
 
 
 def stages_text(header: TraceHeader, pp_rank: int, most: int | None = None) -> str:

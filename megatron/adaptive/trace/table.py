@@ -170,6 +170,19 @@ def wait_before(table: TraceTable) -> Ints:
     return waited
 
 
+def row_keys(columns: Sequence[Ints]) -> Ints:
+    """``[rows] int64``: numbers that are equal where rows are, and in the order of these."""
+    keys, size = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for column in columns:
+        low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
+        if size * (high - low + 1) >= 2**63:
+            distinct, keys = np.unique(keys, return_inverse=True)
+            size = len(distinct)
+        keys = keys * (high - low + 1) + column.astype(np.int64) - low
+        size *= high - low + 1
+    return keys
+
+
 def find_rows(known: Sequence[Ints], wanted: Sequence[Ints]) -> Ints:
     """Finds rows by their values.
 
@@ -181,15 +194,7 @@ def find_rows(known: Sequence[Ints], wanted: Sequence[Ints]) -> Ints:
         ``[wanted] int64``, the number of the first known row with these values, -1 for none.
     """
     count = len(known[0])
-    key, size = np.zeros(count + len(wanted[0]), dtype=np.int64), 1
-    for pair in zip(known, wanted, strict=True):
-        values = np.concatenate([column.astype(np.int64) for column in pair])
-        low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-        if size * (high - low + 1) >= 2**63:
-            distinct, key = np.unique(key, return_inverse=True)
-            size = len(distinct)
-        key = key * (high - low + 1) + values - low
-        size *= high - low + 1
+    key = row_keys([np.concatenate(pair) for pair in zip(known, wanted, strict=True)])
     order = np.argsort(key[:count], kind="stable")
     ordered = np.append(key[:count][order], -1)  # a key that no row has, behind the last
     places = np.searchsorted(ordered[:-1], key[count:])

@@ -23,6 +23,7 @@ import numpy as np
 from megatron.adaptive.trace.diagnose.measured import (
     Floats,
     Measured,
+    intervals,
     middle,
     noise,
     spread,
@@ -44,12 +45,6 @@ UNKNOWN = 10.0
 
 LEAST_NOISE = 0.004
 """Least noise of an iteration to believe in."""
-
-FROM_END = 4
-"""A change is looked for where it leaves so many iterations on either side."""
-
-PASSED = 6
-"""And what ended again must have lasted so many."""
 
 OF_TIME = 0.1
 """A kind of action that takes less than this part of the work does not count."""
@@ -158,7 +153,8 @@ class RankBaselines:
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
         level, each = self._level @ mean, (self.series - mean) @ self._each
-        first, end = _intervals(count, ranks)
+        first, end = intervals(count, ended=count * count * ranks <= 2 * MOST_INTERVALS)
+        first, end = np.append(0, first), np.append(count, end)  # or all iterations
         inside = end - first
         doubt = np.full(len(first), sure**2 + 2 * math.log(max(1.0, ranks / 4)))
         doubt += np.where(inside < count, 2 * math.log(count), 0.0)
@@ -312,15 +308,3 @@ def _filled(series: Floats) -> Floats:
     near = np.median(windows, axis=-1)
     wide = 3 * np.array([noise(column) for column in filled.T])
     return np.asarray(np.clip(filled, near - wide, near + wide))
-
-
-def _intervals(count: int, ranks: int) -> tuple[Ints, Ints]:
-    """First and end of all iterations, and of the parts of them that are tried."""
-    begins = np.arange(FROM_END, count - FROM_END + 1)
-    first, end = [np.array([0]), begins], [np.array([count]), np.full(len(begins), count)]
-    if count * count * ranks <= 2 * MOST_INTERVALS:
-        a, b = np.triu_indices(count, PASSED)
-        keep = count - (b - a) >= FROM_END
-        first.append(a[keep])
-        end.append(b[keep])
-    return np.concatenate(first), np.concatenate(end)

@@ -282,13 +282,9 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
         least = max(least, 3 * m.clock_error_ns)
     known = np.unique(link.iteration)
     series = np.array([link.levels_ns(known[[place]])[0] for place in range(len(known))])
-    change = best_interval(series, floor=max(0.02 * action, noise(series)))
-    if (
-        change is not None
-        and change.rise >= least
-        and change.score >= LINK_CHANGE_SURE
-        and float(np.median(np.delete(series, change.inside))) - usual < least
-    ):
+    floor = max(0.02 * action, noise(series))
+    change = best_interval(series, floor, rise=least, score=LINK_CHANGE_SURE)
+    if change is not None and np.median(np.delete(series, change.inside)) - usual < least:
         chosen, sure = known[change.inside], change.rise / error
         return _slow_link(m, link, chosen, change.rise, sure, change.kind, "history")
     median_ns, fast_ns = link.levels_ns()
@@ -343,12 +339,10 @@ def find_slow_reading(m: Measured) -> list[Finding]:
         before = float(min(others, default=0.0))
         kind, against = "lasting", "others" if len(others) else "plan"
         series = each[chosen, column]
-        change = best_interval(np.log(series), floor=0.05)
-        if (
-            change is not None
-            and change.score >= READING_CHANGE_SURE
-            and change.rise >= math.log(READING_TIMES)
-        ):
+        change = best_interval(
+            np.log(series), 0.05, rise=math.log(READING_TIMES), score=READING_CHANGE_SURE
+        )
+        if change is not None:
             before = float(np.median(np.delete(series, change.inside)))
             kind, against = change.kind, "history"
             chosen, series = chosen[change.inside], series[change.inside]
@@ -403,14 +397,14 @@ OF_PARTIAL = 3
 def find_spikes(m: Measured) -> list[Finding]:
     """Find ranks with spikes that others do not have."""
     odd = _oddness(m)
-    known = [each[np.isfinite(each)] for each in np.moveaxis(odd, 1, 0)]
-    widths = [float(spread(mine)) if len(mine) else math.nan for mine in known]
+    of_rank = np.moveaxis(odd, 1, 0).reshape(len(m.places), -1)
+    widths = spread(of_rank, axis=1)
     if not np.isfinite(widths).any():
         return []
     # One that is noisy all the time has no spikes.
     limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
-    totals = [len(mine) for mine in known]
-    counts = [int((mine > limit).sum()) for mine, limit in zip(known, limits, strict=True)]
+    totals = np.isfinite(of_rank).sum(axis=1).tolist()
+    counts = (of_rank > limits[:, None]).sum(axis=1).tolist()
     found = []
     for column, (count, total) in enumerate(zip(counts, totals, strict=True)):
         if count < SPIKE_FEWEST or count > SPIKE_MOST * total:
@@ -473,15 +467,10 @@ def _tail(count: int, seen: float, part: float) -> float:
         seen: those of other ranks.
         part: the rank's actions by those of the others.
     """
-    below = 0.0
+    below, likely = 0.0, -seen * math.log1p(part)  # the latter of a number, logarithm
     for number in range(count):
-        below += math.exp(
-            math.lgamma(seen + number)
-            - math.lgamma(seen)
-            - math.lgamma(number + 1)
-            - seen * math.log1p(part)
-            + number * math.log(part / (1 + part))
-        )
+        below += math.exp(likely)
+        likely += math.log((seen + number) / (number + 1) * part / (1 + part))
     return max(0.0, 1 - below)
 
 
@@ -541,7 +530,6 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
             factor=share,
             delay_ms=excess / 1e6 / max(1, m.num_microbatches),
             counts={"tokens": int(tokens[:, place].sum())},
-            detail=_heaviest(m, column, chosen),
         )
         found.append(finding)
     return found
@@ -550,17 +538,6 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
 def _layout(marker: IterationStart) -> tuple[tuple[int, ...], ...]:
     """Returns the layers of experts of a rank, of each the first expert there and their number."""
     return tuple((layer, first, len(counts)) for layer, first, *counts in marker.tokens)
-
-
-def _heaviest(m: Measured, column: int, chosen: Sequence[int]) -> str:
-    """Names the expert of a rank with the largest part of its layer's tokens there."""
-    sums = [
-        (layer, first, np.sum([m.experts[column][i].tokens[number][2:] for i in chosen], axis=0))
-        for number, (layer, first, *_) in enumerate(m.experts[column][chosen[0]].tokens)
-    ]
-    layer, first, counts = max(sums, key=lambda one: int(one[2].max()))
-    expert, part = first + int(counts.argmax()), counts.max() / max(1, counts.sum())
-    return f"expert {expert} of layer {layer} has {part:.0%} of the rank's tokens there"
 
 
 @dataclass(frozen=True, eq=False)

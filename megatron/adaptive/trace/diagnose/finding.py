@@ -33,9 +33,7 @@ class Period:
         return {
             "lasting": "in all iterations",
             "begun": f"from iteration {self.first} on",
-            "passed": f"in iterations {describe_numbers((self.first, self.last))}"
-            if self.last - self.first < 2
-            else f"in iterations {self.first}-{self.last}",
+            "passed": f"in iterations {self.first}-{self.last}",
             "spikes": "now and then",
         }[self.kind]
 
@@ -81,11 +79,6 @@ class Finding:
     partition: tuple[int, ...] = ()
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        """Identifies the subject; equal when it is found again."""
-        return self.cause, self.ranks
-
-    @property
     def headline(self) -> str:
         """One line: cause, culprit, size, when."""
         return f"{self.cause}: {self._culprit()} {self._size()} {self.period}"
@@ -104,16 +97,12 @@ class Finding:
 
     def _culprit(self) -> str:
         stages = f"stage{'s' * (len(self.stages) != 1)} {describe_numbers(self.stages)}"
-        if self.cause == "slow link":
-            (source, target), (here, there) = self.ranks, self.hosts
-            where = here if here == there else f"{here} to {there}"
-            return f"rank {source} to rank {target} ({where})"
         if self.cause == "uneven stages":
             return stages
-        if len(self.ranks) > 1:
-            some = describe_numbers(self.ranks)
-            return f"ranks {some} ({stages}, {', '.join(sorted(set(self.hosts)))})"
-        return f"rank {self.ranks[0]} ({stages}, {self.hosts[0]})"
+        hosts = " to ".join(dict.fromkeys(self.hosts))
+        if self.cause == "slow link":
+            return f"rank {self.ranks[0]} to rank {self.ranks[1]} ({hosts})"
+        return f"rank {self.ranks[0]} ({stages}, {hosts})"
 
     def _size(self) -> str:
         if self.cause == "overloaded experts":
@@ -165,8 +154,7 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """The same as numbers and words that ``json.dumps`` takes."""
         found = asdict(self)
-        del found["pace_ns"]
         for one, finding in zip(found["findings"], self.findings, strict=True):
             one["period"]["text"] = str(finding.period)
-            one["headline"] = finding.headline
+            one |= {"headline": finding.headline, "text": finding.format()}
         return found

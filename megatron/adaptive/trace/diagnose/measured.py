@@ -257,11 +257,11 @@ def _clock_error(run: RunTrace) -> float:
 NORMAL = 1.4826
 """Standard deviation by median absolute deviation, for a normal distribution."""
 
-LEAST = 4
-"""Fewer numbers than this, inside or outside, are no interval."""
+FROM_END = 4
+"""A change is looked for where it leaves so many numbers on either side."""
 
 PASSED = 6
-"""And fewer than this that do not last to the end: something else ran for a moment."""
+"""And what ended again must have lasted so many: something else ran for a moment."""
 
 TO_THE_END = 0.85
 """A shift that lasts to the end is preferred to one that ended, if it is nearly as likely."""
@@ -271,8 +271,6 @@ APART = 0.2
 
 TAME = 1.75
 """Plain numbers are within so many standard deviations."""
-
-_MOST_POINTS = 300
 
 
 @dataclass(frozen=True)
@@ -338,44 +336,62 @@ def noise(series: Floats) -> float:
     return float(NORMAL * np.median(np.abs(np.diff(series))) / math.sqrt(2))
 
 
-def best_interval(series: Floats, floor: float = 0.0) -> Interval | None:
+def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
+    """Returns first and end of the parts of a series in which it may be another.
+
+    Args:
+        count: numbers in the series.
+        ended: parts that ended before the series does as well.
+    """
+    begins = np.arange(FROM_END, count - FROM_END + 1)
+    first, end = [begins], [np.full(len(begins), count)]
+    if ended:
+        a, b = np.triu_indices(count, PASSED)
+        keep = count - (b - a) >= FROM_END
+        first.append(a[keep])
+        end.append(b[keep])
+    return np.concatenate(first), np.concatenate(end)
+
+
+def best_interval(
+    series: Floats, floor: float = 0.0, *, rise: float = 0.0, score: float = 0.0
+) -> Interval | None:
     """The interval in which a series is higher than elsewhere with the least doubt.
 
     Args:
         series: ``[n]`` without NaN.
         floor: least standard deviation to believe in.
+        rise: least rise that counts.
+        score: least score that counts.
 
     Returns:
-        ``None`` where the series is too short for an inside and an outside, or where these overlap.
+        ``None`` where the series is too short for an inside and an outside, where these overlap, or
+        where the interval does not count.
     """
     count = len(series)
-    if count < 2 * LEAST or count > _MOST_POINTS:
+    if count < 2 * FROM_END:
         return None
     sigma = max(noise(series), floor, 1e-12)
-    centre = np.median(series)
-    tame = np.clip(series, centre - 8 * sigma, np.median(np.sort(series)[-LEAST:]) + 8 * sigma)
+    tail = np.median(np.sort(series)[-FROM_END:])
+    tame = np.clip(series, np.median(series) - 8 * sigma, tail + 8 * sigma)
     sums = np.concatenate([[0.0], np.cumsum(tame)])
-    first, end = np.triu_indices(count + 1, LEAST)
-    inside = end - first
-    outside = count - inside
-    keep = (outside >= LEAST) & ((inside >= PASSED) | (end == count))
-    first, end, inside, outside = first[keep], end[keep], inside[keep], outside[keep]
+    first, end = intervals(count)
+    inside, outside = end - first, count - (end - first)
     within = (sums[end] - sums[first]) / inside
     without = (sums[-1] - sums[end] + sums[first]) / outside
     scores = (within - without) / (sigma * np.sqrt(1 / inside + 1 / outside))
-    best = int(np.argmax(scores))
-    to_end = np.flatnonzero(end == count)
-    lasting = int(to_end[np.argmax(scores[to_end])])
+    best, lasting = int(np.argmax(scores)), int(np.argmax(np.where(end == count, scores, -np.inf)))
     if scores[lasting] >= TO_THE_END * scores[best]:
         best = lasting
     a, b = int(first[best]), int(end[best])
     rest = np.concatenate([series[:a], series[b:]])
-    rise = float(np.median(series[a:b]) - np.median(rest))
-    # A few wild numbers are no level: most of the inside must lie above most of the outside.
-    if np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * rise:
-        return None
     kind = "begun" if b == count else "passed"
-    return Interval(slice(a, b), kind, rise, float(scores[best]))
+    found = Interval(
+        slice(a, b), kind, float(np.median(series[a:b]) - np.median(rest)), float(scores[best])
+    )
+    # A few wild numbers are no level: most of the inside must lie above most of the outside.
+    overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * found.rise
+    return None if overlaps or found.rise < rise or found.score < score else found
 
 
 def chance(deviations: float) -> float:

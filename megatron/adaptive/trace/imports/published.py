@@ -179,6 +179,9 @@ class _Table:
         ranks, first, worker = np.unique(table["rank"], return_index=True, return_inverse=True)
         self._ranks, self._worker = ranks, worker
         self._pp_rank, self._dp_rank = table["stage"][first], table["dp_rank"][first]
+        place = np.lexsort((self._pp_rank, self._dp_rank))
+        self._tp_rank = np.zeros_like(ranks)
+        self._tp_rank[place] = nth_of_equal([self._dp_rank[place], self._pp_rank[place]])
         self._seq = table["seq_id"]
         zeros = np.zeros(len(kind), dtype=np.int64)
         self._chunk = table.get("mc", zeros)
@@ -199,11 +202,9 @@ class _Table:
         self._check_microbatches(computes)
         known = {*_COMPUTES, *_OPTIMIZERS, *COLLECTIVES}
         known |= {f"{way}-{end}" for way in _MESSAGES for end in ("send", "recv")}
-        unknown = Counter(
-            self._words[k] for k in self._kind.tolist() if self._words[k] not in known
-        )
+        counts = dict(zip(self._words, np.bincount(self._kind).tolist(), strict=True))
+        unknown = Counter({word: count for word, count in counts.items() if word not in known})
         at, spans = self._spans(computes, placement)
-        tp_rank = self._tensor_ranks()
         traces = {}
         world_size = max(world_size, int(self._ranks.max()) + 1)
         order = np.lexsort((spans.start_ns, spans.iteration, self._worker[at]))
@@ -222,7 +223,7 @@ class _Table:
                 rank=rank,
                 world_size=world_size,
                 pp_rank=int(self._pp_rank[number]),
-                tp_rank=tp_rank[number],
+                tp_rank=int(self._tp_rank[number]),
                 dp_rank=int(self._dp_rank[number]),
                 num_ranks=num_ranks,
                 num_chunks=num_chunks,
@@ -242,14 +243,6 @@ class _Table:
         rows = np.flatnonzero(np.isin(self._kind, wanted))
         keys = (self._seq[rows], self._worker[rows], self._step[rows])
         found: Ints = rows[np.lexsort(keys)]
-        return found
-
-    def _tensor_ranks(self) -> list[int]:
-        seen: Counter[tuple[int, int]] = Counter()
-        found = []
-        for place in zip(self._dp_rank.tolist(), self._pp_rank.tolist(), strict=True):
-            found.append(seen[place])
-            seen[place] += 1
         return found
 
     def _placement(self, origin: Path, rows: Ints, num_ranks: int, num_chunks: int) -> Placement:
@@ -348,10 +341,9 @@ class _Table:
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
         """Returns the rank at a place of each worker's pipeline, -1 where it was not recorded."""
-        tp_rank = np.array(self._tensor_ranks())
         found = find_rows(
-            [self._pp_rank, self._dp_rank, tp_rank],
-            [pp_rank, self._dp_rank[worker], tp_rank[worker]],
+            [self._pp_rank, self._dp_rank, self._tp_rank],
+            [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],
         )
         return np.where(found >= 0, self._ranks[found], -1)
 

@@ -27,7 +27,7 @@ from megatron.adaptive.trace.diagnose.causes import best_partition, split_costs
 from megatron.adaptive.trace.figures import medians
 from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.read import RunTrace, describe_numbers
-from megatron.adaptive.trace.table import Ints, Mask
+from megatron.adaptive.trace.table import Ints, Mask, row_keys
 from megatron.adaptive.trace.whatif.operations import (
     BACKWARD_COMM,
     FORWARD_COMM,
@@ -199,6 +199,20 @@ class _Part:
     ideal_s: Floats = field(default_factory=lambda: np.zeros(0))
     length: Floats = field(default_factory=lambda: np.zeros(0))
 
+    def column(self, what: str) -> Ints:
+        """``[operations]``: the stage, replica, rank, kind or link of each, -1 for no link."""
+        ops, where = self.ops, self.ops.where
+        if what == "replica":
+            return where.replica[ops.worker]
+        if what == "link":
+            return np.where(ops.source < 0, -1, ops.source * len(where.ranks) + ops.worker)
+        return {"stage": ops.stage, "rank": ops.worker, "kind": ops.kind}[what]
+
+    def number_of_step(self, rows: slice | Mask = slice(None)) -> Ints:
+        """``[rows]``: the place of each operation's step among those of this part."""
+        _, step = np.unique(self.ops.iteration[rows], return_inverse=True)
+        return step
+
 
 def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
     """Computes the answers for a run.
@@ -287,10 +301,22 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
     """Puts lengths in (power 1) or takes them out (-1); computes of a step keep their sum."""
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)
-    _, step = np.unique(part.ops.iteration[rows], return_inverse=True)
+    step = part.number_of_step(rows)
     before, after = (np.bincount(step, values[rows]) for values in (durations_s, times))
     times[rows] *= (before / np.maximum(after, 1e-12))[step]
     return times
+
+
+def _only(what: str, value: int) -> Durations:
+    """Takes the ideal, the operations of a stage, replica, rank, kind or link as recorded."""
+    return lambda part: np.where(part.column(what) == value, part.ops.duration_s, part.ideal_s)
+
+
+def _without(what: str, values: Sequence[int]) -> Durations:
+    """Takes recorded times, the operations of some stages, ranks or kinds ideal."""
+    return lambda part: np.where(
+        np.isin(part.column(what), values), part.ideal_s, part.ops.duration_s
+    )
 
 
 class _Answers:
@@ -298,6 +324,7 @@ class _Answers:
 
     def __init__(self, run: RunTrace, where: Pipelines, parts: list[_Part]) -> None:
         self._run, self._where, self._parts = run, where, parts
+        self._header = next(iter(run.ranks.values())).header
         self._measure_cells()
         usual = usual_s([p.ops.kind for p in parts], [p.ops.duration_s for p in parts])
         for part in parts:
@@ -316,12 +343,10 @@ class _Answers:
             ("kind", kinds),
         ):
             for value in values:
-                name = NAMES[value] if what == "kind" else str(value)
-                sets[what, name] = self._only(self._those(what, value))
-        for source, target in self._worst_links():
-            sets["link", f"{where.ranks[source]} to {where.ranks[target]}"] = self._only(
-                self._those("link", source * len(where.ranks) + target)
-            )
+                sets[what, NAMES[value] if what == "kind" else str(value)] = _only(what, value)
+        for link in self._worst_links():
+            source, target = where.ranks[list(divmod(link, len(where.ranks)))]
+            sets["link", f"{source} to {target}"] = _only("link", link)
         sets["length", "unequal lengths"] = lambda part: _by_length(part, part.ideal_s, 1)
         steps = self._simulate(sets)
         simulated, ideal = steps["", "simulated"], steps["", "ideal"]
@@ -337,12 +362,12 @@ class _Answers:
         slowest = workers[: max(1, int(SLOWEST_WORKERS * len(workers)))]
         repairs = self._repairs(slowest)
         shares: dict[tuple[str, str], Durations] = {
-            ("share", "worker"): self._without(lambda o: np.isin(o.worker, slowest)),
-            ("share", "last stage"): self._without(lambda o: o.stage == where.num_stages - 1),
+            ("share", "worker"): _without("rank", slowest),
+            ("share", "last stage"): _without("stage", [where.num_stages - 1]),
             ("share", "length"): lambda part: _by_length(part, part.ops.duration_s, -1),
         }
         for worker in workers[:SHOWN]:
-            shares["rank", where.name(worker)] = self._only(self._those("rank", worker))
+            shares["rank", where.name(worker)] = _only("rank", worker)
         after = self._simulate(
             {**shares, **{("repair", key): d for key, (_, d) in repairs.items()}}
         )
@@ -384,9 +409,9 @@ class _Answers:
 
     def _mended_s(self, whole: float, takes: Durations, steps: Floats) -> float:
         """Returns the mean step with a repair; under a run-time rule the order changes with it."""
-        header, part = next(iter(self._run.ranks.values())).header, self._parts[-1]
+        part = self._parts[-1]
         iterations = np.unique(part.ops.iteration).tolist()
-        saved = rule_saves_s(header, part.ops, takes(part), iterations)
+        saved = rule_saves_s(self._header, part.ops, takes(part), iterations)
         return float(steps.mean()) if saved is None else whole - saved
 
     def _simulate(self, sets: Mapping[tuple[str, str], Durations]) -> dict[tuple[str, str], Floats]:
@@ -398,31 +423,6 @@ class _Answers:
             columns = np.concatenate(steps).T
             found.update(zip(some, columns, strict=True))
         return found
-
-    def _those(self, what: str, value: int) -> Callable[[Operations], Mask]:
-        """Picks the operations of a stage, replica, rank, kind or link."""
-
-        def chosen(ops: Operations) -> Mask:
-            if what == "replica":
-                column = self._where.replica[ops.worker]
-            elif what == "link":
-                column = np.where(
-                    ops.source < 0, -1, ops.source * len(self._where.ranks) + ops.worker
-                )
-            else:
-                column = {"stage": ops.stage, "rank": ops.worker, "kind": ops.kind}[what]
-            mask: Mask = column == value
-            return mask
-
-        return chosen
-
-    def _only(self, chosen: Callable[[Operations], Mask]) -> Durations:
-        """Takes the ideal, the chosen operations as recorded."""
-        return lambda part: np.where(chosen(part.ops), part.ops.duration_s, part.ideal_s)
-
-    def _without(self, chosen: Callable[[Operations], Mask]) -> Durations:
-        """Takes recorded times, the chosen operations ideal."""
-        return lambda part: np.where(chosen(part.ops), part.ideal_s, part.ops.duration_s)
 
     def _measure_cells(self) -> None:
         """Finds ``[workers, chunks, 3]``, mean seconds of forward, backward and weight on each."""
@@ -459,29 +459,22 @@ class _Answers:
         usual = self._own_cells[self._cell(ops)]
         times = ops.duration_s[rows] / np.where(usual > 0, usual, 1.0)
         columns = (ops.iteration[rows], self._where.replica[ops.worker[rows]], ops.microbatch[rows])
-        key = np.zeros(ops.num_computes, dtype=np.int64)
-        for column in columns:
-            _, place = np.unique(column, return_inverse=True)
-            key = key * (int(place.max()) + 1) + place
-        _, group = np.unique(key, return_inverse=True)
+        _, group = np.unique(row_keys(columns), return_inverse=True)
         number = np.bincount(group)
         length = np.ones(len(ops))
         length[rows] = np.maximum(medians(group, times, number)[group], 1e-3)
         return length
 
-    def _worst_links(self) -> list[tuple[int, int]]:
-        """Returns sender and receiver of the links whose messages were late most."""
-        workers = len(self._where.ranks)
+    def _worst_links(self) -> list[int]:
+        """Returns the links, as of ``_Part.column``, whose messages were late most."""
         late: dict[int, float] = {}
         for part in self._parts:
-            rows = np.flatnonzero(part.ops.source >= 0)
-            keys = part.ops.source[rows] * workers + part.ops.worker[rows]
-            distinct, place = np.unique(keys, return_inverse=True)
-            excess = (part.ops.duration_s - part.ideal_s)[rows]
-            for key, value in zip(distinct.tolist(), np.bincount(place, excess), strict=True):
-                late[key] = late.get(key, 0.0) + float(value)
-        worst = sorted((key for key in late if late[key] > 0), key=lambda key: -late[key])
-        return [divmod(key, workers) for key in worst[:SHOWN]]
+            links, place = np.unique(part.column("link"), return_inverse=True)
+            excess = np.bincount(place, part.ops.duration_s - part.ideal_s)
+            for link, value in zip(links.tolist(), excess.tolist(), strict=True):
+                late[link] = late.get(link, 0.0) + value
+        worst = sorted(late, key=lambda link: -late[link])
+        return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _by_score(self, slow: Mapping[str, Mapping[str, float]]) -> list[int]:
         """Sorts workers, the slowest first, by the smaller slowdown of their replica and stage."""
@@ -500,7 +493,7 @@ class _Answers:
         where, found = self._where, dict[str, tuple[str, Durations]]()
         takes = self._own_cells.sum(axis=(1, 2))
         usual = self._stage_takes()
-        work = np.array(next(iter(self._run.ranks.values())).header.work)
+        work = np.array(self._header.work)
         if len(work) == where.num_stages:
             takes = takes / work[where.stages].sum(axis=1)[where.pp_rank]
         is_alone = not where.replica.any()
@@ -523,7 +516,7 @@ class _Answers:
             found["stages of equal work"] = text, self._scaled(factors[where.pp_rank])
         found["links without jitter"] = (
             "look at the links named above; --transport rdma or tcp where it is gloo",
-            self._without(lambda o: (o.kind == FORWARD_COMM) | (o.kind == BACKWARD_COMM)),
+            _without("kind", [FORWARD_COMM, BACKWARD_COMM]),
         )
         found["microbatches of one length"] = (
             "--pack-to TOKENS, or sort documents by length"
@@ -541,7 +534,7 @@ class _Answers:
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
         """Returns the flag that makes stages equal, and the factor of each pipeline rank's work."""
-        header = next(iter(self._run.ranks.values())).header
+        header = self._header
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
             worst = int(np.argmax(usual))
@@ -556,7 +549,7 @@ class _Answers:
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
         """Replays some steps: another schedule, microbatches dealt over replicas, and both."""
-        header = next(iter(self._run.ranks.values())).header
+        header = self._header
         times = recorded_times([part.ops for part in self._parts], header.work)
         if times is None or self._where.num_stages == 1:
             return {}
@@ -586,7 +579,7 @@ class _Answers:
 
     def _recording(self, whole_s: float) -> dict[tuple[str, str], float]:
         """Estimates tracing off, where this project's recorder traced."""
-        if next(iter(self._run.ranks.values())).header.schedule == "imported":
+        if self._header.schedule == "imported":
             return {}
         spans = max(max(trace.num_spans.values()) for trace in self._run.ranks.values())
         return {("tracing off", "no --trace-dir"): whole_s - spans * RECORDED_SPAN_S}
@@ -594,12 +587,12 @@ class _Answers:
     def _recorded(self) -> Floats:
         steps = []
         for part in self._parts:
-            _, at = np.unique(part.ops.iteration, return_inverse=True)
             is_row = part.ops.source < 0
+            at = part.number_of_step(is_row)
             first = np.full(int(at.max()) + 1, np.iinfo(np.int64).max)
             last = np.zeros_like(first)
-            np.minimum.at(first, at[is_row], part.ops.start_ns[is_row])
-            np.maximum.at(last, at[is_row], part.ops.end_ns[is_row])
+            np.minimum.at(first, at, part.ops.start_ns[is_row])
+            np.maximum.at(last, at, part.ops.end_ns[is_row])
             steps.append((last - first) / 1e9)
         return np.concatenate(steps)
 

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import COLLECTIVES, DRAWN_ACTIONS, REASONS
 from megatron.adaptive.trace.read import RunTrace
-from megatron.adaptive.trace.step import stages_of
+from megatron.adaptive.trace.step import stages_of_rank
 from megatron.adaptive.trace.table import (
     KIND,
     REASON,
@@ -44,6 +44,7 @@ from megatron.adaptive.trace.table import (
     TraceTable,
     find_rows,
     nth_of_equal,
+    row_keys,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -167,7 +168,7 @@ def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines
         ranks=np.array([header.rank for header in headers]),
         pp_rank=np.array([header.pp_rank for header in headers]),
         replica=replica,
-        stages=stages_of(run),
+        stages=np.array([stages_of_rank(headers[0], rank) for rank in range(run.num_ranks)]),
     )
 
 
@@ -342,14 +343,13 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
         root[is_reduce & (last - first <= least)[step]] = 0
     is_member = (root >= 0) & (kind >= FIRST_COMM)
     rows = np.flatnonzero(is_member)
-    keys = np.stack([table.iteration, kind, root, worker], axis=1)[rows]
+    keys = [column[rows] for column in (table.iteration, kind, root, worker)]
     group = np.full(len(table), -1)
     if len(rows):
         # The rank's n-th: rows are ordered by iteration, worker and start.
-        _, mine = np.unique(keys, axis=0, return_inverse=True)
-        order = np.argsort(mine, kind="stable")
-        keys[order, 3] = nth_of_equal([mine[order]])
-        _, group[rows] = np.unique(keys, axis=0, return_inverse=True)
+        order = np.argsort(row_keys(keys), kind="stable")
+        keys[3][order] = nth_of_equal([key[order] for key in keys])
+        _, group[rows] = np.unique(row_keys(keys), return_inverse=True)
     return group
 
 
