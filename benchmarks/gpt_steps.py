@@ -106,12 +106,12 @@ class Rank(GptRank):
         super().__init__([*GPT, *size, *of_job.flags.split()])
 
         from megatron.adaptive.engine.deferred_layers import attach_stores
-        from megatron.adaptive.gpt.forward import DropoutKeys, GptForward
+        from megatron.adaptive.gpt.forward import GptForward
 
         splits = self._job.config.splits_backward
         self._name = job
         self._stores = attach_stores(self._run.chunks) if splits else None
-        self._forward = GptForward(self._accelerator, DropoutKeys(1, enabled=False))
+        self._forward = GptForward(self._accelerator)
         self._wirings: list[Any] = []  # what is closed at the end
         self._functions = {name: self._function(name) for name in of_job.competitors}
 
@@ -198,13 +198,13 @@ class Rank(GptRank):
 
     def _fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
         """Call a function with megatron-core's signature with microbatches alone."""
-        from megatron.adaptive.gpt.forward import ChunkFeed
+        from megatron.adaptive.gpt.forward import feed
 
         chunks, count, config = self._run.chunks, self._microbatches, self._job.config
         single = len(chunks) == 1
 
         def run(microbatches: Any) -> list[Any]:
-            feeds = [ChunkFeed(microbatches, count=count, step=0) for _ in chunks]
+            feeds = [feed(microbatches, count) for _ in chunks]
             return forward_backward(
                 forward_step_func=self._forward,
                 data_iterator=feeds[0] if single else feeds,

@@ -123,28 +123,6 @@ class TestDecisionLog:
         with pytest.raises(DeadlineError, match=r"decision 2 .* reader 1 is 2 decisions behind"):
             writer.publish(2, SOON_S)
 
-    def test_empty_ring_raises_deadline_and_can_be_asked_again(self, native: ModuleType) -> None:
-        writer = native.DecisionLog.create(1, 2)
-        reader = native.DecisionLog.attach(writer.fd, 0)
-        with pytest.raises(
-            DeadlineError, match=r"decision 0 did not reach reader 0 within 0\.01 s"
-        ):
-            reader.next(SOON_S)
-        writer.publish(5, 0.0)
-        assert reader.next(0.0) == 5
-
-    def test_closed_log_is_read_to_its_end(self, native: ModuleType) -> None:
-        writer = native.DecisionLog.create(1, 4)
-        reader = native.DecisionLog.attach(writer.fd, 0)
-        writer.publish(1, SOON_S)
-        writer.close()
-        assert reader.next(SOON_S) == 1
-        with pytest.raises(TransportError, match="closed"):
-            reader.next(PATIENT_S)
-        with pytest.raises(TransportError, match="closed"):
-            writer.publish(2, SOON_S)
-        assert reader.abort_reason is None
-
     @pytest.mark.parametrize("by_reader", [True, False])
     def test_abort_wakes_a_waiting_thread(self, native: ModuleType, by_reader: bool) -> None:
         writer = native.DecisionLog.create(2, 1)

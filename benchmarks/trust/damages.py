@@ -24,12 +24,7 @@ from typing import Any
 
 from benchmarks.ranks import GptRank
 from benchmarks.report import ROOT, Result, Row, measured
-from megatron.adaptive.checkpoint.folder import (
-    CheckpointFolder,
-    PipelineFolder,
-    StepFolders,
-    verify,
-)
+from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder, StepFolders
 from megatron.adaptive.errors import AdaptiveError
 from tests.cluster.jobs import FLAGS, TRAINER
 from tests.multiprocess.launch import torchrun
@@ -73,7 +68,7 @@ class Saved:
 
     def verify(self) -> str:
         """Looks for damages as ``checkpoint verify`` does; returns what it says of them."""
-        return "\n".join(verify(self.steps.complete_path(self.step)))
+        return "\n".join(self.steps.verify(self.step))
 
 
 def measure(

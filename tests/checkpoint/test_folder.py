@@ -20,7 +20,6 @@ from megatron.adaptive.checkpoint.folder import (
     INDEX,
     CheckpointFolder,
     PipelineFolder,
-    verify,
 )
 from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
@@ -324,27 +323,27 @@ def test_any_damage_is_found_and_its_file_named(tmp_path: Path, is_pipeline: boo
     partial = folder.begin(10)
     for name in (INDEX, "metadata.json", ".metadata", "__0_0.distcp", "__1_0.distcp"):
         (partial / name).write_bytes(chosen.randbytes(chosen.randrange(1, 20_000)))
-    path = folder.commit(10, MANIFEST)
-    assert verify(path) == []
+    folder.commit(10, MANIFEST)
+    assert folder.verify(10) == []
     saved = Saved(folder=str(tmp_path), step=10, is_pipeline=is_pipeline)
     for seed in range(500):
         with damaged([saved], seed) as (_, names, what):
-            found = verify(path)
+            found = folder.verify(10)
             assert any(name in one for one in found for name in names), (what, found)
             if not all(name.endswith(".distcp") for name in names):
                 with pytest.raises(DamagedCheckpointError, match="|".join(map(re.escape, names))):
                     folder.open(10)
-    assert verify(path) == []
+    assert folder.verify(10) == []
     folder.open(10)
 
 
-def test_a_block_of_a_large_file_is_named(tmp_path: Path) -> None:
-    path = write_checkpoint(CheckpointFolder(tmp_path), 10, bytes(2 * BLOCK_BYTES + 5))
+def test_a_block_of_a_large_file_is_named(folder: CheckpointFolder) -> None:
+    path = write_checkpoint(folder, 10, bytes(2 * BLOCK_BYTES + 5))
     file = path / "__0_0.distcp"
     with file.open("r+b") as stream:
         stream.seek(BLOCK_BYTES + 7)
         stream.write(b"x")
-    (problem,) = verify(path)
+    (problem,) = folder.verify(10)
     assert problem == (
         f"{file} is damaged (block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES - 1}, is not what was"
         " written)"
@@ -353,7 +352,7 @@ def test_a_block_of_a_large_file_is_named(tmp_path: Path) -> None:
 
 def test_a_whole_checkpoint_under_another_ones_name_is_found(folder: CheckpointFolder) -> None:
     write_checkpoint(folder, 10).rename(folder.complete_path(20))
-    assert "manifest.json is that of step 10" in verify(folder.complete_path(20))[0]
+    assert "manifest.json is that of step 10" in folder.verify(20)[0]
     with pytest.raises(DamagedCheckpointError, match="is that of step 10"):
         folder.open(20)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.adaptive.checkpoint.export import require_same
 from megatron.adaptive.cli.checkpoint import export_hf, import_hf
+from megatron.adaptive.cli.pretrain_gpt import load_recipe
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.hugging_face import INDEX, SINGLE, load_config
 from megatron.adaptive.errors import AdaptiveError, ConfigError
@@ -299,12 +300,13 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", _PUBLISHED)
 def test_recipes_are_of_the_published_models(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_PUBLISHED[name]))
-    lines = (RECIPES / f"{name}.yaml").read_text().partition("tokenizer_type")[0].splitlines()
-    said = dict(line.split(": ") for line in lines if line and line[0] != "#")
+    shared = [*load_recipe(RECIPES / "common.yaml")]
+    of_training = shared[shared.index("tokenizer_type") :]
     recipe = []
-    for key, value in said.items():
-        recipe.append(f"--{key.replace('_', '-')}")
-        recipe += [] if value == "true" else [value.strip('"')]
+    for key, value in load_recipe(RECIPES / f"{name}.yaml").items():
+        if key not in of_training:
+            recipe.append(f"--{key.replace('_', '-')}")
+            recipe += [] if value is True else [str(value)]
     run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --seq-length 4096 --bf16"
     require_same(
         parse([*recipe, *run.split()], world_size=1), load_config(tmp_path)[1], name, tmp_path

@@ -1,4 +1,4 @@
-"""``top`` as a user runs it: one frame, frames into a pipe, and a terminal with keys."""
+"""``top`` as a user runs it: one frame, and a terminal with keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.top import main
 from megatron.adaptive.trace.event import trace_file_name
 from megatron.adaptive.trace.live import LiveRun
-from megatron.adaptive.trace.live_state import ENDED, NowFile
+from megatron.adaptive.trace.live_state import NowFile
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron.adaptive", "top"]
@@ -128,25 +128,6 @@ def test_many_ranks_are_told_by_stage(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "8 B" in stages[0]
         assert "6 B · 2 after 5" in stages[3]
         assert [" 1.5" in stage for stage in stages] == [False, True, False, False]
-
-
-def test_into_a_pipe_frames_come_until_the_run_is_over(folder: Path) -> None:
-    with subprocess.Popen(
-        [*COMMAND, str(folder), "--interval", "0.1"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    ) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        say(folder / "traces", {"doing": ENDED})
-        rest = process.stdout.read()
-        assert process.wait(60) == 0
-    assert "running" in first
-    assert rest.splitlines()[-1].split()[0] == "3"  # the last rank of the last frame
-    frames = [line for line in (first + rest).splitlines() if "2 stages" in line]
-    assert frames[-1].endswith("ended")
-    assert "\x1b" not in rest
 
 
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "ctrl-c"])

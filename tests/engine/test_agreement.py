@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
 
 import pytest
 import torch
 
-from megatron.adaptive.engine.agreement import Follower, Leader, decode, encode
+from megatron.adaptive.engine.agreement import Follower, decode, encode
 from megatron.adaptive.errors import DeadlineError, PeerLostError, ScheduleError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import RulePolicy
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.interface import (
-    Arrival,
-    CompletionQueue,
-    HeldArrival,
-    Label,
-    Notice,
-)
+from megatron.adaptive.transport.interface import Arrival, CompletionQueue, HeldArrival, Label
 
 from . import groups
 from .conftest import BOARDS, WATCHDOG_S, Start
@@ -190,38 +183,6 @@ def message(step: int, microbatch: int) -> Arrival:
 def label_of(word: int) -> Label:
     kind, chunk, microbatch, step = decode(word)
     return Label(step, Action(kind, chunk, microbatch))
-
-
-def make_leader(decisions: Paper, reports: dict[int, Any], queue: CompletionQueue) -> Leader:
-    return Leader(decisions, reports, queue, lambda rank: f"rank {rank}")
-
-
-def test_an_input_counts_once_all_members_have_it() -> None:
-    reports = {5: Paper(), 7: Paper()}
-    queue = CompletionQueue()
-    leader = make_leader(Paper(), reports, queue)
-    leader.begin(3, is_static=False)
-    first, second = message(3, 0), message(3, 1)
-    assert not leader.is_everywhere(first)
-    assert not leader.is_everywhere(Notice(second.label, 5))
-    assert not leader.is_everywhere(Notice(first.label, 7))
-    assert leader.missing() == (
-        "not on rank 5 yet: the input of F0-0, not here yet: the input of F0-1, "
-        "not on rank 7 yet: the input of F0-1"
-    )
-    assert leader.is_everywhere(Notice(first.label, 5))
-    assert not leader.is_everywhere(Notice(second.label, 7))
-    assert leader.is_everywhere(second)
-    assert leader.missing() == ""
-    # What a step left over is nothing to the next one.
-    assert not leader.is_everywhere(message(3, 0))
-    leader.begin(4, is_static=False)
-    assert leader.missing() == ""
-    leader.begin(5, is_static=True)
-    assert leader.is_everywhere(message(5, 0))
-    for paper in reports.values():
-        paper.close()
-    leader.close()
 
 
 def test_each_input_of_the_step_is_reported_once() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from megatron.adaptive.errors import ConfigError
 
-from ..multiprocess.launch import torchrun
 from .split_gpt import (
     HIDDEN,
     SAMPLES,
@@ -394,10 +392,3 @@ def test_where_nothing_can_defer_the_first_layer_is_named(
     # A stage without layers owes nothing.
     (store,) = attach_stores([torch.nn.Identity()])
     assert store.pending == 0
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("split_gpt.py")
-    torchrun(program, [], world_size=2, log=tmp_path / "output.txt", limit_s=150.0)

@@ -18,7 +18,6 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.registry import make_policies, make_schedule
 from megatron.adaptive.schedule.state import RankState
-from megatron.adaptive.transport.interface import Item, Notice
 
 from .loopback import (
     B,
@@ -204,21 +203,6 @@ class Following(Agreement):
     decides = False
 
 
-def test_a_follower_takes_inputs_out_of_its_queue_first() -> None:
-    pipeline, completions = last_rank()
-    executor = make_executor(pipeline, agreement=Following())
-    order = [Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)]
-
-    def pick(state: RankState) -> Action:
-        # It arrives while the follower waits for the decision.
-        if state.num_started % 2 == 0:
-            completions.put(forward_of(0, state.num_started // 2))
-        return order[state.num_started]
-
-    stages = run_last(pipeline, 2, Picks(pick), executor=executor)
-    assert stages.actions == [str(action) for action in order]
-
-
 def test_a_follower_without_decision_names_what_it_lacks() -> None:
     class Silent(Following):
         def next_action(self, *_: Any, **__: Any) -> Action | None:
@@ -235,49 +219,6 @@ def test_a_follower_without_decision_names_what_it_lacks() -> None:
     completions.put(PeerLostError("rank 10 is gone"))
     with pytest.raises(PeerLostError, match="rank 10 is gone"):
         run_last(pipeline, 2, executor=executor)
-
-
-def test_inputs_that_only_some_members_have_are_waited_for() -> None:
-    class Half(Agreement):
-        """The members of the group: this one and another."""
-
-        def __init__(self) -> None:
-            self.begun: list[tuple[int, bool]] = []
-            self.items: list[str] = []
-
-        def begin(self, step: int, *, is_static: bool) -> None:
-            self.begun.append((step, is_static))
-
-        def is_everywhere(self, item: Item) -> bool:
-            kind = "Notice" if isinstance(item, Notice) else "Arrival"
-            self.items.append(f"{kind} {item.label.step}:{item.label.action}")
-            return isinstance(item, Notice)
-
-        def missing(self) -> str:
-            return "not on rank 5 yet: the input of F0-1"
-
-    pipeline, completions = last_rank()
-    agreement = Half()
-    executor = make_executor(pipeline, agreement=agreement, timeout_s=0.05)
-
-    def notice_of(step: int, microbatch: int) -> Notice:
-        return Notice(forward_of(step, microbatch).label, 5)
-
-    for item in (forward_of(0, 0), notice_of(1, 0), notice_of(0, 0), forward_of(1, 0)):
-        completions.put(item)
-    for _ in range(2):
-        run_last(pipeline, 1, executor=executor)
-    assert agreement.begun == [(0, False), (1, False)]
-    order = ["Arrival 0:F0-0", "Notice 0:F0-0", "Notice 1:F0-0", "Arrival 1:F0-0"]
-    assert agreement.items == order
-    # Word about a step that has ended is dropped.
-    for item in (notice_of(0, 0), forward_of(2, 0), notice_of(2, 0), forward_of(2, 1)):
-        completions.put(item)
-    with pytest.raises(DeadlineError) as info:
-        run_last(pipeline, 2, executor=executor)
-    assert "in step 2 for input of F0-1 from rank 0 (stage 0) (not on rank 5 yet: " in str(
-        info.value
-    )
 
 
 class Slow(CpuClock):

@@ -17,6 +17,7 @@ from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.schedule.dealing import Dealer
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.simulate import run_states
+from megatron.adaptive.schedule.unequal import Widths
 from megatron.adaptive.schedule.workload import Link, StageTimes, draw
 
 CASES = {"adaptive": 220, "hinted": 100, "dfc": 40, "bfc": 40}
@@ -106,6 +107,18 @@ def test_channels_take_the_short_ones_that_fill_the_cap() -> None:
     assert orders.inputs_in_flight(32) == 6
     assert orders.inputs_in_flight(32, smallest=0.5) == 12
     assert orders.inputs_in_flight(8, smallest=0.5) == 8
+
+
+def test_channels_hold_what_the_hungriest_rank_of_unequal_stages_keeps() -> None:
+    def inputs_in_flight(count: int, schedule: str = "adaptive", cap: float | None = None) -> int:
+        placement, widths = Placement(num_ranks=2, num_chunks=1), Widths((1, 2))
+        orders = Orders(schedule=schedule, placement=placement, pp_rank=0, cap=cap, widths=widths)
+        return orders.inputs_in_flight(count)
+
+    assert inputs_in_flight(4) == 4
+    assert inputs_in_flight(100) == 5
+    assert inputs_in_flight(100, cap=2) == 2
+    assert inputs_in_flight(100, "gpipe") == 100
 
 
 if __name__ == "__main__":

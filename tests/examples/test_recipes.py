@@ -13,13 +13,15 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron.adaptive.cli.plan import main as plan
+from megatron.adaptive.cli.pretrain_gpt import load_recipe
 from megatron.adaptive.config.arguments import parse, read_recipe
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
 
 from ..multiprocess.launch import run_ranks, tail
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+RECIPES = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "common")
 GIVEN = ("tokenizer_model=made", "data_path=made", "transformer_impl=local")
 # 16 bytes of weights and optimizer for each of 8 billion parameters exceed these GPUs.
 LARGE = {("llama3.1-8b", "2"), ("qwen3-8b", "2"), ("mistral-7b", "2"), ("qwen3-30b-a3b", "8")}
@@ -28,19 +30,15 @@ SMALL = ("llama3.2-1b", "qwen3-0.6b")
 MIXED = ("deepseek-v2-lite", "qwen3-30b-a3b")
 
 
-def _content(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
-
-
 CASES = [
     pytest.param(path, str(gpus), id=f"{path.stem}-{gpus}")
     for path in RECIPES
-    for gpus in _content(path)["variants"]["gpus"]
+    for gpus in load_recipe(path)["variants"]["gpus"]
 ]
 
 
 def _read(path: Path, *words: str) -> tuple[TrainerConfig, list[str]]:
-    recipe = read_recipe(_content(path), [*GIVEN, *words], str(path))
+    recipe = read_recipe(load_recipe(path), [*GIVEN, *words], str(path))
     config = parse(recipe.flags, world_size=recipe.nodes * recipe.processes_per_node)
     return config, recipe.flags
 
@@ -152,12 +150,12 @@ def _texts(folder: Path, texts: list[str]) -> Path:
 
 def train(path: Path, gpus: str, tasks: tuple[str, ...], data: Path, folder: Path) -> None:
     """Trains with a recipe at a tenth of the width, each task from what the one before saved."""
-    variant = _content(path)["variants"]["gpus"][int(gpus) if gpus.isdigit() else gpus]
+    variant = load_recipe(path)["variants"]["gpus"][int(gpus) if gpus.isdigit() else gpus]
     stages = variant.get("pipeline_model_parallel_size", 1)
     ranks = variant.get("processes_per_node", 1) * variant.get("nodes", 1)
     begin = 0.0
     for number, task in enumerate(tasks):
-        given = {"gpus": gpus, "task": task, **_tenth(_content(path), stages)}
+        given = {"gpus": gpus, "task": task, **_tenth(load_recipe(path), stages)}
         given |= {"tokenizer_model": data, "save": folder / task, "data_path": data / "said.jsonl"}
         if task in ("pretrain", "continue"):
             given["data_path"] = data / "text_text_document"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ accelerator.install()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
-from megatron.core.utils import unwrap_model  # noqa: E402
 
-from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward, _settle, _stir  # noqa: E402
-from megatron.adaptive.schedule.placement import Placement  # noqa: E402
+from megatron.adaptive.gpt.forward import DropoutKeys, _settle, _stir  # noqa: E402
 
 TRACKED = "model-parallel-rng"
 
@@ -163,125 +160,3 @@ def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
     output.backward()
     assert layer.drawn == [plain.drawn[0][1:]] * 2
     assert torch.equal(torch.get_rng_state(), before)
-
-
-FLAGS = (
-    "--micro-batch-size 2 --global-batch-size 4 --untie-embeddings-and-output-weights "
-    "--attention-dropout 0.3 --hidden-dropout 0.3"
-)
-MICROBATCHES = [
-    {
-        "tokens": torch.arange(16).reshape(2, 8) * 5 % 97 + number,
-        "labels": torch.arange(16).reshape(2, 8) * 7 % 97,
-        "position_ids": torch.arange(8).expand(2, 8),
-        "loss_mask": torch.ones(2, 8),
-    }
-    for number in range(2)
-]
-Losses = list[torch.Tensor]
-Gradients = dict[str, torch.Tensor]
-
-
-class Pipeline:
-    """All stages of a model in this process, which runs them for one microbatch after the other.
-
-    Args:
-        build: builds the chunks of a rank.
-        flags: settings of the model.
-        placement: where stages would live.
-    """
-
-    def __init__(
-        self,
-        build: Callable[..., list[Any]],
-        flags: str = "",
-        placement: Placement = Placement(num_ranks=1, num_chunks=1),  # noqa: B008
-    ) -> None:
-        ranks = placement.num_ranks
-        built = [build(f"{FLAGS} {flags}", rank, ranks) for rank in range(ranks)]
-        places = [placement.locate(stage) for stage in range(placement.num_stages)]
-        self.stages = [built[rank][chunk] for rank, chunk in places]
-        keys = DropoutKeys(5, enabled=True)
-        keys.attach(self.stages)
-        self._forward = GptForward(accelerator.detect(0, backend="gloo"), keys)
-
-    def run(self, *, step: int = 1, backwards: Sequence[int] = ()) -> tuple[Losses, Gradients]:
-        """Run all forwards, then the backwards in the given order.
-
-        Returns:
-            Losses ``[b, s]`` of the microbatches, and gradients by the parameters' place.
-        """
-        feeds = [ChunkFeed(MICROBATCHES, count=2, step=step) for _ in self.stages]
-        losses = []
-        for _ in MICROBATCHES:
-            output = None
-            for feed, stage in zip(feeds, self.stages, strict=True):
-                (model,) = unwrap_model([stage])
-                model.set_input_tensor(output)
-                output, _ = self._forward(feed, stage)
-            assert output is not None
-            losses.append(output)
-        for number in backwards:
-            losses[number].mean().backward()
-        gradients = {
-            f"{place} {name}": parameter.main_grad.clone()
-            for place, stage in enumerate(self.stages)
-            for name, parameter in stage.named_parameters()
-        }
-        return [loss.detach() for loss in losses], gradients
-
-
-Build = Callable[..., list[Any]]
-
-
-def same(first: Losses, second: Losses) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks", "chunks", "kind"),
-    [
-        ("", 2, 1, "loop"),
-        ("--partition 0-1-3-0", 4, 1, "loop"),
-        ("--pipeline-placement loop", 2, 2, "loop"),
-        ("--pipeline-placement v --partition 1-0-2-1", 2, 2, "v"),
-    ],
-)
-def test_stages_draw_what_the_whole_model_draws(
-    flags: str, ranks: int, chunks: int, kind: Any, build: Build
-) -> None:
-    whole, _ = Pipeline(build).run()
-    flags += f" --pipeline-model-parallel-size {ranks}"
-    if chunks > 1:
-        flags += f" --model-chunks {chunks}"
-    cut = Pipeline(build, flags, Placement(num_ranks=ranks, num_chunks=chunks, kind=kind))
-    assert len(cut.stages) == ranks * chunks
-    losses, _ = cut.run()
-    assert same(losses, whole)
-    assert not same(cut.run(step=2)[0], whole)
-    for stage in cut.stages:
-        stage.eval()
-    assert same(cut.run(step=1)[0], cut.run(step=2)[0])
-
-
-@pytest.mark.parametrize(
-    ("flags", "backwards"),
-    [
-        ("full --recompute-method uniform --recompute-num-layers 1", (0, 1)),
-        ("full --recompute-method uniform --recompute-num-layers 2", (1, 0)),
-        ("full --recompute-method block --recompute-num-layers 1", (1, 0)),
-        ("selective", (1, 0)),
-    ],
-)
-def test_what_is_recomputed_is_dropped_again(
-    flags: str, backwards: Sequence[int], build: Build
-) -> None:
-    """When a layer runs again, the generators stand at another microbatch and layer."""
-    losses, gradients = Pipeline(build).run(backwards=backwards)
-    other = Pipeline(build, f"--recompute-granularity {flags}")
-    again, recomputed = other.run(backwards=backwards)
-    assert same(again, losses)
-    assert list(recomputed) == list(gradients)
-    for name, gradient in gradients.items():
-        assert gradient.any()
-        assert torch.equal(recomputed[name], gradient), name

@@ -54,26 +54,6 @@ def test_draws_follow_seed_layer_and_number() -> None:
     assert draws(1, None)[0] not in draws(1, 0)
 
 
-def test_stages_start_from_the_weights_of_the_whole(weights: Weights) -> None:
-    untied = "--untie-embeddings-and-output-weights"
-    whole = weights(untied)
-    assert any("decoder.layers.3" in name for name in whole)
-    seen = set()
-    for stage, layers in enumerate((1, 3)):
-        flags = f"{untied} --partition 1-3 --pipeline-model-parallel-size 2"
-        part = weights(flags, pp_rank=stage, ranks=2)
-        for name, value in part.items():
-            full = name
-            if "layers." in name:
-                head, rest = name.split("layers.", 1)
-                number, tail = rest.split(".", 1)
-                assert int(number) < layers
-                full = f"{head}layers.{int(number) + stage}.{tail}"
-            assert torch.equal(value, whole[full]), name
-            seen.add(full)
-    assert seen == set(whole)
-
-
 def test_another_seed_gives_other_weights(weights: Weights) -> None:
     one, same, other = weights(), weights(), weights("--seed 4321")
     for name, value in one.items():

@@ -94,9 +94,7 @@ class Case:
         self, schedule: str, size: int, chunks: int | None = None, *, forward_only: bool = False
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Losses and summed gradients of the pipeline."""
-        request = PipelineSettings(
-            model=self.model, sample=self.batch, schedule=schedule, chunks=chunks
-        )
+        request = PipelineSettings(self.model, self.batch, schedule=schedule, chunks=chunks)
         placement = choose_orders(request, size, 0).placement
         tape = self.forwards.evaluation if forward_only else self.forwards.training
         plans = slice_tape(tape, balanced((1,) * tape.num_segments, placement.num_stages))

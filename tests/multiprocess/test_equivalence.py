@@ -110,7 +110,8 @@ SEQUENCE = "--sequence-parallel"
 SPREAD = "--expert-model-parallel-size 2"
 GATHER, EXCHANGE = (f"--moe-token-dispatcher-type {kind}" for kind in ("allgather", "alltoall"))
 LAYOUT = "--pipeline-model-parallel-layout"
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RECOMPUTED = "--recompute-granularity full --recompute-method"
+RECOMPUTE = f"{RECOMPUTED} uniform --recompute-num-layers 1"
 
 
 @dataclass(frozen=True)
@@ -502,9 +503,11 @@ def every_cut() -> Iterator[tuple[Case, Case]]:
     flags = f"{UNCLIPPED} --untie-embeddings-and-output-weights"
     whole = dataclasses.replace(DROPPING, schedule="megatron", extra=flags)
     for case in (
-        dataclasses.replace(DROPPING, extra=RECOMPUTE),
+        dataclasses.replace(DROPPING, extra=f"{RECOMPUTED} uniform --recompute-num-layers 2"),
         dataclasses.replace(DROPPING, pp=2),
-        dataclasses.replace(DROPPING, pp=2, extra=f"--partition 3-5 {RECOMPUTE}"),
+        dataclasses.replace(
+            DROPPING, pp=2, extra=f"{RECOMPUTED} block --recompute-num-layers 1 --partition 3-5"
+        ),
         dataclasses.replace(DROPPING, pp=2, chunks=2, extra=V),
         dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{LOOP} --partition 0-5-3-0"),
         dataclasses.replace(whole, pp=2, chunks=2, extra=""),

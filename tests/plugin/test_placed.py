@@ -19,7 +19,7 @@ from megatron.adaptive.errors import ConfigError
 accelerator.install()
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
-from megatron.core.pipeline_parallel import schedules, utils  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.transformer.enums import LayerType  # noqa: E402
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -81,33 +81,6 @@ def test_layers_are_those_of_the_loops_stages(settings: Any, places: Any) -> Non
         layout = one.pipeline_model_parallel_layout.layout
         assert LayerType.embedding in layout[1][0]
         assert LayerType.loss in layout[1][1]
-
-
-@pytest.mark.parametrize("placement", ["v", "loop"])
-def test_first_and_last_stage(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A group stands for its rank.
-    monkeypatch.setattr(utils, "get_pg_rank", lambda group: group)
-    monkeypatch.setattr(utils, "get_pg_size", lambda group: 2)
-    megatron.adaptive.install(placement=placement)
-    first = 1 if placement == "v" else 0
-    for rank in range(2):
-        be(rank)
-        assert utils.is_pp_first_stage(rank) == (rank == first)
-        assert schedules.is_pp_first_stage(rank) == (rank == first)
-        assert parallel_state.is_pipeline_first_stage() == (rank == first)
-        assert parallel_state.is_pipeline_last_stage() == (rank == 1)
-        for chunk in range(2):
-            first_chunk = parallel_state.is_pipeline_first_stage(False, vp_stage=chunk)
-            assert first_chunk == ((rank, chunk) == (first, 0))
-
-
-def test_a_forward_is_that_of_its_chunk() -> None:
-    megatron.adaptive.install(placement="v")
-    be(1)
-    seam: Any = schedules.get_forward_backward_func
-    for chunk in range(2):
-        seam.placed.running = chunk
-        assert parallel_state.is_pipeline_first_stage() == (chunk == 0)
 
 
 def test_one_rank_is_no_v() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule import fixed_in_v, gpipe, one_f_one_b
+from megatron.adaptive.schedule import fixed_in_loop, fixed_in_v
 from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow
@@ -50,18 +50,13 @@ def followed(schedule: Schedule, times: StageTimes) -> SimResult:
     ("module", "schedules"),
     [
         (
-            one_f_one_b,
+            fixed_in_loop,
             [
                 made("1f1b", 4, 6),
                 made("interleaved", 2, 4),
                 made("zb-h1", 4, 6),
                 made("interleaved-zb", 2, 3),
                 made("combined-1f1b", 2, 4),
-            ],
-        ),
-        (
-            gpipe,
-            [
                 made("gpipe", 3, 4, chunks=1),
                 made("breadth-first", 2, 3),
                 made("forward-only", 2, 3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -57,24 +56,6 @@ def test_foreign_words_are_refused(word: int, value: int) -> None:
         Header.decode(words, peer=5)
 
 
-def test_queue_keeps_the_order_of_arrival() -> None:
-    queue = CompletionQueue()
-    for microbatch in (3, 1, 2):
-        queue.put(arrival(microbatch))
-    first = queue.poll()
-    rest = [queue.wait(time.monotonic() + WATCHDOG_S) for _ in range(2)]
-    assert [item and item.label.action.microbatch for item in (first, *rest)] == [3, 1, 2]
-    assert queue.poll() is None
-
-
-def test_queue_waits_no_longer_than_the_deadline() -> None:
-    queue = CompletionQueue()
-    assert queue.wait(time.monotonic() + 0.05) is None
-    assert queue.wait(time.monotonic() - 5.0) is None
-    queue.put(arrival(1))
-    assert queue.wait(time.monotonic() - 5.0) is not None
-
-
 def test_a_failed_channel_is_told_in_its_turn() -> None:
     """What arrived before the failure is still handed over, by wait as by poll."""
     queue = CompletionQueue()
@@ -87,16 +68,3 @@ def test_a_failed_channel_is_told_in_its_turn() -> None:
     assert queue.wait(time.monotonic() + WATCHDOG_S) is not None
     with pytest.raises(PeerLostError, match="rank 3 is gone"):
         queue.wait(time.monotonic() + WATCHDOG_S)
-
-
-def test_queue_tells_its_listener_what_can_be_taken() -> None:
-    queue = CompletionQueue()
-    queue.put(arrival(0))
-    heard: list[object] = []
-    queue.listen(lambda item: heard.append((item, queue.poll(), threading.get_ident())))
-    queue.poll()
-    later = arrival(1)
-    thread = threading.Thread(target=queue.put, args=(later,))
-    thread.start()
-    thread.join(WATCHDOG_S)
-    assert heard == [(later, later, thread.ident)]

@@ -299,6 +299,27 @@ class StepFolders:
         body.pop("checksum", None)
         return body
 
+    def verify(self, step: int) -> list[str]:
+        """Read all of one checkpoint and return what is not as it was written.
+
+        Needs no process group and no torch, and takes no more than reading the files does.
+
+        Returns:
+            A line for each damaged file, with its name and, in a large one, the first damaged
+            block; empty where all is whole. Of a checkpoint of a former version only sizes are
+            known.
+        """
+        path = self.complete_path(step).absolute()
+        try:
+            body = self.read_manifest(path)
+        except CheckpointError as error:
+            return [str(error)]
+        problems: list[str] = []
+        if body.get("step", step) != step:
+            problems.append(f"{path / self.manifest_name} is that of step {body['step']}")
+        find_damage(path, body["files"], body.get("blocks", {}), problems.append)
+        return problems
+
     def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
         """Read a folder's manifest after checking all that is not checked as it is read.
 
@@ -539,53 +560,28 @@ def is_shard(name: str) -> bool:
     return name.endswith(_SHARD)
 
 
-def kind_of(path: Path) -> StepFolders:
-    """Return the folders of checkpoints at a path: the trainer's, or those of a ``Pipeline``.
-
-    Raises:
-        CheckpointError: it holds no checkpoint.
-    """
-    for kind in (CheckpointFolder(path), PipelineFolder(path)):
-        if kind.named() or (isinstance(kind, CheckpointFolder) and kind._is_tracked()):
-            return kind
-    why = "holds no checkpoint" if path.is_dir() else "is no folder"
-    raise CheckpointError(f"{path} {why}: name the folder that --save or Pipeline.save was given")
-
-
-def named_as_checkpoint(path: Path) -> tuple[StepFolders, int] | None:
-    """Return the folders that a checkpoint is among by its name, and its step."""
-    path = path.absolute()
-    for folders in (CheckpointFolder(path.parent), PipelineFolder(path.parent)):
-        if (match := folders._complete.fullmatch(path.name)) is not None:
-            return folders, int(match[1])
-    return None
-
-
-def verify(path: str | Path) -> list[str]:
-    """Read all of one checkpoint and return what is not as it was written.
-
-    Needs no process group and no torch, and takes no more than reading the files does.
+def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
+    """Return the folders of checkpoints at a path, and the steps of those that it names, ascending.
 
     Args:
-        path: of the checkpoint itself, such as ``DIR/iter_0000100`` or ``DIR/step_00000012``.
+        path: of the folders, or of one checkpoint, of the trainer or of a ``Pipeline``.
+        step: the one that is named, all where ``None``.
 
-    Returns:
-        A line for each damaged file, with its name and, in a large one, the first damaged block;
-        empty where all is whole. Of a checkpoint of a former version only sizes are known.
+    Raises:
+        CheckpointError: there is none.
     """
-    path = Path(path).absolute()
-    if (found := named_as_checkpoint(path)) is None:
-        return [f"{path} is not named as a checkpoint is"]
-    folders, step = found
-    try:
-        body = folders.read_manifest(path)
-    except CheckpointError as error:
-        return [str(error)]
-    problems: list[str] = []
-    if body.get("step", step) != step:
-        problems.append(f"{path / folders.manifest_name} is that of step {body['step']}")
-    find_damage(path, body["files"], body.get("blocks", {}), problems.append)
-    return problems
+    path = path.absolute()
+    for folders in (CheckpointFolder(path.parent), PipelineFolder(path.parent)):
+        if path.is_dir() and (match := folders._complete.fullmatch(path.name)) is not None:
+            return folders, [int(match[1])]
+    for folders in (CheckpointFolder(path), PipelineFolder(path)):
+        if steps := folders.named():
+            if step is not None and step not in steps:
+                there = ", ".join(map(str, steps))
+                raise CheckpointError(f"{path}: no checkpoint of step {step}: there are {there}")
+            return folders, steps if step is None else [step]
+    why = "holds no checkpoint" if path.is_dir() else "is no folder"
+    raise CheckpointError(f"{path} {why}: name the folder that --save or Pipeline.save was given")
 
 
 def make_pipeline_manifest(

@@ -225,20 +225,18 @@ class LocalDisk:
         partial = self._folder.partial_path(step)
         try:
             ranks.together(lambda: self._begin(step))
-            once, sums = self._writer.write(state, partial, ranks)
+            once, written = self._writer.write(state, partial, ranks)
             given = state.manifest(save_id, ranks)
-            once, sums, given = ranks.on_first(lambda: (once, sums, given))
+            once, written, given = ranks.on_first(lambda: (once, written, given))
             ranks.together(lambda: write_files(partial, once) if self._is_leader else None)
             held = ranks.gather(ranks.together(lambda: _sizes(partial)))
-            files = {name: size for name, (size, _) in sums.items()}
-            blocks = {name: sum for name, (_, sum) in sums.items()}
-            stored = {**given, "files": files, "blocks": blocks, "step": step}
+            stored = {**given, **written, "step": step}
             ranks.together(lambda: self._publish(stored))
         except CheckpointError:
             if self._is_leader:
                 self._folder.abandon(step)
             raise
-        shares = share_out(held, files)
+        shares = share_out(held, stored["files"])
         if shares is None:
             raise CheckpointError(f"{partial}: files have other sizes than what was written")
         return stored, shares

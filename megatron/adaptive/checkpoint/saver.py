@@ -215,16 +215,14 @@ class CheckpointSaver:
 
         def complete() -> None:
             write_files(partial, once)
-            files = {name: size for name, (size, _) in sums.items()}
-            blocks = {name: checksum for name, (_, checksum) in sums.items()}
-            folder.commit(step, {**manifest, "files": files, "blocks": blocks})
+            folder.commit(step, {**manifest, **written})
             if keep is not None:
                 folder.keep(keep)
 
         with writing(folder, step, self._job, ranks, why):
             partial = folder.partial_path(step)
             ranks.together(lambda: require_seen(partial, self._job))
-            once, sums = self._writer.write(state, partial, ranks)
+            once, written = self._writer.write(state, partial, ranks)
             manifest = state.manifest("", ranks)
             ranks.first(complete)
         return folder.complete_path(step)

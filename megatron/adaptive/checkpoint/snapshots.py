@@ -248,9 +248,10 @@ class Snapshots(NoSnapshots):
             self._turn_off(why)
             return
         self._parts = plan.copied_by(job.rank, mine)
+        needs = {need: number for number, need in enumerate(dict.fromkeys(plan.needs.values()))}
         entries, at = [], 0
         for part in self._parts:
-            place = {"at": at, "need": plan.need_of[part]}
+            place = {"at": at, "need": needs[plan.needs[part]]}
             entries.append(entry_of(part, pieces[part]) | place)
             at += _within_slot(pieces[part].tensor.nbytes)
         head = {
@@ -258,7 +259,7 @@ class Snapshots(NoSnapshots):
             "extra_bytes": extra_bytes,
             "sent_bytes": plan.sent_bytes[job.rank],
             "tensor_bytes": plan.tensor_bytes[job.rank],
-            "needs": [dataclasses.asdict(need) for need in plan.needs],
+            "needs": [dataclasses.asdict(need) for need in needs],
             "entries": entries,
             **self._state.head(),
         }
@@ -425,20 +426,18 @@ class SnapshotPlan:
     there by one rank and sent to the node's buddy. All ranks draw the same plan.
 
     Attributes:
-        needs: that must be met for the whole state.
-        need_of: for each part the index of its need.
+        needs: for each part who copies it.
         sent_bytes, tensor_bytes: of each rank: what it sends, and copies in all.
     """
 
-    needs: list[Need]
-    need_of: dict[Part, int]
+    needs: dict[Part, Need] = field(default_factory=dict)
     sent_bytes: list[int] = field(default_factory=list)
     tensor_bytes: list[int] = field(default_factory=list)
 
     def copied_by(self, rank: int, own: RankParts) -> list[Part]:
         """Return the parts that a rank copies, those first that it sends."""
-        mine = [part for part in own.parts if rank in self.needs[self.need_of[part]].ranks]
-        return sorted(mine, key=lambda part: (not self.needs[self.need_of[part]].is_sent, part))
+        mine = [part for part in own.parts if rank in self.needs[part].ranks]
+        return sorted(mine, key=lambda part: (not self.needs[part].is_sent, part))
 
 
 def _within_slot(size: int) -> int:
@@ -459,8 +458,7 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
             holders.setdefault(part, []).append(rank)
             sizes[part] = size
     load = [0] * len(ranks)
-    needs: dict[Need, int] = {}
-    need_of: dict[Part, int] = {}
+    plan = SnapshotPlan()
     for part in sorted(holders, key=lambda part: (-sizes[part], part)):
         chosen: dict[str, int] = {}
         for rank in holders[part]:
@@ -471,12 +469,10 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
         for rank in copying:
             load[rank] += _within_slot(sizes[part])
         is_sent = len(copying) == 1 and ranks[copying[0]].buddy is not None
-        need = Need(ranks=copying, is_sent=is_sent)
-        need_of[part] = needs.setdefault(need, len(needs))
-    plan = SnapshotPlan(needs=list(needs), need_of=need_of)
+        plan.needs[part] = Need(ranks=copying, is_sent=is_sent)
     for rank, one in enumerate(ranks):
         copied = plan.copied_by(rank, one)
-        sent = [part for part in copied if plan.needs[need_of[part]].is_sent]
+        sent = [part for part in copied if plan.needs[part].is_sent]
         plan.sent_bytes.append(sum(_within_slot(one.parts[part]) for part in sent))
         plan.tensor_bytes.append(sum(_within_slot(one.parts[part]) for part in copied))
     return plan

@@ -158,7 +158,7 @@ class ShardWriter:
 
     def write(
         self, state: TakenState, folder: Path, ranks: RankGroup
-    ) -> tuple[dict[str, bytes], dict[str, FileSum]]:
+    ) -> tuple[dict[str, bytes], dict[str, Any]]:
         """Write what ranks hold, durably; collective.
 
         Args:
@@ -168,7 +168,7 @@ class ShardWriter:
 
         Returns:
             On rank 0 the files that the checkpoint has once, which are still to be written; and
-            size and checksums of all files.
+            of all ``files`` the sizes, and ``blocks``, their checksums, as manifests have them.
 
         Raises:
             CheckpointError: it could not be written on some rank.
@@ -189,7 +189,8 @@ class ShardWriter:
         sums = {name: sum_of(content) for name, content in once.items()}
         for rank, one in enumerate(ranks.gather(total)):
             sums[f"__{rank}_0.distcp"] = one
-        return once, sums
+        files = {name: size for name, (size, _) in sums.items()}
+        return once, {"files": files, "blocks": {name: one for name, (_, one) in sums.items()}}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
         """Bring the index up to date where parts came to lie elsewhere. Collective."""

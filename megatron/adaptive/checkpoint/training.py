@@ -334,24 +334,17 @@ class Checkpoints:
         rows = state.padded_vocab_size(self._chunks)
         require_same_model(manifest, self._config, rows, f"--load {path}")
         if rows != manifest["padded_vocab_size"]:
-            self._warn_of_padding(rows, manifest["padded_vocab_size"], path)
+            _LOG.warning(
+                "WARNING: --load %s has %d rows in the embedding and this run has %d: rows that "
+                "only pad the vocabulary start at zero, and count in the softmax as in Megatron-LM,"
+                " so the loss will not be the same; --make-vocab-size-divisible-by can keep them",
+                path,
+                manifest["padded_vocab_size"],
+                rows,
+            )
         if self._loads_optimizer:
             require_same_optimizer(manifest, self._config, f"--load {path}")
         return path, manifest
-
-    def _warn_of_padding(self, rows: int, saved_rows: int, path: Path) -> None:
-        tensor_parallel = self._config.parallel.tensor_model_parallel_size
-        divisor, rest = divmod(saved_rows, tensor_parallel)
-        remedy = "" if rest else f"; --make-vocab-size-divisible-by {divisor} keeps their number"
-        _LOG.warning(
-            "WARNING: --load %s has %d rows in the embedding and this run has %d: rows that only "
-            "pad the vocabulary start at zero, and count in the softmax as in Megatron-LM, so the "
-            "loss will not be the same%s",
-            path,
-            saved_rows,
-            rows,
-            remedy,
-        )
 
     @property
     def _loads_optimizer(self) -> bool:

@@ -14,13 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.checkpoint.folder import (
-    INDEX,
-    StepFolders,
-    kind_of,
-    named_as_checkpoint,
-    verify,
-)
+from megatron.adaptive.checkpoint.folder import INDEX, StepFolders, find
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.command_parser import CommandParser, number
@@ -43,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(argv)
     path = Path(options.folder)
-    folders, steps = _chosen(path, options.step)
+    folders, steps = find(path, options.step)
     if options.what == "show":
         about = _about(folders, steps[-1])
         print(json.dumps(about, indent=1) if options.json else "\n".join(_lines(about)))
@@ -70,22 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(path: Path, step: int | None) -> tuple[StepFolders, list[int]]:
-    """Return the folders, and the steps that were asked for, ascending; at least one."""
-    if path.is_dir() and (found := named_as_checkpoint(path)) is not None:
-        return found[0], [found[1]]
-    folders = kind_of(path)
-    steps = folders.named()
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, steps))
-        raise CheckpointError(f"{path} has no checkpoint of step {step}: there are steps {there}")
-    return folders, steps if step is None else [step]
-
-
 def _row(folders: StepFolders, step: int, *, is_read: bool) -> dict[str, Any]:
     path = folders.complete_path(step)
     body: dict[str, Any] = {}
-    problems = verify(path) if is_read else []
+    problems = folders.verify(step) if is_read else []
     try:
         body = folders.read_manifest(path)
     except CheckpointError as error:

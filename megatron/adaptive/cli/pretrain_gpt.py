@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -78,7 +79,7 @@ def _train(argv: Sequence[str]) -> int:
     if not given or "=" in given[0] or given[0].startswith("-"):
         raise ConfigError("the recipe is missing: name a YAML file first, see train --help")
     path = Path(given[0])
-    recipe = read_recipe(read_file(path, "recipe"), given[1:], str(path))
+    recipe = read_recipe(load_recipe(path), given[1:], str(path))
     environment = Environment.read()
     is_rank = environment.world_size > 1
     processes = recipe.nodes * recipe.processes_per_node
@@ -100,6 +101,21 @@ def _train(argv: Sequence[str]) -> int:
     shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
     program = ["-m", "megatron.adaptive", "pretrain-gpt", *recipe.flags]
     return launch.main([*shape, *options, *program])
+
+
+def load_recipe(path: Path) -> Any:
+    """Reads a recipe, over the one that it names as its ``base``."""
+    content = read_file(path, "recipe")
+    if not isinstance(content, dict) or "base" not in content:
+        return content
+    base = read_file(path.parent / str(content.pop("base")), "recipe")
+    return _over(base, content)
+
+
+def _over(base: Any, own: Any) -> Any:
+    if not (isinstance(base, dict) and isinstance(own, dict)):
+        return own
+    return {**base, **{key: _over(base.get(key), value) for key, value in own.items()}}
 
 
 def evaluate(argv: Sequence[str]) -> int:

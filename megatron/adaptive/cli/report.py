@@ -21,13 +21,13 @@ from megatron.adaptive.cli.status import (
     read_status,
     samples_of,
     slurm_rows,
+    summary,
 )
 from megatron.adaptive.cluster.conf import SETTINGS
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.environment import WORK_FOLDER
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.trace.figures import RunFigures, run_figures
-from megatron.adaptive.trace.live_state import ProgressTail
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
 
@@ -101,7 +101,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     messages, more = _messages(folder, logs / f"{job}.batch", names)
     return {
         "title": f"Job {job}: {record.get('conf', {}).get('JOB_NAME', '')}".rstrip(": "),
-        "facts": _facts(status, progress, starts, processes),
+        "facts": _facts(status, starts, processes),
         "settings": _settings(status),
         "curves": _curves(drawn),
         "starts": [line["start_iteration"] + 1 for line in starts[1:]],
@@ -131,31 +131,17 @@ def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _facts(
-    status: JobStatus,
-    progress: ProgressTail,
-    starts: Sequence[Mapping[str, Any]],
-    processes: Sequence[int],
+    status: JobStatus, starts: Sequence[Mapping[str, Any]], processes: Sequence[int]
 ) -> list[tuple[str, str]]:
-    facts = [("state", status.state or "not known to Slurm")]
-    facts += [(name, value) for name, value in _account(status.job).items() if name != "state"]
-    facts += [(f"lost: {name}", why) for name, why in status.lost.items()]
+    account = {"state": status.state or "not known to Slurm"} | _account(status.job)
+    facts = [*account.items(), *(("now", line) for line in summary(status))]
     if processes:
         facts.append(("processes of each node", " + ".join(map(str, processes))))
     if starts:
         began = time.localtime(starts[-1]["unix_ns"] / 1e9)
         latest = time.strftime("%Y-%m-%d %H:%M:%S", began)
         facts.append(("starts", f"{len(starts)}, the latest {latest}"))
-    if progress.records:
-        line = progress.records[-1]
-        facts.append(("iterations", f"{line['iteration']} of {progress.total_iterations}"))
-        if line.get("loss") is not None:
-            facts.append(("latest loss", f"{line['loss']:.4f}"))
-    if status.iteration_ms is not None:
-        facts.append(("time of an iteration", f"{status.iteration_ms:.1f} ms (median of the last)"))
-    if status.tokens_per_s is not None:
-        facts.append(("throughput", f"{status.tokens_per_s:.0f} tokens/s"))
-    facts.append(("report made", time.strftime("%Y-%m-%d %H:%M:%S")))
-    return facts
+    return [*facts, ("report made", time.strftime("%Y-%m-%d %H:%M:%S"))]
 
 
 def _account(job: str) -> dict[str, str]:

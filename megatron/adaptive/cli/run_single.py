@@ -8,6 +8,7 @@ import datetime
 import itertools
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,14 +134,12 @@ def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
 
 def _new_folder(runs: Path, name: str) -> Path:
     """Makes a folder that no other run has, also where two start within one second."""
+    runs.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         run = runs / (name if number == 1 else f"{name}-{number}")
-        try:
-            run.mkdir(parents=True)
+        with contextlib.suppress(FileExistsError):
+            run.mkdir()
             break
-        except FileExistsError:
-            if not run.is_dir():
-                raise
     return run
 
 
@@ -160,18 +159,14 @@ def _latest(runs: Path) -> str | None:
 
 def _forget_if_empty(run: Path, before: str | None) -> None:
     """Removes the folder of a run that failed before it wrote anything."""
-    folders = [Path(folder) for folder, _, _ in os.walk(run, topdown=False)]
     if any(path.is_file() for path in run.rglob("*")):
         return
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-        latest = run.parent / "latest"
-        if _latest(run.parent) == run.name:
-            if before is None:
-                latest.unlink()
-            else:
-                _point(latest, before)
+    latest = run.parent / "latest"
+    shutil.rmtree(run, ignore_errors=True)
+    if _latest(run.parent) == run.name:
+        latest.unlink()
+        if before is not None:
+            _point(latest, before)
 
 
 def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: list[str]) -> int:

@@ -59,7 +59,13 @@ def main(argv: Sequence[str]) -> int:
 def _text(status: JobStatus) -> str:
     reason = f" ({status.reason})" if status.reason else ""
     lines = [f"job {status.job}: {status.state or 'not known to Slurm'}{reason}"]
-    lines += [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
+    nodes = [line for node in status.nodes for line in _node_lines(node)]
+    return "\n".join([*lines, *summary(status), *nodes])
+
+
+def summary(status: JobStatus) -> list[str]:
+    """Returns how far a job is and what is wrong with it, a line each."""
+    lines = [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
     if not status.nodes:
         lines.append(f"no logs in {status.folder} yet; another LOG_DIR is given with --log-dir")
     elif status.iteration is None:
@@ -74,9 +80,7 @@ def _text(status: JobStatus) -> str:
         lines.append("STALLED: no iteration for more than 5 times the usual; see each node's use")
     for name, wanted, found in status.differences:
         lines.append(f"DIFFERENT: {name} is {found}, {wanted} was requested")
-    for node in status.nodes:
-        lines += _node_lines(node)
-    return "\n".join(lines)
+    return lines
 
 
 def _node_lines(node: NodeStatus) -> list[str]:

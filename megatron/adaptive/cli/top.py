@@ -21,7 +21,6 @@ import select
 import statistics
 import sys
 import termios
-import time
 import tty
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,11 +43,9 @@ PERIOD_S = 0.5
 PIPE_COLUMNS = 160
 """Width used where the output is no terminal."""
 
-OVER = ("ended", "killed")
-
 
 def main(argv: Sequence[str]) -> int:
-    """Show a run until it is over (not on a terminal), or until ``q``."""
+    """Shows a run until ``q`` on a terminal, elsewhere one frame."""
     options = _parser().parse_args(argv)
     width = options.width
     if width is None and not sys.stdout.isatty():
@@ -56,12 +53,10 @@ def main(argv: Sequence[str]) -> int:
     console = Console(width=width, highlight=False, soft_wrap=False)
     run = LiveRun(find_live(options.run))
     with contextlib.suppress(KeyboardInterrupt):
-        if options.once:
-            console.print(draw(run.refresh(), console.width, None))
-        elif console.is_terminal:
+        if console.is_terminal and not options.once:
             _watch(run, console, options.interval)
         else:
-            _follow(run, console, options.interval)
+            console.print(draw(run.refresh(), console.width, None))
     return 0
 
 
@@ -79,18 +74,6 @@ def _watch(run: LiveRun, console: Console, interval_s: float) -> None:
                 break
             snapshot = run.refresh()
     console.print(draw(snapshot, console.width, console.height))
-
-
-def _follow(run: LiveRun, console: Console, interval_s: float) -> None:
-    """A frame per refresh, one below the other, until the run is over."""
-    while True:
-        snapshot = run.refresh()
-        console.print(draw(snapshot, console.width, None))
-        sys.stdout.flush()
-        if snapshot.state in OVER:
-            return
-        console.print()
-        time.sleep(interval_s)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,10 @@ current one, and a generator's seed then says which is meant.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,34 +43,11 @@ LOSS_NAME = "lm loss"
 TOKEN_NAME = "next token"
 
 
-class ChunkFeed:
-    """Hands a chunk its microbatches, in ascending order, with what names its random numbers.
-
-    Args:
-        microbatches: the step's microbatches, ``None`` on a rank that needs no data.
-        count: microbatches of the step.
-        step: iteration, part of the key.
-        numbers: of each microbatch over all replicas, where they are not dealt in turns.
-    """
-
-    def __init__(
-        self,
-        microbatches: Sequence[Microbatch] | None,
-        *,
-        count: int,
-        step: int,
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        self.step, self.numbers = step, numbers
-        self._microbatches = microbatches
-        self._indices = iter(range(count))
-
-    def __iter__(self) -> Iterator[tuple[int, Microbatch | None]]:
-        return self
-
-    def __next__(self) -> tuple[int, Microbatch | None]:
-        index = next(self._indices)
-        return index, None if self._microbatches is None else self._microbatches[index]
+def feed(microbatches: Sequence[Microbatch] | None, count: int) -> Iterator[Microbatch | None]:
+    """Hands a chunk the microbatches of a step, ``None`` on a rank that needs no data."""
+    if microbatches is None:
+        return itertools.repeat(None, count)
+    return map(microbatches.__getitem__, range(count))
 
 
 class GptForward:
@@ -76,30 +55,24 @@ class GptForward:
 
     Args:
         accelerator: where the batch goes.
-        dropout: seeds the generators.
     """
 
-    def __init__(self, accelerator: Accelerator, dropout: DropoutKeys) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._dropout = dropout
 
-    def __call__(self, feed: ChunkFeed, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def __call__(self, given: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         """Run one microbatch through a chunk.
 
         Args:
-            feed: gives the microbatch; ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64``,
+            given: yields the microbatch; ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64``,
                 ``loss_mask [b, s] float32``, and ``lengths [n]`` of packed documents.
             model: the chunk.
 
         Returns:
             The chunk's output (losses ``[b, s]`` on the last stage) and the loss function.
         """
-        index, batch = next(feed)
-        if model.training:
-            number = None if feed.numbers is None else feed.numbers[index]
-            self._dropout.apply(step=feed.step, microbatch=index, number=number)
         to_device = self._accelerator.to_device
-        batch = {} if batch is None else dict(batch)
+        batch = dict(next(given) or {})
         packed: dict[str, Any] = {}
         if (lengths := batch.pop("lengths", None)) is not None:
             packed["packed_seq_params"] = Documents.of(lengths, to_device)
@@ -132,10 +105,9 @@ class NextToken:
         self._accelerator = accelerator
         self._position = position
 
-    def __call__(self, feed: ChunkFeed, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def __call__(self, given: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         """Run one microbatch of ``tokens`` and ``position_ids`` through a chunk."""
-        _, batch = next(feed)
-        assert batch is not None
+        batch = next(given)
         to_device = self._accelerator.to_device
         output = model(to_device(batch["tokens"]), to_device(batch["position_ids"]), None)
         return output, partial(self._likeliest, get_model_config(model).calculate_per_token_loss)
@@ -246,6 +218,36 @@ class DropoutKeys:
         for layer in _layers_of(chunks):
             if (handle := layer.__dict__.pop(_HOOK, None)) is not None:
                 handle.remove()
+
+    def keyed(
+        self,
+        forward_step_func: Callable[..., Any],
+        chunks: Iterable[torch.nn.Module],
+        *,
+        step: int,
+        numbers: Sequence[int] | None = None,
+    ) -> Callable[..., Any]:
+        """Returns megatron-core's ``forward_step_func`` of a step, seeding before each forward.
+
+        Args:
+            forward_step_func: called with each chunk's microbatches in ascending order.
+            chunks: of this rank.
+            step: iteration, part of the key.
+            numbers: of each microbatch over all replicas, where they are not dealt in turns.
+        """
+        if not self._enabled:
+            return forward_step_func
+        forwards = dict.fromkeys(map(id, chunks), 0)
+
+        def forward_step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
+            index = forwards[id(model)]
+            forwards[id(model)] += 1
+            self.apply(
+                step=step, microbatch=index, number=None if numbers is None else numbers[index]
+            )
+            return forward_step_func(data_iterator, model, *more, **options)
+
+        return functools.wraps(forward_step_func)(forward_step)
 
     def apply(self, *, step: int, microbatch: int, number: int | None = None) -> None:
         """Set the generators for the forward of ``microbatch``, up to the first layer.

@@ -21,10 +21,10 @@ from megatron.adaptive.errors import AdaptiveError, DeviceMemoryError
 from megatron.adaptive.gpt.forward import (
     LOSS_NAME,
     TOKEN_NAME,
-    ChunkFeed,
     DropoutKeys,
     GptForward,
     NextToken,
+    feed,
 )
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.schedule.dealing import Dealt
@@ -58,14 +58,14 @@ class Step:
         config = run.job.config
         self._run = run
         self._config = config
-        dropout = DropoutKeys(
+        self._dropout = DropoutKeys(
             config.run.seed,
             enabled=config.model.hidden_dropout > 0
             or config.model.attention_dropout > 0
             or config.lora.lora_dropout > 0,
         )
-        dropout.attach(run.chunks)
-        self._forward = GptForward(run.job.accelerator, dropout)
+        self._dropout.attach(run.chunks)
+        self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
         self.times: RankTimes | None = None  # of the last training step, on our executor
@@ -221,13 +221,13 @@ class Step:
         if dealt is not None:
             more["loss_parts"] = dealt.total
         numbers = None if dealt is None else dealt.numbers
-        feeds = [
-            ChunkFeed(microbatches, count=num_microbatches, step=step, numbers=numbers)
-            for _ in run.chunks
-        ]
+        feeds = [feed(microbatches, num_microbatches) for _ in run.chunks]
+        function: Any = forward or self._forward
+        if not forward_only:
+            function = self._dropout.keyed(function, run.chunks, step=step, numbers=numbers)
         single = len(run.chunks) == 1
         return run.forward_backward(
-            forward_step_func=forward or self._forward,
+            forward_step_func=function,
             data_iterator=feeds[0] if single else feeds,
             model=run.chunks[0] if single else run.chunks,
             num_microbatches=num_microbatches,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -23,7 +22,7 @@ from megatron.adaptive.modules.cutting import (
 )
 from megatron.adaptive.modules.mesh import Mesh
 from megatron.adaptive.modules.program import MessageLayout, StageProgram
-from megatron.adaptive.modules.recording import Forward, Forwards, Loss, Slicing, Tape
+from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape
 from megatron.adaptive.modules.segments import check_replay, measure_segments
 from megatron.adaptive.modules.update import Update
 from megatron.adaptive.schedule.placement import Placement
@@ -31,19 +30,12 @@ from megatron.adaptive.schedule.placement import Placement
 _REPEATS = 3
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PipelineSettings:
-    """Holds what a user asks for; see :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PipelineSettings(SampledModel):
+    """Holds what a user asks of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        model: with :class:`CutPoint` modules in its forward; called with the batch's entries as
-            keyword arguments; where ``loss`` is given, with those that it takes.
-        sample: a batch, a dictionary of tensors whose first axis is that of the samples. Its
-            first microbatch is run to find the stages; a second one checks them.
         micro_batch_size: samples of a microbatch; the planner's best where ``None``.
-        loss: ``(output, batch) -> scalar``; ``None`` where the model's output is the loss, has an
-            entry ``loss`` or begins with it.
-        arguments: further keyword arguments of forward, always the same.
         pipeline_size: processes of a pipeline, the rest are replicas; the planner's best where it
             is ``auto``, or ``None`` without a ``micro_batch_size``; else all where ``None``.
         batch_size: samples of a step over all replicas, for the planner; those of the sample where
@@ -56,11 +48,7 @@ class PipelineSettings:
         split_backward: compute weight gradients apart; chosen by the schedule where ``None``.
         partition: segments between cut points that each stage gets, as ``"3-4-5"`` or numbers.
         weights: what each segment costs, in any unit; measured with the sample where ``None``.
-        shared_weights: groups of names of parameters that are one and used on both sides of a cut.
-        mixed_precision: ``bf16`` or ``fp16`` for autocast with parameters as they are; fp16 with a
-            dynamic loss scale.
         seed: of dropout and all else that is random within the model.
-        slicing: ``record``, ``export`` or ``auto``; see ``docs/cutpoint.md``.
         transport: how neighbouring processes are connected.
         trace_dir: folder for traces, ``None`` for none.
         timeout_s: limit of every wait for another process.
@@ -70,11 +58,7 @@ class PipelineSettings:
         on_hang: ``report``, a page and a line, or ``end`` the job besides.
     """
 
-    model: torch.nn.Module
-    sample: Mapping[str, torch.Tensor]
     micro_batch_size: int | None = None
-    loss: Loss | None = None
-    arguments: Mapping[str, Any] | None = None
     pipeline_size: int | Literal["auto"] | None = None
     batch_size: int | None = None
     memory_limit_bytes: float | None = None
@@ -84,10 +68,7 @@ class PipelineSettings:
     split_backward: bool | None = None
     partition: str | Sequence[int] | None = None
     weights: Sequence[float] | None = None
-    shared_weights: Sequence[Sequence[str]] = ()
-    mixed_precision: Literal["bf16", "fp16"] | None = None
     seed: int = 1234
-    slicing: Slicing = "auto"
     transport: TransportConfig | None = None
     trace_dir: str | None = None
     timeout_s: float = 600.0
@@ -98,17 +79,7 @@ class PipelineSettings:
     def samples(self) -> int:
         """Samples of a step over all replicas."""
         given = self.batch_size
-        return samples_in(self.sample, "sample_batch") if given is None else given
-
-    @cached_property
-    def forward(self) -> Forward:
-        """What makes a loss of a microbatch."""
-        return Forward(
-            model=self.model,
-            loss=self.loss,
-            arguments=self.arguments,
-            mixed_precision=self.mixed_precision,
-        )
+        return samples_in(self.sample_batch, "sample_batch") if given is None else given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,21 +114,21 @@ def assemble(
     Raises:
         ConfigError: the model cannot be cut so.
     """
-    forward, weights = request.forward, request.weights
-    sample = stretched(request.sample, shape.micro_batch_size)
-    first = shape.microbatch(sample, 0, forward.device)
-    forwards = Forwards.of(forward, first, request.slicing)
+    weights = request.weights
+    sample = stretched(request.sample_batch, shape.micro_batch_size)
+    first = shape.microbatch(sample, 0, request.device)
+    forwards = Forwards.of(request, first, request.slicing)
     tape = forwards.training
     check_stages(tape.num_segments, placement.num_stages)
     check_shared(tape, request.shared_weights)
 
     def measured() -> tuple[float, ...]:
         if shape.samples >= 2 * shape.micro_batch_size:
-            check_replay(forward, forwards, shape.microbatch(sample, 1, forward.device))
+            check_replay(request, forwards, shape.microbatch(sample, 1, request.device))
         if request.partition or weights:
             return tuple(weights or ())
         found = measure_segments(
-            forward, tape, first, forward.device, split=False, repeats=_REPEATS
+            request, tape, first, request.device, split=False, repeats=_REPEATS
         )
         return tuple(one.seconds for one in found)
 
@@ -167,18 +138,18 @@ def assemble(
     else:
         check_weights(weights, tape.num_segments)
         partition = balanced(weights, placement.num_stages)
-    return _hold(forward, forwards, partition, weights, mesh, placement)
+    return _hold(request.model, forwards, partition, weights, mesh, placement)
 
 
 def _hold(
-    forward: Forward,
+    model: torch.nn.Module,
     forwards: Forwards,
     partition: tuple[int, ...],
     weights: tuple[float, ...],
     mesh: Mesh,
     placement: Placement,
 ) -> Assembly:
-    model, device = forward.model, mesh.accelerator.device
+    device = mesh.accelerator.device
     plans = slice_tape(forwards.training, partition)
     eval_plans = slice_tape(forwards.evaluation, partition)
     stages = [placement.stage_of(mesh.pp_rank, c) for c in range(placement.num_chunks)]

@@ -46,8 +46,8 @@ class Pipeline:
     Args:
         model: with :class:`CutPoint` modules in its forward.
         sample_batch: a batch, a dictionary of tensors whose first axis is that of the samples.
-        **more: the other attributes of
-            :class:`~megatron.adaptive.modules.assembly.PipelineSettings`.
+        **more: the other attributes of :class:`~megatron.adaptive.modules.recording.SampledModel`
+            and :class:`~megatron.adaptive.modules.assembly.PipelineSettings`.
 
     Attributes:
         model: as given.
@@ -73,7 +73,7 @@ class Pipeline:
     def __init__(
         self, model: torch.nn.Module, sample_batch: Mapping[str, torch.Tensor], **more: Any
     ) -> None:
-        request = PipelineSettings(model=model, sample=sample_batch, **more)
+        request = PipelineSettings(model, sample_batch, **more)
         check_values(
             {name: getattr(request, name) for name in ("hang_after_s", "on_hang")},
             {spec.dest: spec for spec in fields_of(ScheduleConfig)},
@@ -82,7 +82,6 @@ class Pipeline:
         if request.micro_batch_size is not None:
             BatchShape(sample_batch, request.micro_batch_size)
         check_groups(model, request.shared_weights)
-        assert request.forward  # whose settings are checked before others are met
         self.model = model
         self.grad_norm = self.loss = 0.0
         self.times: RankTimes | None = None

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, DeviceMemoryErr
 from megatron.adaptive.modules.batch import BatchShape, require_whole, samples_in, stretched  # noqa: E402
 from megatron.adaptive.modules.cutting import check_groups, check_shared  # noqa: E402
 from megatron.adaptive.modules.mesh import join_job  # noqa: E402
-from megatron.adaptive.modules.recording import Forward, Forwards, Slicing, Tape  # noqa: E402
+from megatron.adaptive.modules.recording import Forwards, SampledModel, Tape  # noqa: E402
 from megatron.adaptive.modules.segments import (  # noqa: E402
     MakeOptimizer,
     SegmentSample,
@@ -52,7 +51,7 @@ from megatron.adaptive.profiling.timing import spread  # noqa: E402
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Profiler:
+class Profiler(SampledModel):
     """Measures a model's pieces between cut points, links and all-reduces.
 
     ::
@@ -61,9 +60,8 @@ class Profiler:
         profile.write("profile.json")       # for python -m megatron.adaptive plan
 
     Args:
-        model: with :class:`CutPoint` modules in its forward; stays as it is.
-        sample_batch: see :class:`Pipeline`.
-        loss, arguments, shared_weights, mixed_precision, slicing: see :class:`Pipeline`.
+        model, sample_batch: the model stays as it is; for these and their settings see
+            :class:`~megatron.adaptive.modules.recording.SampledModel`.
         micro_batch_sizes: samples of microbatches; where ``None``, 1, 2, 4 and so on up to the
             sample's, as far as memory and ``time_limit_s`` allow.
         split_backward: measure backwards also by inputs and by weights.
@@ -80,14 +78,7 @@ class Profiler:
         ConfigError: a setting, the batch or the model breaks a rule; named.
     """
 
-    model: torch.nn.Module
-    sample_batch: Mapping[str, torch.Tensor]
     _: KW_ONLY
-    loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
-    arguments: Mapping[str, Any] | None = None
-    shared_weights: Sequence[Sequence[str]] = ()
-    mixed_precision: Literal["bf16", "fp16"] | None = None
-    slicing: Slicing = "auto"
     micro_batch_sizes: Sequence[int] | None = None
     split_backward: bool = True
     optimizer: MakeOptimizer | None = None
@@ -99,6 +90,7 @@ class Profiler:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         BatchShape(self.sample_batch, 1)
         check_groups(self.model, self.shared_weights)
         gone = next((name for name, one in self.model.named_parameters() if one.is_meta), None)
@@ -114,16 +106,6 @@ class Profiler:
             value = getattr(self, limit)
             if value is not None and not value > 0:
                 raise ConfigError(f"{limit} {value!r}: give a number above 0")
-        assert self._forward  # whose settings are checked before anything is measured
-
-    @cached_property
-    def _forward(self) -> Forward:
-        return Forward(
-            model=self.model,
-            loss=self.loss,
-            arguments=self.arguments,
-            mixed_precision=self.mixed_precision,
-        )
 
     def run(self) -> ModuleProfile:
         """Measures. Collective over all processes of the job; returns the same on all of them.
@@ -251,8 +233,8 @@ class Profiler:
         self, device: torch.device, limit_bytes: float, most: int
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the tape and the pieces of one size of microbatch after the other."""
-        forward, begin_s = self._forward, time.monotonic()
-        host = forward.device.type == "cpu"
+        begin_s = time.monotonic()
+        host = self.device.type == "cpu"
         needed = recorded = 0.0  # bytes for each sample
         doubled = [2**power for power in range(most.bit_length())]
         given = sorted(set(self.micro_batch_sizes or ()))
@@ -263,14 +245,14 @@ class Profiler:
             if needed * size > limit_bytes or recorded * size > room:
                 return
             batch = {
-                name: one[:size].to(forward.device, copy=True)  # what is kept of it has its size
+                name: one[:size].to(self.device, copy=True)  # what is kept of it has its size
                 for name, one in stretched(self.sample_batch, size).items()
             }
             try:
-                tape = Forwards.of(forward, batch, self.slicing).training
+                tape = Forwards.of(self, batch, self.slicing).training
                 check_shared(tape, self.shared_weights)
                 rows = measure_segments(
-                    forward, tape, batch, device, split=self.split_backward, repeats=self.repeats
+                    self, tape, batch, device, split=self.split_backward, repeats=self.repeats
                 )
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()

@@ -157,6 +157,7 @@ class StageProgram:
         forward_layout, backward_layout: of the messages to the stage before: what it sends with a
             forward, what it gets back with a backward.
         next_forward, next_backward: likewise of those to the stage after.
+        gradients_in, gradients_out: whether each value that it receives or sends has a gradient.
     """
 
     def __init__(
@@ -168,12 +169,12 @@ class StageProgram:
         self._device = device
         values = tape.values
         received, sent = ([values[n] for n in row] for row in (plan.received, plan.sent))
-        self._gradients_in = [value.requires_grad for value in received]
-        self._gradients_out = [value.requires_grad for value in sent]
+        self.gradients_in = [value.requires_grad for value in received]
+        self.gradients_out = [value.requires_grad for value in sent]
         self.forward_layout = MessageLayout.of(received)
-        self.backward_layout = MessageLayout.of(compress(received, self._gradients_in))
+        self.backward_layout = MessageLayout.of(compress(received, self.gradients_in))
         self.next_forward = MessageLayout.of(sent)
-        self.next_backward = MessageLayout.of(compress(sent, self._gradients_out))
+        self.next_backward = MessageLayout.of(compress(sent, self.gradients_out))
         self._sources: list[tuple[int, str, str]] = []
         self._constants: dict[int, torch.Tensor] = {}
         self._steps = self._prepare()
@@ -244,19 +245,6 @@ class StageProgram:
         sent = [env[number] for number in self.plan.sent]
         return sent, None if self.plan.result is None else env[self.plan.result]
 
-    def require_gradients(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the values of a message as leaves, those requiring a gradient that have one."""
-        pairs = zip(received, self._gradients_in, strict=True)
-        return [one.detach().requires_grad_(wanted) for one, wanted in pairs]
-
-    def gradients_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the gradients that go back to the stage before."""
-        return [leaf.grad for leaf in compress(leaves, self._gradients_in)]
-
-    def differentiated(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what gets a gradient from the stage after, in the order of that message."""
-        return list(compress(sent, self._gradients_out))
-
 
 _NOTHING = contextlib.nullcontext()
 
@@ -312,11 +300,12 @@ class ProgramStages(SplitStages):
             with torch.no_grad():
                 sent, loss = self._run(chunk, microbatch, given)
         else:
-            given = program.require_gradients(given)
+            pairs = zip(given, program.gradients_in, strict=True)
+            given = [one.detach().requires_grad_(wanted) for one, wanted in pairs]
             with self.meter.measure(chunk, self.held.values()):
                 sent, loss = self._run(chunk, microbatch, given)
             scaled = None if loss is None else loss * self._factor
-            edges = [get_gradient_edge(one) for one in program.differentiated(sent)]
+            edges = [get_gradient_edge(one) for one in compress(sent, program.gradients_out)]
             self._pending[chunk, microbatch] = _Pending(given, edges, scaled)
         if loss is not None:
             self.losses.append(loss.detach())
@@ -353,7 +342,8 @@ class ProgramStages(SplitStages):
                 torch.autograd.backward(pending.edges, program.next_backward.unpack(gradient))
         if not program.plan.received:
             return None
-        return program.backward_layout.pack(program.gradients_of(pending.leaves), self.device)
+        gradients = [leaf.grad for leaf in compress(pending.leaves, program.gradients_in)]
+        return program.backward_layout.pack(gradients, self.device)
 
     def finish(self) -> None:
         """End the step, normally or after an error."""

@@ -19,8 +19,8 @@ import contextlib
 import inspect
 import itertools
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -481,24 +481,28 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Loss = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Forward:
     """Makes a loss of a microbatch.
 
     Attributes:
-        model: the model.
-        loss: makes the loss of its output and the batch; ``None`` where the model gives it.
-        arguments: further keyword arguments of its forward.
-        mixed_precision: its name, ``None`` for none.
+        model: with :class:`CutPoint` modules in its forward; called with the batch's entries as
+            keyword arguments; where ``loss`` is given, with those that it takes.
+        loss: ``(output, batch) -> scalar``; ``None`` where the model's output is the loss, has an
+            entry ``loss`` or begins with it.
+        arguments: further keyword arguments of forward, always the same.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast with parameters as they are; fp16 with a
+            dynamic loss scale.
 
     Raises:
         ConfigError: there is no such precision.
     """
 
     model: torch.nn.Module
+    _: KW_ONLY
     loss: Loss | None = None
     arguments: Mapping[str, Any] | None = None
-    mixed_precision: str | None = None
+    mixed_precision: Literal["bf16", "fp16"] | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision not in (None, *PRECISIONS):
@@ -536,6 +540,23 @@ class Forward:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SampledModel(Forward):
+    """A model with a batch to record its forward with.
+
+    Attributes:
+        sample_batch: a dictionary of tensors whose first axis is that of the samples. Its first
+            microbatch is run to find the stages; a second one checks them.
+        shared_weights: groups of names of parameters that are one and used on both sides of a cut.
+        slicing: ``record``, ``export`` or ``auto``; see ``docs/cutpoint.md``.
+    """
+
+    sample_batch: Mapping[str, torch.Tensor]
+    _: KW_ONLY
+    shared_weights: Sequence[Sequence[str]] = ()
+    slicing: Slicing = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from megatron.adaptive.modules.cutting import (
 )
 from megatron.adaptive.modules.mesh import Mesh, check_pipeline_size, join_job, make_mesh
 from megatron.adaptive.modules.profiler import ModuleProfile, Profiler
-from megatron.adaptive.modules.recording import CutPoint
+from megatron.adaptive.modules.recording import CutPoint, SampledModel
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
 from megatron.adaptive.planner.running import Option, Running, choose_option
 from megatron.adaptive.schedule.placement import Placement
@@ -225,18 +225,13 @@ def _choose(job: Job, request: PipelineSettings) -> Chosen:
 
 def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, MeasuredModule]:
     """Profiles a model; returns that, and what layouts are planned with. Collective."""
-    size, forward, given = request.micro_batch_size, request.forward, request.pipeline_size
+    size, given = request.micro_batch_size, request.pipeline_size
     # As several ranks would run it; what is wrong with it is said before anything is measured.
     orders = choose_orders(request, 2, 0)
     splits = orders.weight_pieces > 0
+    model = {one.name: getattr(request, one.name) for one in dataclasses.fields(SampledModel)}
     profiler = Profiler(
-        forward.model,
-        request.sample,
-        loss=forward.loss,
-        arguments=forward.arguments,
-        mixed_precision=request.mixed_precision,
-        shared_weights=request.shared_weights,
-        slicing=request.slicing,
+        **model,
         micro_batch_sizes=None if size is None else (size,),
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
@@ -352,16 +347,16 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
 
 def _signature(request: PipelineSettings) -> str:
     """Returns a digest of this model and of what is wanted of it."""
-    model = request.model
+    model, sample = request.model, request.sample_batch
     content: dict[str, Any] = {
         "model": type(model).__qualname__,
         "parameters": [(n, list(one.shape), str(one.dtype)) for n, one in model.named_parameters()],
         "cuts": [name for name, one in model.named_modules() if isinstance(one, CutPoint)],
-        "sample": [(n, list(one.shape[1:]), str(one.dtype)) for n, one in request.sample.items()],
+        "sample": [(n, list(one.shape[1:]), str(one.dtype)) for n, one in sample.items()],
         "cut": [getattr(request, name) for name in _SIGNED_CUT],
         "wanted": [getattr(request, name) for name in _SIGNED_SHAPE],
         "memory": request.memory_limit_bytes,
-        "autocast": str(request.forward.autocast),
+        "autocast": str(request.autocast),
     }
     text = json.dumps(content, default=list, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -125,7 +125,10 @@ class Engine:
             # Megatron-LM may run a step again, to see whether its results are the same.
             self._iteration = (self._iteration if current is None else current) + 1
             if self._dropout is not None:
-                given = {**given, "forward_step_func": self._keyed(given["forward_step_func"])}
+                keyed = self._dropout.keyed(
+                    given["forward_step_func"], chunks, step=self._iteration
+                )
+                given = {**given, "forward_step_func": keyed}
             if trace is not None:
                 trace.begin(self._iteration, given)
                 given = {**given, "data_iterator": trace.timed(given["data_iterator"])}
@@ -286,20 +289,6 @@ class Engine:
         keys = DropoutKeys(_SEED if seed is None else seed, enabled=True)
         keys.attach(self._chunks)
         return keys
-
-    def _keyed(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a step's function, which seeds the generators before each forward."""
-        dropout, iteration = self._dropout, self._iteration
-        assert dropout is not None
-        forwards = dict.fromkeys(map(id, self._chunks), 0)  # of a chunk they ascend
-
-        @functools.wraps(forward_step_func)
-        def forward_step(data_iterator: Any, model: Any, *more: Any) -> Any:
-            dropout.apply(step=iteration, microbatch=forwards[id(model)])
-            forwards[id(model)] += 1
-            return forward_step_func(data_iterator, model, *more)
-
-        return forward_step
 
     def _make_tuner(self, config: Any) -> Tuner | None:
         """Returns what chooses for ``auto``, as long as it has not chosen. Collective."""

@@ -25,10 +25,17 @@ from megatron.adaptive.config.schedule import (
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import rules
 from megatron.adaptive.schedule.action import Action, ActionKind
+from megatron.adaptive.schedule.fixed_in_loop import (
+    forward_only,
+    gpipe,
+    interleaved,
+    interleaved_zb,
+    one_f_one_b,
+    varuna,
+    zb_h1,
+)
 from megatron.adaptive.schedule.fixed_in_v import dualpipe_v, v_half, zb_v
-from megatron.adaptive.schedule.gpipe import forward_only, gpipe, varuna
 from megatron.adaptive.schedule.memory import chunk_shares, default_cap, with_rounding
-from megatron.adaptive.schedule.one_f_one_b import interleaved, interleaved_zb, one_f_one_b, zb_h1
 from megatron.adaptive.schedule.placement import Placement, PlacementKind
 from megatron.adaptive.schedule.policy import Follow, Policy, RulePolicy, codes_of
 from megatron.adaptive.schedule.schedule import Order, Schedule, check_num_microbatches

@@ -38,7 +38,7 @@ import numpy as np
 from megatron.adaptive.config.schedule import UNEQUAL_SCHEDULES
 from megatron.adaptive.errors import ScheduleError
 from megatron.adaptive.schedule import machine
-from megatron.adaptive.schedule.one_f_one_b import order_after
+from megatron.adaptive.schedule.fixed_in_loop import order_after
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.policy import Follow, Policy
 from megatron.adaptive.schedule.registry import make_policies

@@ -42,7 +42,7 @@ from megatron.adaptive.engine.deferred_layers import attach_stores  # noqa: E402
 from megatron.adaptive.engine.job import no_rendezvous  # noqa: E402
 from megatron.adaptive.engine.stages import ActivationMeter, MegatronStages, default_process_groups  # noqa: E402
 from megatron.adaptive.errors import ConfigError, SetupError  # noqa: E402
-from megatron.adaptive.gpt.forward import ChunkFeed, DropoutKeys, GptForward  # noqa: E402
+from megatron.adaptive.gpt.forward import DropoutKeys, GptForward, feed  # noqa: E402
 from megatron.adaptive.gpt.initialize import end_job, remake_mesh, start_job  # noqa: E402
 from megatron.adaptive.gpt.model import build_chunks, build_optimizer, transformer_config  # noqa: E402
 from megatron.adaptive.gpt.setup import payload_shape  # noqa: E402
@@ -322,8 +322,8 @@ def _measure_stage(
             chunk.train()
             chunk.zero_grad_buffer()
         stages = MegatronStages(
-            forward_step_func=GptForward(accelerator, dropout),
-            data_iterators=[ChunkFeed(batches, count=count, step=1)],
+            forward_step_func=dropout.keyed(GptForward(accelerator), chunks, step=1),
+            data_iterators=[feed(batches, count)],
             chunks=chunks,
             placement=placement,
             pp_rank=stage,

@@ -29,7 +29,7 @@ from plotly.offline import get_plotlyjs
 
 from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.trace.event import CAUSES, DRAWN_ACTIONS, KINDS, REASONS
+from megatron.adaptive.trace.event import DRAWN_ACTIONS, KINDS, REASONS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
@@ -43,7 +43,7 @@ from megatron.adaptive.trace.table import (
     TraceTable,
     match_messages,
 )
-from megatron.adaptive.trace.views.palette import IDLE, OTHER_COLORS, categories
+from megatron.adaptive.trace.views.palette import IDLE, categories
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_000_000
@@ -476,21 +476,17 @@ def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints],
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
     """``[spans] int64``: places in :func:`categories`, -1 for what is no bar."""
-    waits = len(DRAWN_ACTIONS) * num_chunks
-    others = _first_other(num_chunks)
-    by_kind = np.full(OTHER + 1, -1, dtype=np.int64)
-    for number, kind in enumerate(OTHER_COLORS):
-        by_kind[KIND.get(kind, OTHER)] = others + number
-    by_cause = np.full(len(REASON), waits + len(CAUSES), dtype=np.int64)
-    by_cause[[REASON[cause] for cause in CAUSES]] = waits + np.arange(len(CAUSES))
-    category: Ints = by_kind[table.kind]
-    actions, idle = table.where(*DRAWN_ACTIONS), table.where("wait")
-    chunk = np.clip(table.chunk, 0, num_chunks - 1).astype(np.int64)
-    category[actions] = (table.kind.astype(np.int64) * num_chunks + chunk)[actions]
+    known = {
+        (one.kind, one.chunk, one.cause): place for place, one in enumerate(categories(num_chunks))
+    }
+    by_kind = np.full((OTHER + 1, num_chunks), -1, dtype=np.int64)
+    by_cause = np.full(len(REASON), known["wait", -1, ""], dtype=np.int64)
+    for (kind, chunk, cause), place in known.items():
+        if kind != "wait":
+            by_kind[KIND.get(kind, OTHER), slice(None) if chunk < 0 else chunk] = place
+        elif cause:
+            by_cause[REASON[cause]] = place
+    category: Ints = by_kind[table.kind, np.clip(table.chunk, 0, num_chunks - 1)]
+    idle = table.where("wait")
     category[idle] = by_cause[table.reason[idle]]
     return category
-
-
-def _first_other(num_chunks: int) -> int:
-    """The place in :func:`categories` behind actions and waits."""
-    return len(DRAWN_ACTIONS) * num_chunks + len(CAUSES) + 1
