@@ -363,33 +363,6 @@ void a_killed_receiver_is_noticed_by_who_waits_in_flush() {
   both.low->join();
 }
 
-// A data loader that a rank forked holds its sockets and memory; the rank's end is noticed all the
-// same.
-void a_child_of_the_killed_process_does_not_hide_its_end() {
-  int ready[2];
-  check(::pipe(ready) == 0, "pipe");
-  Processes both(
-      [&](End&) {
-        const pid_t loader = ::fork();
-        if (loader == 0) {
-          ::pause();
-          ::_exit(0);
-        }
-        check(::write(ready[1], &loader, sizeof(loader)) > 0, "write");
-        ::pause();
-      },
-      opening(),
-      [](End& end) { check(take_failure(end).kind == Failure::Kind::kPeerLost, "a lost peer"); },
-      opening(), wire());
-  pid_t loader = 0;
-  check(::read(ready[0], &loader, sizeof(loader)) > 0, "read");
-  both.low->kill();
-  both.high->join();
-  ::kill(loader, SIGKILL);
-  ::close(ready[0]);
-  ::close(ready[1]);
-}
-
 void a_forked_child_disturbs_nobody() {
   const auto low_body = [](End& end) {
     send_pattern(*end.sender, 1000, 0);
@@ -571,24 +544,6 @@ void more_memory_than_there_is_is_an_error_on_both_ends() {
                       "64 slots of 1 TiB) needs 64 TiB of shared memory");
 }
 
-void a_stopped_peer_is_lost_after_the_limit() {
-  ChannelOptions options;
-  options.silent_limit = milliseconds(400);
-  Processes both([](End&) { ::pause(); }, opening(options),  // computes: only its reactor speaks
-                 [](End& end) {
-                   check(nothing_comes(end, 1200), "a computing peer to stay alive");
-                   send_pattern(*end.sender, 1, 0);
-                   const Failure failure = take_failure(end);
-                   check(failure.kind == Failure::Kind::kPeerLost, "the loss of a peer");
-                   check_contains(failure.text, "s (limit 0.4 s, ");
-                   check_contains(failure.text, "no message had come from it");
-                 },
-                 opening(options), wire());
-  ::usleep(1'500'000);
-  both.low->signal(SIGSTOP);
-  both.high->join();
-}
-
 void run_all(const std::string& only) {
   const auto test = [&](const std::string& name, const std::function<void()>& body) {
     run(name + (is_shm() ? " (shm)" : is_rdma() ? " (rdma)" : " (tcp)"), body, only);
@@ -615,8 +570,6 @@ void run_all(const std::string& only) {
     test("options", options_that_cannot_be);
     test("kills", kills_at_random_moments);
     test("killed receiver", a_killed_receiver_is_noticed_by_who_waits_in_flush);
-    test("killed with child", a_child_of_the_killed_process_does_not_hide_its_end);
-    test("stopped", a_stopped_peer_is_lost_after_the_limit);
     test("fork", a_forked_child_disturbs_nobody);
     if (one != Transport::kRdma) {  // where both ends have to be alike
       test("options, unequal", ends_may_differ_in_their_options);

@@ -18,15 +18,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.adaptive import extension
-from megatron.adaptive.accelerator import detect, install
-from megatron.adaptive.engine.agreement import Agreement, connect, encode
+from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.decision_channel import Reader, Writer, make_channels
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.record import Recording, RecordShape, ScheduleRecord
@@ -40,7 +38,7 @@ from megatron.adaptive.schedule.registry import make_schedule
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import Arrival, CompletionQueue, Label
 from tests.engine import loopback
-from tests.engine.loopback import Counting, Loopback, Writing
+from tests.engine.loopback import Loopback, Writing
 from tests.transport.contract_rank import error_of
 
 WATCHDOG_S = 60.0
@@ -314,75 +312,9 @@ def last(member: Member) -> Any:
         return [*seen, stop.finish(), stop.finish(), stop.reason]
 
 
-def experts(member: Member) -> dict[str, Any]:
-    """Two pipelines of two ranks whose stages trade numbers in every forward and backward.
-
-    What a member gets must be of the very action that it runs. One of them is slower.
-    """
-    install()  # the other programs start faster without megatron-core
-    from megatron.core import parallel_state
-
-    from megatron.adaptive.engine.build import build_executor, decision_group, gather_places
-
-    parallel_state.initialize_model_parallel(1, 2, expert_model_parallel_size=2)
-    model = SimpleNamespace(num_moe_experts=2)
-    placement = Placement(num_ranks=2, num_chunks=2)
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    wiring = build_executor(
-        placement=placement,
-        accelerator=detect(0, backend="gloo"),
-        places=gather_places(),
-        payload_shape=None,
-        payload_dtype=torch.float32,
-        payload_varies=True,
-        timeout_s=20.0,
-        model=model,
-    )
-    group = parallel_state.get_expert_model_parallel_group()
-    chance = random.Random(member.rank)
-    strangers: list[str] = []
-
-    def when_run(action: Action) -> None:
-        time.sleep(0.002 * chance.random() * (1.3 if member.rank == 1 else 1.0))
-        for part in range(3 if action.kind is not ActionKind.W else 0):
-            mine = torch.tensor([[encode(action, part)]] * 2)
-            theirs = torch.empty_like(mine)
-            dist.all_to_all_single(theirs, mine, group=group)
-            time.sleep(0.001 * chance.random())
-            if not torch.equal(theirs, mine):
-                strangers.append(f"{action}: {theirs.tolist()}")
-
-    taken = []
-    static = make_schedule("combined-1f1b", placement, MICROBATCHES).orders[pp_rank]
-    fixed = Follow(static, "combined-1f1b")
-    words = []
-    for policy, pieces, beside in (
-        (ADAPTIVE, 3, False),
-        (ADAPTIVE, 0, True),
-        (ADAPTIVE, 3, True),
-        (fixed, 0, False),
-        (fixed, 0, True),
-    ):
-        stages = Counting(placement, pp_rank, when_run)
-        state = RankState(
-            placement=placement,
-            rank=pp_rank,
-            num_microbatches=MICROBATCHES,
-            cap=3.0,
-            weight_pieces=pieces,
-            beside=beside,
-        )
-        wiring.executor.run(stages, policy, state)
-        taken.append(stages.actions)
-        words.append(words_of(wiring.agreement))
-    group_of = {"experts": decision_group(model), "dense": decision_group()}
-    wiring.close()
-    return {"taken": taken, "strangers": strangers, "groups": group_of, "words": words}
-
-
 PROGRAMS: dict[str, Callable[[Member], Any]] = {
     program.__name__: program
-    for program in (agree, lacking, broken, many, deaf, experts, record, run, lost, late, last)
+    for program in (agree, lacking, broken, many, deaf, record, run, lost, late, last)
 }
 
 

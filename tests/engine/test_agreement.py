@@ -44,23 +44,6 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
             assert leader["started"][name] > arrived_ns, name
 
 
-@pytest.mark.multiprocess
-def test_replicas_that_trade_tokens_take_the_same_actions(start: Start) -> None:
-    # Each on an order of its own, they would trade tokens of different microbatches.
-    results = start("experts", "message", 4)
-    for rank, result in enumerate(results):
-        assert result["groups"] == {"experts": [0, 1] if rank < 2 else [2, 3], "dense": [rank]}
-        assert result["strangers"] == []
-        assert [len(step) for step in result["taken"]] == [80, 32, 80, 32, 32]
-        assert result["taken"] == results[rank // 2 * 2]["taken"]
-        first, *others = result["words"]
-        if first is not None:  # of channels in shared memory
-            assert first == 80
-            # Where actions start beside others, that nothing does is a decision too.
-            assert others[1] > others[0] > first + 32
-            assert others[1] == others[2] == others[3]  # the fixed order needs none
-
-
 def test_no_random_group_deadlocks_or_disagrees() -> None:
     # ``python -m tests.engine.groups`` runs ten thousand.
     assert groups.failures(300) == []
@@ -209,21 +192,6 @@ def test_each_input_of_the_step_is_reported_once() -> None:
     assert [label_of(word) for word in reports.values] == reported
     follower.close()
     assert reports.closed.is_set()
-
-
-def test_a_loss_is_told_once_and_wakes_the_follower() -> None:
-    decisions, reports, queue = Paper(), Paper(), CompletionQueue()
-    follower = Follower(decisions, reports, queue, 1.0)
-    follower.begin(0, is_static=False)
-    for _ in range(2):
-        queue.put(PeerLostError("rank 3 is gone"))
-    queue.put(message(0, 0))
-    assert reports.values == [(1 << 63) - 1]
-    assert "give up" in decisions.calls
-    decisions.calls.clear()
-    follower.close()
-    queue.put(PeerLostError("rank 3 is gone"))
-    assert decisions.calls == []
 
 
 def test_a_report_that_cannot_go_out_is_an_error_of_the_follower() -> None:
