@@ -40,9 +40,11 @@ from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.config.schedule import parse_partition  # noqa: E402
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
+from megatron.adaptive.gpt import step as gpt_step  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
 
 _STEPS = itertools.count(1)
+_FED: list[Any] = []
 _PATIENCE = 20  # steps without a move, after which the partition at hand is the choice
 
 
@@ -53,6 +55,8 @@ def time_layers(seconds: float, slow: float) -> None:
         seconds: of a layer.
         slow: how many times longer in ``SLOW_STEPS``.
     """
+    if "LAYER_PAIRS" in os.environ:
+        remember_microbatches()
     for name, times in (("forward", 1), ("backward", 2)):
         setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds, slow))
 
@@ -86,13 +90,23 @@ def factor_of(module: Any) -> float:
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
 
 
-def share_of(stages: Any, chunk: int, microbatch: int) -> float:
+def remember_microbatches() -> None:
+    """Keep the microbatches of each step, for their lengths."""
+    feed = gpt_step.feed
+
+    def kept(microbatches: Any, count: int) -> Any:
+        _FED[:] = microbatches or ()
+        return feed(microbatches, count)
+
+    gpt_step.feed = kept
+
+
+def share_of(microbatch: int) -> float:
     """Returns the time of a microbatch over that of one document of full length."""
-    pairs, given = os.environ.get("LAYER_PAIRS"), stages._data_iterators[chunk]._microbatches
-    if pairs is None or given is None or "lengths" not in given[microbatch]:
+    if not _FED or "lengths" not in _FED[microbatch]:
         return 1.0
-    of_pairs, longest = map(float, pairs.split("/"))
-    parts = given[microbatch]["lengths"] / longest
+    of_pairs, longest = map(float, os.environ["LAYER_PAIRS"].split("/"))
+    parts = _FED[microbatch]["lengths"] / longest
     return float(((1 - of_pairs) * parts + of_pairs * parts**2).sum())
 
 
@@ -100,8 +114,8 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
     @functools.wraps(work)
     def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
         end_s = time.perf_counter()
-        share = share_of(stages, chunk, microbatch) * (slow if is_slow(stages) else 1.0)
-        for one in stages._chunks[chunk].modules():
+        share = share_of(microbatch) * (slow if is_slow(stages) else 1.0)
+        for one in stages.chunks[chunk].modules():
             end_s += share * layer_s * factor_of(one)
         found = work(stages, chunk, microbatch, *others)
         time.sleep(max(0.0, end_s - time.perf_counter()))
