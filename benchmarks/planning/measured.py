@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import yaml
 
+from benchmarks.planning.published.files import MeasuredRun
 from benchmarks.planning.published.rows import read_rows
 from benchmarks.planning.published.staged import read_staged
 from benchmarks.report import Row
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.calibrate import Comparison, MeasuredRun, compare
+from megatron.adaptive.planner.calibrate import accuracy
 from megatron.adaptive.planner.cluster import make_cluster
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model_file import arguments_model
@@ -71,18 +71,31 @@ def rows(data: Path) -> list[Row]:
     Args:
         data: folder of the published sets; those that are missing have no rows.
     """
-    return [row for name, runs in read_sets(data).items() for row in _set(compare(name, runs))]
+    return [row for name, runs in read_sets(data).items() for row in _set(name, runs)]
 
 
-def _set(found: Comparison) -> Iterator[Row]:
-    name = f"{found.name}, {len(found.timed)} runs"
-    yield Row(what=f"{name}: median error of the time", value=median(found.errors), goal=0.10)
-    yield Row(what=f"{name}: mean error", value=fmean(found.errors))
-    yield Row(what=f"{name}: worst error", value=max(found.errors))
-    yield Row(what=f"{name}: rank correlation", value=found.correlation, goal=0.9, least=True)
-    yield Row(what=f"{name}: predicted place of the fastest", value=found.place_of_best, goal=3)
-    yield Row(what=f"{name}: regret of the predicted fastest", value=found.regret, goal=0.03)
-    if errors := found.memory_errors:
+def errors_of(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], list[float]]:
+    """Returns the figures of predicted times, see ``accuracy``, and errors of memory, with sign."""
+    pairs = [(run.predicted(), run) for run in runs]
+    timed = [(seen.seconds, run.seconds) for seen, run in pairs if run.seconds is not None]
+    if not timed:
+        raise ConfigError("no run has a time: comparing needs one")
+    peaks = [seen.peak_bytes / run.peak_bytes - 1 for seen, run in pairs if run.peak_bytes]
+    predicted, measured = zip(*timed, strict=True)
+    return accuracy(predicted, measured), peaks
+
+
+def _set(name: str, runs: Sequence[MeasuredRun]) -> Iterator[Row]:
+    found, errors = errors_of(runs)
+    name = f"{name}, {found['runs']} runs"
+    yield Row(what=f"{name}: median error of the time", value=found["median_error"], goal=0.10)
+    yield Row(what=f"{name}: mean error", value=found["mean_error"])
+    yield Row(what=f"{name}: worst error", value=found["worst_error"])
+    order, place = found["rank_correlation"], found["place_of_best"]
+    yield Row(what=f"{name}: rank correlation", value=order, goal=0.9, least=True)
+    yield Row(what=f"{name}: predicted place of the fastest", value=place, goal=3)
+    yield Row(what=f"{name}: regret of the predicted fastest", value=found["regret"], goal=0.03)
+    if errors:
         what = f"{name}: worst error of the memory of {len(errors)} runs"
         yield Row(what=what, value=max(abs(error) for error in errors), goal=0.15)
 

@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.report import ROOT, Result, Row
 from megatron.adaptive.planner import profile_file
-from megatron.adaptive.planner.calibrate import TracedRun, calibrate, rank_correlation
+from megatron.adaptive.planner.calibrate import TracedRun, accuracy, calibrate
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import Model
@@ -442,12 +442,11 @@ def summary(records: Sequence[dict[str, Any]], name: str, goal: float) -> list[R
     """The figures of the runs beside their goals, that of the median error given."""
     measured = [record["measured_s"] for record in records]
     predicted = [record["predicted_s"] for record in records]
-    chosen = measured[predicted.index(min(predicted))] / min(measured) - 1
+    found = accuracy(predicted, measured)
     error = statistics.median(abs(record["error"]) for record in records)
-    order = rank_correlation(predicted, measured)
     slower = f"{name}: the plan predicted fastest is slower than the fastest by"
     return [
         Row(what=f"{name}: median error", value=error, goal=goal),
-        Row(what=slower, value=chosen, goal=0.03),
-        Row(what=f"{name}: rank correlation", value=order),
+        Row(what=slower, value=found["regret"], goal=0.03),
+        Row(what=f"{name}: rank correlation", value=found["rank_correlation"]),
     ]

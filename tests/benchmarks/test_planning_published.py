@@ -6,13 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import pytest
 
-from benchmarks.planning.measured import literature_rows, read_sets
+from benchmarks.planning.measured import errors_of, literature_rows, read_sets
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.calibrate import compare
 
 PUBLISHED = os.environ.get("PLANNER_DATA", "")
 
@@ -80,7 +78,7 @@ def test_names_and_the_order_of_mixed_nodes_come_from_the_data(tmp_path: Path) -
     write_rows_set(tmp_path / "b", names=("odd-name", "net", "A100", "a10"), swapped=True)
     sets = read_sets(tmp_path)
     assert list(sets) == ["a one", "b odd-name"]
-    first, second = ([row.predicted for row in compare("", runs).rows] for runs in sets.values())
+    first, second = ([run.predicted() for run in runs] for runs in sets.values())
     # The quicker node holds the first stage in one set, the second in the other.
     quick, slow = (stage.forward_s for stage in first[0].stages)
     assert quick < slow
@@ -100,11 +98,11 @@ def test_runs_that_no_model_of_the_set_has_are_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(not PUBLISHED, reason="PLANNER_DATA names no folder of published sets")
 def test_published_runs_are_predicted() -> None:
     for name, runs in read_sets(Path(PUBLISHED)).items():
-        found = compare(name, runs)
-        assert median(found.errors) <= 0.10
-        assert found.correlation >= 0.9
-        assert found.place_of_best <= 3
-        assert all(abs(error) <= 0.15 for error in found.memory_errors)
+        found, memory = errors_of(runs)
+        assert found["median_error"] <= 0.10, name
+        assert found["rank_correlation"] >= 0.9, name
+        assert found["place_of_best"] <= 3, name
+        assert all(abs(error) <= 0.15 for error in memory), name
 
 
 def test_runs_of_the_literature_fit_and_take_what_was_printed() -> None:

@@ -126,9 +126,8 @@ PP2 --variable-seq-lengths --pack-to 64 --micro-batch-size 1 --model-chunks 2
     => 7 | groups
 --vocab-file v => GPT2BPETokenizer | add --merge-file
 --save checkpoints => --save | --save-interval
---profile-step-start 12 --profile-step-end 12 => --profile-step-end 12
+--profile-step-start 13 --profile-step-end 12 => --profile-step-start 13 is above
 --reset-attention-mask --no-create-attention-mask-in-dataloader => exclude each other
---profile-ranks 0 1 => --profile-ranks 1 | 1 ranks
 NO_DATA --vocab-size 9 => no data is given | --data-path | --mock-data
 NO_DATA --valid-data-path x => --train-data-path
 NO_DATA --data-path x => GPT2BPETokenizer | --vocab-file and --merge-file

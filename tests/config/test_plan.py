@@ -139,7 +139,7 @@ def test_a_plan_of_unequal_stages(planned: Planned) -> None:
 
 
 def test_a_plan_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match="--plan nowhere.json: No such file"):
+    with pytest.raises(ConfigError, match="nowhere.json: No such file"):
         parse([*MODEL.split(), "--plan", "nowhere.json"], world_size=1)
     with pytest.raises(ConfigError, match="--plan: expected one argument"):
         parse([*MODEL.split(), "--plan"], world_size=1)

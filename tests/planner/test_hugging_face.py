@@ -210,8 +210,7 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
     assert held[1] < held[0] / 2
     # Two ranks are on one node, where the network does not matter; eight are on two.
     longer = {
-        ranks: predict(replace(row.plan, expert_ranks=ranks), slow).stages[0].tp_s
-        - one.stages[0].tp_s
+        ranks: predict(replace(row.plan, expert_ranks=ranks), slow).parts["tp"] - one.parts["tp"]
         for ranks, one in seen.items()
     }
     assert longer[1] == longer[2] == 0 < longer[8]
@@ -230,7 +229,7 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
         ({"hidden_size": None}, "config.json: hidden_size or n_embd is missing"),
         ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32': it must be a whole number"),
-        ({"num_experts_per_tok": 9}, "9 of --num-experts 8"),
+        ({"num_experts_per_tok": 9}, "9 is above --num-experts 8"),
     ],
 )
 def test_what_is_not_known_is_named(change: Any, words: str, tmp_path: Path) -> None:

@@ -1,14 +1,40 @@
-"""Reads the files of published data sets."""
+"""Reads the files of published data sets, and holds the runs in them."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cost import predict
+from megatron.adaptive.planner.layers import OURS, Runtime
+from megatron.adaptive.planner.plan import Plan, Prediction
+from megatron.adaptive.planner.profile import PlanInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun(PlanInputs):
+    """A measured run, with all that is needed to predict it; its profile was measured apart.
+
+    Attributes:
+        plan: what ran where.
+        seconds: of one step; None where only memory counts.
+        peak_bytes: on the fullest GPU; None where unknown.
+        runtime: behaviour of the training program.
+    """
+
+    plan: Plan
+    seconds: float | None
+    peak_bytes: float | None = None
+    runtime: Runtime = OURS
+
+    def predicted(self) -> Prediction:
+        """Predicts it."""
+        return predict(self.plan, self, self.runtime)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

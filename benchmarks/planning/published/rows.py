@@ -38,9 +38,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.planning.published.deepspeed import runtime_of
-from benchmarks.planning.published.files import part, read_csv, read_json
+from benchmarks.planning.published.files import MeasuredRun, part, read_csv, read_json
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.calibrate import MeasuredRun
 from megatron.adaptive.planner.cluster import (
     Cluster,
     LinkSpeed,
@@ -85,7 +84,7 @@ def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
     runtime = runtime_of(models)
     known: dict[str, tuple[Model, Profile]] = {}
     found = []
-    for number, row in enumerate(rows):
+    for row in rows:
         if row["status"] != "ok":
             continue
         model = row.get("model") or _model_of(row, models["models"], times, folder)
@@ -100,7 +99,6 @@ def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
         made, profile = known[model]
         found.append(
             MeasuredRun(
-                name=str(number),
                 plan=_plan(row, cluster, order),
                 model=made,
                 cluster=cluster,

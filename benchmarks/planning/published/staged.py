@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planning.published.deepspeed import runtime_of
-from benchmarks.planning.published.files import part, read_csv, read_json
+from benchmarks.planning.published.files import MeasuredRun, part, read_csv, read_json
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.calibrate import MeasuredRun
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.layers import Runtime
 from megatron.adaptive.planner.model import LayerKind, Model, Precision
@@ -48,7 +47,7 @@ _LOSS_COPIES = 3
 
 
 def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
-    """Reads the runs of ``measured_NAME.json``; ``doubt`` says which figures the set calls unsound.
+    """Reads the runs of ``measured_NAME.json``, without figures that the set calls unsound.
 
     Raises:
         ConfigError: a file is missing, cannot be read or does not describe the runs.
@@ -86,7 +85,6 @@ def _run(
     unsound = untimed or "leave the memory out" in doubts
     peak = given.get("peak_memory_bytes")
     return MeasuredRun(
-        name=str(given["id"]),
         plan=_plan(given, cluster),
         model=model,
         cluster=cluster,
@@ -94,7 +92,6 @@ def _run(
         runtime=runtime,
         seconds=None if untimed else float(given["measured_s"]),
         peak_bytes=None if unsound or peak is None else float(peak),
-        doubt=doubts if unsound else "",
     )
 
 

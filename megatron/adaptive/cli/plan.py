@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.doctor import node_report
-from megatron.adaptive.cli.plan_inputs import Inputs, add_input_arguments, parse_counts, read_inputs
+from megatron.adaptive.cli.plan_inputs import add_input_arguments, parse_counts, read_inputs
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cli.validate import main as check_runs
 from megatron.adaptive.config.command_parser import CommandParser, number
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if options.discover is not None:
         return _discover(options.discover)
     if options.compare:
-        files = [(str(path), load_plan(path, "--compare ")) for path in options.compare]
+        files = [(str(path), load_plan(path)) for path in options.compare]
         show(compare_text(files))
         return 0
     ours = [f"--{name}" for name in ("output", "conf", "json", "pareto") if getattr(options, name)]
@@ -270,7 +270,7 @@ def _objective(options: argparse.Namespace, model: Model) -> Objective:
     )
 
 
-def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> None:
+def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) -> None:
     model, cluster = inputs.model, inputs.cluster
     size = model.parameters
     words = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
@@ -286,8 +286,7 @@ def _print(options: argparse.Namespace, inputs: Inputs, proposal: Proposal) -> N
     print(f"\n{result.configurations:,} configurations bounded, {result.timed:,} pipelines timed")
     if result.gap > 0:
         print(f"the best may be improved by {result.gap:.1%} at most")
-    measured = () if inputs.measured is None else inputs.measured.layers
-    known = {gpu for _, gpu, _, _ in measured}
+    known = {gpu for _, gpu, _, _ in inputs.profile.layers}
     guessed = dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in known)
     if guessed:
         show(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,21 +28,10 @@ from megatron.adaptive.planner.cluster import (
 from megatron.adaptive.planner.model import Model
 from megatron.adaptive.planner.model_file import read_model
 from megatron.adaptive.planner.plan import FP8_FLAGS
-from megatron.adaptive.planner.profile import PlanInputs, Profile
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail, progress_file
 from megatron.adaptive.trace.read import RunTrace, read_run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs(PlanInputs):
-    """Inputs of a prediction; the profile has estimates from data sheets for what is missing.
-
-    Attributes:
-        measured: durations that were measured; None for none.
-    """
-
-    measured: Profile | None
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -71,7 +60,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     add_host_argument(parser)
 
 
-def read_inputs(options: argparse.Namespace) -> Inputs:
+def read_inputs(options: argparse.Namespace) -> PlanInputs:
     """Reads the inputs; says on stderr which measured links are of no use.
 
     Raises:
@@ -100,12 +89,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
             )
     document = calibrated(options, model, cluster, document)
     measured = None if document is None else profile_file.make_profile(document)
-    return Inputs(
-        model=model,
-        cluster=cluster,
-        measured=measured,
-        profile=complete_profile(measured, model, cluster),
-    )
+    return PlanInputs(model, cluster, complete_profile(measured, model, cluster))
 
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:

@@ -13,34 +13,39 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.cli.plan_inputs import Inputs, add_input_arguments, read_inputs, traced_runs
+from megatron.adaptive.cli.plan_inputs import add_input_arguments, read_inputs, traced_runs
 from megatron.adaptive.config.command_parser import CommandParser
 from megatron.adaptive.config.outside import aligned
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.planner.calibrate import Comparison, MeasuredRun, TracedRun, compare
+from megatron.adaptive.planner.calibrate import TracedRun, accuracy
 from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.cost import predict
 from megatron.adaptive.planner.model import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan, Replica, StagePlace
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.read import trace_files
+
+_SET = "own runs"
 
 
 def main(argv: Sequence[str]) -> int:
     """Predicts the runs found, and prints how far off that is."""
     options = _parser().parse_args(argv)
-    found = compare("own runs", _read_runs(_find_runs(options.data), options))
+    rows = _compared(_find_runs(options.data), options)
+    found = accuracy([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
     if options.json:
-        print(json.dumps([_as_json(found)], indent=2))
+        plain = [{name: row[name] for name in row if name != "plan"} for row in rows]
+        print(json.dumps([{"set": _SET, **found, "rows": plain}], indent=2))
         return 0
     show("\n".join(_table(found)))
     if options.rows:
-        show(f"\n{found.name}")
-        show("\n".join(_rows(found)))
+        show("\n" + "\n".join(_rows(rows)))
     return 0
 
 
@@ -62,27 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _figures(one: Comparison) -> dict[str, float]:
-    return {
-        "runs": len(one.timed),
-        "median_error": median(one.errors),
-        "mean_error": fmean(one.errors),
-        "worst_error": max(one.errors),
-        "rank_correlation": one.correlation,
-        "place_of_best": one.place_of_best,
-        "regret": one.regret,
-    }
-
-
-def _table(one: Comparison) -> list[str]:
-    found = _figures(one)
+def _table(found: Mapping[str, float]) -> list[str]:
     shares = [name.endswith("error") or name == "regret" for name in found]
     cells = [
         f"{value:.1%}" if share else f"{value:.4g}"
         for value, share in zip(found.values(), shares, strict=True)
     ]
     return [
-        *aligned([["set", *(name.replace("_", " ") for name in found)], [one.name, *cells]], 1),
+        *aligned([["set", *(name.replace("_", " ") for name in found)], [_SET, *cells]], 1),
         "",
         "errors: of the predicted time; rank correlation: of predicted and measured order; place",
         "of best: of the fastest run in the predicted order; regret: of the run predicted to be",
@@ -90,34 +82,20 @@ def _table(one: Comparison) -> list[str]:
     ]
 
 
-def _rows(one: Comparison) -> list[str]:
+def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     table = ["run tp dp pp size partition measured predicted error".split()]
-    for row in one.rows:
-        plan = row.measured.plan
+    for row in rows:
+        plan, measured, predicted = row["plan"], row["measured_s"], row["predicted_s"]
         table.append(
             [
-                *(row.measured.name, *map(str, (plan.tp, plan.dp, plan.pp, plan.micro_batch))),
+                *(row["run"], *map(str, (plan.tp, plan.dp, plan.pp, plan.micro_batch))),
                 format_partition(plan.partition),
-                f"{row.measured.seconds:.4g}",
-                f"{row.predicted.seconds:.4g}",
-                f"{row.time_error:+.1%}",
+                f"{measured:.4g}",
+                f"{predicted:.4g}",
+                f"{predicted / measured - 1:+.1%}",
             ]
         )
     return aligned(table, 1)
-
-
-def _as_json(one: Comparison) -> dict[str, Any]:
-    rows = [
-        {
-            "run": row.measured.name,
-            "measured_s": row.measured.seconds,
-            "predicted_s": row.predicted.seconds,
-            "parts_s": dict(row.predicted.parts),
-            "predicted_peak_bytes": row.predicted.peak_bytes,
-        }
-        for row in one.rows
-    ]
-    return {"set": one.name, **_figures(one), "rows": rows}
 
 
 def _find_runs(folder: Path) -> dict[str, Path]:
@@ -142,29 +120,32 @@ def _find_runs(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _read_runs(found: Mapping[str, Path], options: argparse.Namespace) -> list[MeasuredRun]:
-    """Reads runs of our trainer."""
+def _compared(found: Mapping[str, Path], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Predicts runs of our trainer; a row for each, with its plan."""
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(f"traces of run {next(iter(found))}: give --{name} of these runs too")
     given = read_inputs(options)
     runs = traced_runs(found.values(), options, given.model, given.cluster)
-    return [_measured(name, run, given, options) for name, run in zip(found, runs, strict=True)]
+    rows = []
+    for name, run in zip(found, runs, strict=True):
+        steps = run.figures().kind_ns[:, :, KINDS.index("step")].max(axis=1)
+        plan = _plan(run, given, options)
+        seen = predict(plan, given)
+        rows.append(
+            {
+                "run": name,
+                "measured_s": median(map(float, steps)) / 1e9,
+                "predicted_s": seen.seconds,
+                "parts_s": dict(seen.parts),
+                "predicted_peak_bytes": seen.peak_bytes,
+                "plan": plan,
+            }
+        )
+    return rows
 
 
-def _measured(name: str, run: TracedRun, given: Inputs, options: argparse.Namespace) -> MeasuredRun:
-    steps = run.figures().kind_ns[:, :, KINDS.index("step")].max(axis=1)
-    return MeasuredRun(
-        name=name,
-        plan=_plan(run, given, options),
-        model=given.model,
-        cluster=given.cluster,
-        profile=given.profile,
-        seconds=median(map(float, steps)) / 1e9,
-    )
-
-
-def _plan(run: TracedRun, given: Inputs, options: argparse.Namespace) -> Plan:
+def _plan(run: TracedRun, given: PlanInputs, options: argparse.Namespace) -> Plan:
     headers = {rank: trace.header for rank, trace in run.trace.ranks.items()}
     first = next(iter(headers.values()))
     if len(headers) < first.world_size:

@@ -153,7 +153,6 @@ for _name in $(compgen -v); do
 done
 """
 _ARRAY = "\001array"
-_PLACE = re.compile(r"^(?:environment: )?(?:.*: )?line (\d+): (.*)$")
 
 
 def read_variables(path: Path) -> dict[str, str]:
@@ -190,7 +189,12 @@ def read_variables(path: Path) -> dict[str, str]:
             f"{path} ran for more than {_LIMIT_S:g} s: it must only set variables"
         ) from None
     if done.returncode:
-        raise ConfigError(f"{path}: {_complaint(done.stderr, full, done.returncode)}")
+        said = done.stderr.decode(errors="replace").split("\n")
+        reason = next((line for line in said if str(full) in line), said[0])
+        raise ConfigError(
+            f"{path}: bash ends with status {done.returncode} ({reason.strip()}): every command in"
+            " it must succeed"
+        )
     words = done.stdout.decode(errors="replace").split("\0")[:-1]
     variables = dict(zip(words[::2], words[1::2], strict=True))
     for name, value in variables.items():
@@ -199,15 +203,6 @@ def read_variables(path: Path) -> dict[str, str]:
                 f"{path}: {name} is an array: write one text in quotes, with spaces between"
             )
     return variables
-
-
-def _complaint(stderr: bytes, path: Path, status: int) -> str:
-    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
-    text = next((line for line in lines if str(path) in line), lines[0] if lines else "")
-    text = text.removeprefix("conf: ").removeprefix(f"{path}: ")
-    if match := _PLACE.match(text):
-        return f"line {match[1]}: {match[2]}; bash cannot run it"
-    return f"it ended with status {status}; every command in it must succeed"
 
 
 _MAX_NODES = 100_000

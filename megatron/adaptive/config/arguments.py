@@ -142,11 +142,12 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
 
     Args:
         content: what the YAML file holds.
-        words: ``key=value`` each; they win over the file, and without a value take the key away.
+        words: ``key=value`` each; they win over the file, in which variants win over the rest, and
+            without a value take the key away.
         where: the file, for messages.
 
     Raises:
-        ConfigError: a key or option is unknown, or something is set twice.
+        ConfigError: a key or option is unknown.
     """
     given: dict[str, Any] = {}
     for word in words:
@@ -157,23 +158,18 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
         given[key] = value
     base = dict(_mapping(content, where))
     variants = _mapping(base.pop("variants", {}), f"{where}: variants")
-    everywhere = _by_field(base, where)
-    places = dict.fromkeys(everywhere, "the top")
-    settings: dict[str, Any] = {}
+    settings = _by_field(base, where)
     for axis, options in variants.items():
-        place = f"variants.{axis}"
+        place = f"{where}: variants.{axis}"
         found = {
-            str(name): _by_field(part or {}, f"{where}: {place}.{name}")
-            for name, part in _mapping(options, f"{where}: {place}").items()
+            str(name): _by_field(part or {}, f"{place}.{name}")
+            for name, part in _mapping(options, place).items()
         }
         choice = given.pop(axis, next(iter(found), ""))
         if choice not in found:
             raise ConfigError(f"{axis}={choice}: {where} has {', '.join(found)}; choose of them")
-        for field in set().union(*found.values()):
-            if places.setdefault(field, place) != place:
-                raise _set_twice(where, field, places[field], place)
         settings |= found[choice]
-    settings |= everywhere | _by_field(given, "the command line")
+    settings |= _by_field(given, "the command line")
     counts = []
     for name in _PROCESSES:
         value = str(settings.pop(name, None) or 1)
@@ -200,10 +196,6 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
     return content
 
 
-def _set_twice(where: str, field: str, one: str, other: str) -> ConfigError:
-    return ConfigError(f"{where}: {field} is set in {one} and in {other}: keep one of them")
-
-
 def _by_field(part: Any, where: str) -> dict[str, Any]:
     """Names the settings of a part of a recipe by their fields."""
     fields = {name: (name, True) for name in _PROCESSES}
@@ -221,8 +213,6 @@ def _by_field(part: Any, where: str) -> dict[str, Any]:
             hint = f"this trainer refuses it: {reason}" if reason else f"the nearest is {nearest}"
             raise ConfigError(f"{where}: {key} is not a setting: {hint}")
         field, same = fields[name]
-        if field in found:
-            raise _set_twice(where, field, "one place", f"it again as {key}")
         opposite = {"true": "false", "false": "true"}.get(str(value).lower(), value)
         found[field] = value if same else opposite
     return found

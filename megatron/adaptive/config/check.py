@@ -41,6 +41,7 @@ decoupled_min_lr within decoupled_lr
 min_loss_scale within initial_loss_scale
 start_weight_decay within end_weight_decay | the weight decay can only grow
 global_batch_size within train_samples
+profile_step_start within profile_step_end
 tensor_model_parallel_size divides num_attention_heads ffn_hidden_size
     | every rank takes an equal share
 expert_model_parallel_size divides num_moe_experts | every rank takes as many experts
@@ -162,7 +163,6 @@ def check_config(config: TrainerConfig, installed: Installed) -> None:
         _learning_rate(config, given),
         _adapters(config, given),
         _data(config, given),
-        _run(config, given),
     ):
         for broken, message in rules:
             if broken:
@@ -437,20 +437,6 @@ def _is_split(text: str) -> bool:
     except ValueError:
         return False
     return 1 <= len(shares) <= _MAX_SPLITS and min(shares) >= 0 and 0 < sum(shares) < float("inf")
-
-
-def _run(config: TrainerConfig, given: Given) -> Rules:
-    run = config.run
-    yield (
-        run.profile_step_end <= run.profile_step_start,
-        f"{given.profile_step_end} is not after {given.profile_step_start}: raise it",
-    )
-    highest = max(run.profile_ranks)
-    yield (
-        highest >= config.world_size,
-        f"--profile-ranks {highest} does not exist among {config.world_size} ranks: give ranks "
-        f"from 0 to {config.world_size - 1}",
-    )
 
 
 def check_output_folders(config: TrainerConfig) -> None:

@@ -269,30 +269,6 @@ class FieldSpec:
             raise ValueError(f"{value!r} is {wrong}")
         self.limits.check(value)
 
-    def from_json(self, value: object) -> Any:
-        """Check a value that comes from a saved configuration.
-
-        Raises:
-            ConfigError: the value is not of the field's type.
-        """
-        if value is None and self.optional:
-            return None
-        if not self.many:
-            return self._scalar_from_json(value)
-        if not isinstance(value, list | tuple) or self.length not in (None, len(value)):
-            length = "" if self.length is None else f" of {self.length} values"
-            raise ConfigError(f"saved setting {self.dest} is {value!r}: it must be a list{length}")
-        return tuple(self._scalar_from_json(item) for item in value)
-
-    def _scalar_from_json(self, value: object) -> Any:
-        if self.base is float and type(value) is int:
-            return float(value)
-        if type(value) is not self.base:
-            raise ConfigError(
-                f"saved setting {self.dest} is {value!r}: it must be of type {self.base.__name__}"
-            )
-        return value
-
 
 @functools.cache
 def fields_of(group: type) -> tuple[FieldSpec, ...]:

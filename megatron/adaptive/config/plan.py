@@ -54,23 +54,11 @@ _SWITCH_FLAGS = {
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
     "SEQUENCE_PARALLEL": "--sequence-parallel",
 }
-_SETTING = "PLAN="
 
 
-def load_plan(path: Path, setting: str = _SETTING) -> Any:
-    """Read a plan file, unchecked.
-
-    Args:
-        path: the file.
-        setting: what names it, for messages.
-
-    Raises:
-        ConfigError: the file is missing or no JSON.
-    """
-    try:
-        return read_json(path, "name a plan file, see docs/plan.md")
-    except ConfigError as error:
-        raise ConfigError(f"{setting}{error}") from None
+def load_plan(path: Path) -> Any:
+    """Reads a plan file, unchecked; see :func:`read_json`."""
+    return read_json(path, "name a plan file, see docs/plan.md")
 
 
 def plan_flags(content: Any, where: str) -> list[str]:
@@ -79,7 +67,7 @@ def plan_flags(content: Any, where: str) -> list[str]:
     Raises:
         ConfigError: it breaks the schema.
     """
-    return run_flags(plan_variables(content, where, "--plan "))
+    return run_flags(plan_variables(content, where))
 
 
 def run_flags(values: Mapping[str, Any]) -> list[str]:
@@ -111,18 +99,16 @@ def world_size_of(content: Mapping[str, Any]) -> int | None:
     return math.prod(int(degrees.get(one, 1)) for one in ("data", "tensor", "pipeline", "context"))
 
 
-def plan_variables(content: Any, where: str, setting: str = _SETTING) -> dict[str, str]:
+def plan_variables(content: Any, where: str) -> dict[str, str]:
     """Check a plan and turn it into variables of ``conf.sh``.
 
     Args:
         content: what the file holds.
-        where: the file.
-        setting: what names it, for messages.
+        where: the file, for messages.
 
     Raises:
         ConfigError: it breaks the schema.
     """
-    where = f"{setting}{where}"
     plan = check_form(content, "plan", where)
     degrees = plan.get("degrees", {})
     values = {name: str(degrees[key]) for key, name in _DEGREES.items() if key in degrees}
@@ -197,7 +183,7 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
     path = " ".join(given.pop(PLAN_FLAG))
     if not path:
         raise ConfigError(f"{PLAN_FLAG}: expected one argument, the plan file")
-    content = load_plan(Path(path), f"{PLAN_FLAG} ")
+    content = load_plan(Path(path))
     flags = plan_flags(content, path)
     needed = world_size_of(content)
     if needed is not None and needed != world_size:

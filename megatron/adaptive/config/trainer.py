@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.data import BatchConfig, DataConfig
-from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.model import ModelConfig, RecomputeConfig
 from megatron.adaptive.config.optimizer import LoraConfig, OptimizerConfig, PrecisionConfig
 from megatron.adaptive.config.parallel import ParallelConfig, TransportConfig
@@ -181,18 +180,27 @@ class TrainerConfig:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainerConfig:
-        """Reads back what :meth:`to_dict` wrote.
+        """Reads back what :meth:`to_dict` wrote; rules between settings are not checked.
 
-        Only names and types are checked, not the rules between settings. A setting that the
-        writer did not know takes its default, as do the settings of a whole group.
+        A setting that the writer did not know takes its default, as do the settings of a whole
+        group.
 
         Raises:
-            ConfigError: a group or setting is unknown, missing without default, or of another
-                type.
+            ConfigError: a group or setting is unknown, or missing without default.
         """
         kinds = groups()
-        _refuse_unknown("group of settings", saved, kinds)
-        return cls(**{name: _read_group(name, kind, saved) for name, kind in kinds.items()})
+        try:
+            return cls(
+                **{
+                    name: kinds[name](**_settings(saved.get(name, {})))
+                    for name in {**kinds, **saved}
+                }
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"saved settings are not of this version or incomplete ({error}): use the version "
+                "that wrote them"
+            ) from None
 
 
 def groups() -> dict[str, type]:
@@ -204,27 +212,12 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _read_group(group: str, kind: type, saved: Mapping[str, Any]) -> Any:
-    values = saved.get(group)
-    if group not in saved and all(
-        spec.default is not dataclasses.MISSING for spec in fields_of(kind)
-    ):
-        return kind()
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"saved settings have no group {group!r}: they are incomplete or not of this program"
-        )
-    specs = {spec.dest: spec for spec in fields_of(kind)}
-    _refuse_unknown(f"{group} setting", values, specs)
-    for name, spec in specs.items():
-        if spec.default is dataclasses.MISSING and name not in values:
-            raise ConfigError(
-                f"saved {group} settings have no {name!r}: they are incomplete or not of this "
-                "program"
-            )
-    return kind(
-        **{name: specs[name].from_json(value) for name, value in values.items() if name in specs}
-    )
+def _settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in saved.items()
+        if name not in _FORMER
+    }
 
 
 # Settings without effect that earlier versions wrote.
@@ -234,12 +227,3 @@ _FORMER = frozenset(
     manual_gc_eval ckpt_fully_parallel_save_deprecated use_dist_ckpt_deprecated
     """.split()
 )
-
-
-def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    for name in given:
-        if name not in known and name not in _FORMER:
-            raise ConfigError(
-                f"saved settings hold the unknown {what} {name!r}: they were written by another "
-                "version; use the version that wrote them"
-            )

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,7 @@ import numpy as np
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.cluster import NodeType
-from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layers import OURS, Runtime
 from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.plan import Plan, Prediction
-from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.trace.event import KINDS
 from megatron.adaptive.trace.figures import RunFigures, run_figures
 from megatron.adaptive.trace.read import RunTrace
@@ -335,114 +330,29 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     return {"latency_s": latency, "sizes": curve.tolist()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredRun(PlanInputs):
-    """A measured run, with all that is needed to predict it; its profile was measured apart.
+def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
+    """Returns figures of how well the steps of some runs were predicted, by name.
 
-    Attributes:
-        name: of the run within its set.
-        plan: what ran where.
-        seconds: of one step; None where only memory counts.
-        peak_bytes: on the fullest GPU; None where unknown.
-        doubt: why a figure is left out; empty for none.
-        runtime: behaviour of the training program.
-    """
-
-    name: str
-    plan: Plan
-    seconds: float | None
-    peak_bytes: float | None = None
-    doubt: str = ""
-    runtime: Runtime = OURS
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedRun:
-    """One run beside its prediction."""
-
-    measured: MeasuredRun
-    predicted: Prediction
-
-    @property
-    def time_error(self) -> float | None:
-        """Predicted over measured seconds, less 1; None where no time counts."""
-        seconds = self.measured.seconds
-        return None if seconds is None else self.predicted.seconds / seconds - 1
-
-    @property
-    def memory_error(self) -> float | None:
-        """Predicted over measured bytes of the fullest GPU, less 1; None where none count."""
-        peak = self.measured.peak_bytes
-        return None if peak is None else self.predicted.peak_bytes / peak - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A set of runs beside their predictions.
-
-    Attributes:
-        name: of the set.
-        rows: all runs, also those that do not count.
-    """
-
-    name: str
-    rows: tuple[ComparedRun, ...]
-
-    @cached_property
-    def timed(self) -> tuple[ComparedRun, ...]:
-        """Runs whose time counts."""
-        return tuple(row for row in self.rows if row.measured.seconds is not None)
-
-    @cached_property
-    def errors(self) -> tuple[float, ...]:
-        """Errors of the times, without sign."""
-        return tuple(abs(row.time_error or 0.0) for row in self.timed)
-
-    @property
-    def correlation(self) -> float:
-        """Correlation of the ranks by predicted and by measured time; 1 for the same order."""
-        return rank_correlation(
-            [row.predicted.seconds for row in self.timed],
-            [row.measured.seconds or 0.0 for row in self.timed],
-        )
-
-    @property
-    def place_of_best(self) -> int:
-        """Place of the fastest run in the predicted order, 1 for first."""
-        order = sorted(self.timed, key=lambda row: row.predicted.seconds)
-        best = min(self.timed, key=lambda row: row.measured.seconds or 0.0)
-        return order.index(best) + 1
-
-    @property
-    def regret(self) -> float:
-        """Part by which the run that was predicted to be fastest was slower than the fastest."""
-        chosen = min(self.timed, key=lambda row: row.predicted.seconds).measured.seconds or 0.0
-        return chosen / min(row.measured.seconds or 0.0 for row in self.timed) - 1
-
-    @property
-    def memory_errors(self) -> tuple[float, ...]:
-        """Errors of the runs whose memory counts, with sign."""
-        found = (row.memory_error for row in self.rows)
-        return tuple(error for error in found if error is not None)
-
-
-def compare(name: str, runs: Sequence[MeasuredRun]) -> Comparison:
-    """Predicts every run of a set.
+    Errors are shares of the measured seconds; ``rank_correlation`` is 1 for the same order;
+    ``place_of_best`` is that of the fastest run in the predicted order, 1 for first; ``regret`` is
+    the part by which the run predicted to be fastest was slower than the fastest.
 
     Args:
-        name: of the set.
-        runs: what was measured.
-
-    Raises:
-        ConfigError: no run has a time, or one cannot be predicted.
+        predicted: seconds of each run's step, of one run at least.
+        measured: the same as they were.
     """
-    rows = tuple(
-        ComparedRun(measured=one, predicted=predict(one.plan, one, one.runtime)) for one in runs
-    )
-    found = Comparison(name=name, rows=rows)
-    if not found.timed:
-        raise ConfigError(f"{name}: no run has a time: comparing needs one")
-    return found
+    errors = [abs(one / other - 1) for one, other in zip(predicted, measured, strict=True)]
+    order = np.argsort(predicted, kind="stable").tolist()
+    best = min(range(len(errors)), key=measured.__getitem__)
+    return {
+        "runs": len(errors),
+        "median_error": median(errors),
+        "mean_error": fmean(errors),
+        "worst_error": max(errors),
+        "rank_correlation": rank_correlation(predicted, measured),
+        "place_of_best": order.index(best) + 1,
+        "regret": measured[order[0]] / measured[best] - 1,
+    }
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:

@@ -23,7 +23,7 @@ from megatron.adaptive.planner.layers import in_flight
 from megatron.adaptive.planner.plan import Plan, PlanRow
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.shapes import StageClass
-from megatron.adaptive.planner.timing import compiled_steps, steps_of
+from megatron.adaptive.planner.timing import step_times, steps_of
 from megatron.adaptive.schedule import registry
 
 ONE_CHUNK = ("1f1b", "zb-h1", "adaptive", "hinted", "gpipe", "bfc", "dfc")
@@ -155,21 +155,10 @@ class ChunkedPipeline:
         forward, backward, weight = (
             table[classes, low, high] for table in (arrays.forward, arrays.backward, arrays.weight)
         )
-        steps = steps_of(*self._order)
-        durations = steps.table(np.stack([forward, backward - weight, weight]))
+        durations = np.stack([forward, backward - weight, weight])
         launch = np.zeros_like(durations)
         launch[:2] = arrays.launch[:, classes, low, high]
-        end, busy = np.zeros((2, len(self._ranks)))
-        compiled_steps()(
-            steps.rows,
-            durations,
-            launch,
-            *messages,
-            np.zeros((2, stages, arrays.microbatches)),
-            np.zeros((2, stages)),
-            end,
-            busy,
-        )
+        end = step_times(steps_of(*self._order), durations, *messages, launch_s=launch).end_s
         after = self._by_rank(arrays.after[None, classes, low, high])[0]
         return float((end + after).max())
 

@@ -72,8 +72,16 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     """
     stages = StageSums.of(plan, inputs, runtime)
     times = _pipeline(plan, stages, runtime)
-    reduce = np.array([_exposed_reduce(plan, stages, rank) for rank in range(plan.pp)])
-    optimizer = np.array(stages.optimizer_s)
+    of_rank = stages.of_rank
+    forward, backward = (
+        of_rank @ stages.durations_s[0],
+        of_rank @ stages.durations_s[1:].sum(axis=0),
+    )
+    sends = of_rank @ (stages.latency_s[0] + stages.occupancy_s[0])
+    reduce, optimizer = np.array(stages.reduce_s), np.array(stages.optimizer_s)
+    if plan.overlap_reduce:
+        layers = of_rank @ np.array(plan.partition)
+        reduce = exposed_reduce_s(reduce, backward, np.maximum(layers, 1))
     tied = embedding_s(plan.places, inputs, plan.tp)
     ends = times.end_s + reduce + optimizer
     last = int(ends.argmax())
@@ -81,10 +89,19 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     beside = max(inputs.profile.step_s.get(node.gpu, 0.0) * node.slowness for node in nodes)
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
-    predicted = tuple(_stage(plan, stages, times, rank, reduce) for rank in range(plan.pp))
+    predicted = tuple(
+        StagePrediction(
+            forward_s=float(forward[rank]),
+            backward_s=float(backward[rank]),
+            send_s=float(sends[rank]),
+            bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
+            memory=stages.memory[rank],
+        )
+        for rank in range(plan.pp)
+    )
     quiet = _pipeline(plan, stages.without_messages(), runtime)
     # By cause, on the rank that ends last; they add up to the step.
-    tp_s = float(stages.tp_s[list(stages.stages_of[last])].sum()) * plan.num_microbatches
+    tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_microbatches
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
         "tp": tp_s,
@@ -102,7 +119,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
         tokens_per_s=plan.global_batch * inputs.model.tokens_per_sample / seconds
         if seconds
         else 0.0,
-        price_per_hour=sum(inputs.cluster.nodes[node].price_per_hour for node in plan.nodes),
+        price_per_hour=sum(node.price_per_hour for node in nodes),
         estimated=stages.estimated,
         binding=_binding(parts, predicted),
     )
@@ -121,7 +138,7 @@ class StageSums:
         reduce_s: ``[ranks]`` gradient reduction, none of it hidden.
         optimizer_s: ``[ranks]``.
         memory: of each pipeline rank.
-        stages_of: the stages of each pipeline rank.
+        of_rank: ``[ranks, stages]``, 1 where a rank has a stage, else 0.
         message_bytes: ``[2, stages]``, whole output of a stage for one microbatch of a replica.
         estimated: whether a duration was estimated.
     """
@@ -134,7 +151,7 @@ class StageSums:
     reduce_s: tuple[float, ...]
     optimizer_s: tuple[float, ...]
     memory: tuple[StageMemory, ...]
-    stages_of: tuple[tuple[int, ...], ...]
+    of_rank: Any
     message_bytes: Any
     estimated: bool
 
@@ -149,15 +166,12 @@ class StageSums:
             )
         placement = registry.placement_for(plan.schedule, plan.pp, plan.chunks)
         bounds = np.concatenate([[0], np.cumsum(plan.partition)])
-        stages_of = tuple(
-            tuple(placement.stage_of(rank, chunk) for chunk in range(plan.chunks))
-            for rank in range(plan.pp)
-        )
+        rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         tables = [_tables(plan, place, inputs) for place in plan.places]
-        durations, launch, tp_s = _durations(plan, stages_of, bounds, tables, inputs)
+        durations, launch, tp_s = _durations(rank_of, bounds, tables, inputs)
         reduce, memories, updates = [], [], []
-        for rank, stages in enumerate(stages_of):
-            rows = [i for stage in stages for i in range(bounds[stage], bounds[stage + 1])]
+        for rank in range(plan.pp):
+            rows = np.repeat(rank_of, plan.partition) == rank
             parameters = max(float(table.parameters[rows].sum()) for _, table in tables[rank])
             experts = max(float(table.expert_parameters[rows].sum()) for _, table in tables[rank])
             ranks, dp = plan.expert_ranks, len(plan.places[rank].replicas)
@@ -175,7 +189,7 @@ class StageSums:
             reduce_s=tuple(reduce),
             optimizer_s=tuple(updates),
             memory=tuple(memories),
-            stages_of=stages_of,
+            of_rank=np.eye(plan.pp)[:, rank_of],
             message_bytes=message_bytes,
             estimated=any(table.estimated for row in tables for _, table in row),
         )
@@ -205,32 +219,26 @@ def _tables(plan: Plan, place: StagePlace, inputs: PlanInputs) -> _Tables:
 
 
 def _durations(
-    plan: Plan,
-    stages_of: tuple[tuple[int, ...], ...],
-    bounds: Any,
-    tables: list[_Tables],
-    inputs: PlanInputs,
+    rank_of: Sequence[int], bounds: Any, tables: list[_Tables], inputs: PlanInputs
 ) -> tuple[Any, Any, Any]:
     """Returns durations, launches ``[3, stages]`` and communication of the slowest replica."""
-    durations, work = np.zeros((2, 3, len(plan.partition)))
-    tp_s = np.zeros(len(plan.partition))
-    for rank, stages in enumerate(stages_of):
-        action = inputs.action_s(node for node, _ in tables[rank])
-        for stage in stages:
-            part = slice(bounds[stage], bounds[stage + 1])
-            for _, table in tables[rank]:
-                kinds = (table.forward_s, table.backward_s, table.weight_s)
-                sums = np.array([one[part].sum() for one in kinds])
-                alone = table.launch_s[part].sum() * np.array([1.0, 1.0, 0.0])
-                durations[:, stage] = np.maximum(durations[:, stage], sums)
-                work[:, stage] = np.maximum(work[:, stage], sums - alone)
-                tp_s[stage] = max(tp_s[stage], table.tp_s[part].sum())
-            durations[:2, stage] += action
+    durations, work = np.zeros((2, 3, len(rank_of)))
+    tp_s = np.zeros(len(rank_of))
+    for stage, rank in enumerate(rank_of):
+        part = slice(bounds[stage], bounds[stage + 1])
+        for _, table in tables[rank]:
+            kinds = (table.forward_s, table.backward_s, table.weight_s)
+            sums = np.array([one[part].sum() for one in kinds])
+            alone = table.launch_s[part].sum() * np.array([1.0, 1.0, 0.0])
+            durations[:, stage] = np.maximum(durations[:, stage], sums)
+            work[:, stage] = np.maximum(work[:, stage], sums - alone)
+            tp_s[stage] = max(tp_s[stage], table.tp_s[part].sum())
+        durations[:2, stage] += inputs.action_s(node for node, _ in tables[rank])
     return durations, durations - work, tp_s
 
 
 def _memory(
-    plan: Plan, rank: int, rows: list[int], tables: _Tables, inputs: PlanInputs, runtime: Runtime
+    plan: Plan, rank: int, rows: Any, tables: _Tables, inputs: PlanInputs, runtime: Runtime
 ) -> StageMemory:
     """Returns the memory of the replica of a pipeline rank that has the least left."""
     if (widths := dealt_widths(plan)) is not None:
@@ -335,33 +343,6 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
     return jitter_s(steps, durations, stages.latency_s + stages.occupancy_s, sigma)
-
-
-def _exposed_reduce(plan: Plan, stages: StageSums, rank: int) -> float:
-    """Returns the seconds of a pipeline rank's gradient reduction that no backward hides."""
-    whole = stages.reduce_s[rank]
-    if not plan.overlap_reduce:
-        return whole
-    mine = list(stages.stages_of[rank])
-    layers = max(1, sum(plan.partition[stage] for stage in mine))
-    return float(exposed_reduce_s(whole, float(stages.durations_s[1:, mine].sum()), layers))
-
-
-def _stage(
-    plan: Plan, stages: StageSums, times: ScheduleTimes, rank: int, reduce: Any
-) -> StagePrediction:
-    mine = list(stages.stages_of[rank])
-    sends = [stage for stage in mine if stages.occupancy_s[0, stage]]
-    return StagePrediction(
-        forward_s=float(stages.durations_s[0, mine].sum()),
-        backward_s=float(stages.durations_s[1:, mine].sum()),
-        send_s=float(sum(stages.latency_s[0, s] + stages.occupancy_s[0, s] for s in sends)),
-        tp_s=float(stages.tp_s[mine].sum()),
-        reduce_s=float(reduce[rank]),
-        optimizer_s=stages.optimizer_s[rank],
-        bubble=1 - float(times.busy_s[rank]) / times.seconds if times.seconds else 0.0,
-        memory=stages.memory[rank],
-    )
 
 
 _NAMES = {

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,43 +330,28 @@ def read_model(
     Raises:
         ConfigError: it is none of them, or breaks a rule.
     """
-    if text.lstrip().startswith("--"):
-        words = _read_arguments(text, Path(), "--model")
-        return arguments_model(words, "model", precision, fused=fused, imbalance=imbalance)
-    path = Path(text)
-    if path.is_dir() and text not in preset_names():
+    made = partial(arguments_model, precision=precision, fused=fused, imbalance=imbalance)
+    path, is_words = Path(text), text.lstrip().startswith("--")
+    if not is_words and path.is_dir() and text not in preset_names():
         path = path / "config.json"
-    if path.suffix.lower() in _FILES:
-        document = read_file(path, "model")
-        if is_config(document):
-            return _of_config(document, path, precision or default, fused, sequence, imbalance)
-        if sequence is not None:
-            raise ConfigError(f"--seq-length {sequence}: {path} says it itself; leave it out")
-        if isinstance(document, dict) and isinstance(document.get("model"), dict):
-            return _of_profile(document, str(path), precision, fused)
-        return _of_file(document, path, precision, default, fused)
+    has_form = not is_words and path.suffix.lower() in _FILES
+    document: Any = read_file(path, "model") if has_form else None
+    if has_form and is_config(document):
+        words, differs = config_arguments(document, str(path), sequence)
+        name = path.absolute().parent.name if path.name == "config.json" else path.stem
+        model = made(words, name, precision=precision or default)
+        # The trainer would build another model of these arguments.
+        return replace(model, arguments=()) if differs else model
     if sequence is not None:
         raise ConfigError(f"--seq-length {sequence}: model {text} says it itself; leave it out")
-    if text in preset_names() or not path.is_file():
+    if has_form and isinstance(document, dict) and isinstance(document.get("model"), dict):
+        return _of_profile(document, str(path), precision, made)
+    if has_form:
+        return _of_file(document, path, precision, default, fused)
+    if text in preset_names() or not (is_words or path.is_file()):
         return preset(text, precision or default, fused=fused, imbalance=imbalance)
-    arguments = _read_arguments(text, Path(), "--model")
-    return arguments_model(arguments, path.stem, precision, fused=fused, imbalance=imbalance)
-
-
-def _of_config(
-    document: Mapping[str, Any],
-    path: Path,
-    precision: str,
-    fused: bool | None,
-    sequence: int | None,
-    imbalance: float,
-) -> Model:
-    """Makes a model of Hugging Face's configuration; the rest is as in :func:`read_model`."""
-    words, differs = config_arguments(document, str(path), sequence)
-    name = path.absolute().parent.name if path.name == "config.json" else path.stem
-    model = arguments_model(words, name, precision, fused=fused, imbalance=imbalance)
-    # The trainer would build another model of these arguments.
-    return replace(model, arguments=()) if differs else model
+    words = _read_arguments(text, Path(), "--model")
+    return made(words, "model" if is_words else path.stem)
 
 
 def _of_file(
@@ -441,7 +427,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 
 
 def _of_profile(
-    document: Mapping[str, Any], where: str, precision: str | None, fused: bool | None
+    document: Mapping[str, Any], where: str, precision: str | None, made: Callable[..., Model]
 ) -> Model:
     """Returns the model that a profile was measured with."""
     check_form(document, "profile", where)
@@ -455,4 +441,4 @@ def _of_profile(
         raise ConfigError(
             f"{where}: the profile does not say what model it is of: give --model by name"
         )
-    return arguments_model(arguments, model["name"], precision, fused=fused)
+    return made(arguments, model["name"])

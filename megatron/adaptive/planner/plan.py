@@ -181,10 +181,6 @@ class StagePrediction:
         forward_s: of one microbatch, over its chunks.
         backward_s: of one microbatch, weight gradients and recompute included.
         send_s: one forward transfer to the next stage.
-        tp_s: part of ``forward_s`` and ``backward_s`` that is tensor-parallel communication; 0
-            where the profile contains it.
-        reduce_s: its gradient reduction between replicas, that part which is not hidden.
-        optimizer_s: its optimizer step.
         bubble: idle part of the pipeline's time.
         memory: on its fullest GPU.
     """
@@ -192,9 +188,6 @@ class StagePrediction:
     forward_s: float
     backward_s: float
     send_s: float
-    tp_s: float
-    reduce_s: float
-    optimizer_s: float
     bubble: float
     memory: StageMemory
 
@@ -535,7 +528,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         ConfigError: a plan breaks the schema or has no prediction.
     """
     for name, document in files:
-        plan_variables(document, name, "--compare ")
+        plan_variables(document, name)
         found = document.get("prediction")
         if not isinstance(found, dict) or not {"parts_s", "memory_bytes", *_COMPARED} <= set(found):
             raise ConfigError(

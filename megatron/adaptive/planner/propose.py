@@ -36,7 +36,7 @@ from megatron.adaptive.planner.plan import (
 )
 from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.planner.search import (
-    Collector,
+    Best,
     Found,
     Objective,
     Searcher,
@@ -271,7 +271,7 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
             "--pareto weighs speed against price, but no node type has one: give price_per_hour in"
             " the cluster file"
         )
-    found = pareto(_searcher(inputs, request), request.objective).found
+    found, _ = pareto(_searcher(inputs, request), request.objective)
     if not found:
         raise ConfigError("--pareto: no plan fits and keeps the limits; plan without it to see why")
     rows, refused = _runnable(_rows(found, inputs), inputs)
@@ -280,23 +280,9 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
     return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Front:
-    """Plans that no other beats in both time and price.
-
-    Attributes:
-        found: plans by rising time and falling price per step; ``value`` is that price.
-        placements: orders of nodes among those bounded.
-        slack: by how much of a plan's time or cost a plan that was not searched to the end may at
-            most lie below the front; 0 if all were.
-    """
-
-    found: tuple[Found, ...]
-    placements: int
-    slack: float
-
-
-def pareto(searcher: Searcher, objective: Objective | None = None) -> Front:
+def pareto(
+    searcher: Searcher, objective: Objective | None = None
+) -> tuple[tuple[Found, ...], float]:
     """Finds the front of seconds and price per step over all parts of a cluster.
 
     One table of bounds serves all parts: a state of the search knows the nodes that it stands on.
@@ -306,24 +292,26 @@ def pareto(searcher: Searcher, objective: Objective | None = None) -> Front:
     Args:
         searcher: for the model, the whole cluster and the options.
         objective: limits on time and price; which of the two is least does not matter.
+
+    Returns:
+        Plans by rising time and falling price per step, which is their ``value``; and by how much
+        of a plan's time or cost a plan that was not searched to the end may at most lie below the
+        front, 0 if all were.
     """
     front = _Points(objective or Objective())
     shapes = searcher.shapes()
     for shape in shapes:
         searcher.visit(shape, front, 1, finish=False)
     missed = [searcher.visit(shape, front, searcher.options.most_leaves) for shape in shapes]
-    return Front(
-        found=tuple(front.points),
-        placements=searcher.placements,
-        slack=max([0.0, *(front.slack(*one) for some in missed for one in some)]),
-    )
+    slack = max([0.0, *(front.slack(*one) for some in missed for one in some)])
+    return tuple(front.points), slack
 
 
-class _Points(Collector):
+class _Points(Best):
     """The front so far, by rising time; goals are put in order by their seconds."""
 
     def __init__(self, objective: Objective) -> None:
-        super().__init__(objective)
+        super().__init__(0, objective)
         self.points: list[Found] = []
 
     def value(self, seconds: float, price: float) -> float:

@@ -197,34 +197,16 @@ class SearchResult:
         return max(0.0, 1 - self.bound / self.found[0].value)
 
 
-class Collector:
-    """Receives the plans of a search, and says which may still matter.
+class Best:
+    """The best plans so far, each shape and set of nodes once; says which others may still matter.
 
     Args:
+        top: how many.
         objective: what is minimised, and the limits.
     """
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
-
-    def value(self, seconds: float, price: float) -> float:
-        """Returns the value by which goals are put in order."""
-        return self.objective.value(seconds, price)
-
-    def most_seconds(self, price: float) -> float:
-        """Returns the seconds that a plan of that price per hour must stay below to matter."""
-        raise NotImplementedError
-
-    def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Takes a plan; those with one key compete for one place."""
-        raise NotImplementedError
-
-
-class Best(Collector):
-    """The best plans so far, each shape and set of nodes once."""
-
     def __init__(self, top: int, objective: Objective) -> None:
-        super().__init__(objective)
+        self.objective = objective
         self._top = top
         self._found: dict[Any, Found] = {}
 
@@ -234,10 +216,16 @@ class Best(Collector):
             return math.inf
         return max(one.value for one in self._found.values())
 
+    def value(self, seconds: float, price: float) -> float:
+        """Returns the value by which goals are put in order."""
+        return self.objective.value(seconds, price)
+
     def most_seconds(self, price: float) -> float:
+        """Returns the seconds that a plan of that price per hour must stay below to matter."""
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
+        """Takes a plan; those with one key compete for one place."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:
@@ -518,7 +506,7 @@ class Searcher:
         narrow = min(one.tp * one.dp for one in classes)
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
-    def _bounded(self, shape: SearchShape, best: Collector, most_levels: int) -> _Bounded:
+    def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
         """Bounds all pipelines of a shape that may matter."""
         from megatron.adaptive.planner import kernel  # numba takes half a second
 
@@ -569,7 +557,7 @@ class Searcher:
         return _Bounded(shape, levels, made, (ends, done, trips), sorted(goals))
 
     def visit(
-        self, shape: SearchShape, best: Collector, most_leaves: int, *, finish: bool = True
+        self, shape: SearchShape, best: Best, most_leaves: int, *, finish: bool = True
     ) -> list[tuple[float, float]]:
         """Searches all pipelines of a shape that may matter.
 
@@ -635,7 +623,7 @@ class Searcher:
         bounded: _Bounded,
         level: int,
         price: float,
-        best: Collector,
+        best: Best,
         most_leaves: int,
         finish: bool,
     ) -> float:
@@ -685,7 +673,7 @@ class Searcher:
         plan: Plan,
         classes: Sequence[StageClass],
         bounded: _Bounded,
-        best: Collector,
+        best: Best,
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:

@@ -16,6 +16,7 @@ that the mean step is longer than the step of the means.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -113,7 +114,13 @@ def _inputs(kind: int, stage: int, microbatch: int, stages: int) -> list[tuple[i
 
 
 def step_times(
-    steps: Steps, durations_s: Any, latency_s: Any, occupancy_s: Any, *, launch_s: Any = None
+    steps: Steps,
+    durations_s: Any,
+    latency_s: Any,
+    occupancy_s: Any,
+    *,
+    launch_s: Any = None,
+    factors: Any = 1.0,
 ) -> ScheduleTimes:
     """Times one step.
 
@@ -126,30 +133,31 @@ def step_times(
         occupancy_s: ``[2, stages]``: how long that message keeps its link busy.
         launch_s: ``[3, stages]``, the part of ``durations_s`` in which the CPU launches the work,
             which needs no input and goes on while the rank waits. None for none.
+        factors: how many times as long each action takes, in the order of ``steps``.
     """
-    durations = steps.table(durations_s)
-    launch = np.zeros_like(durations) if launch_s is None else steps.table(launch_s)
-    ranks = steps.placement.num_ranks
-    end = np.zeros(ranks)
-    busy = np.zeros(ranks)
-    run = compiled_steps() if len(steps.rows) > _MANY_ROWS else run_steps
+    kind, stage = steps.rows[:, 0], steps.rows[:, 1]
+    seconds = steps.table(durations_s)[kind, stage] * factors
+    launch = np.zeros_like(seconds) if launch_s is None else steps.table(launch_s)[kind, stage]
+    stages = steps.placement.num_stages
+    end, busy = np.zeros((2, steps.placement.num_ranks))
+    run = _compiled_steps() if len(seconds) > _MANY_ROWS or "numba" in sys.modules else _run_steps
     run(
         steps.rows,
-        durations,
+        seconds,
         launch,
         np.asarray(latency_s, dtype=np.float64),
         np.asarray(occupancy_s, dtype=np.float64),
-        np.zeros((2, durations.shape[1], steps.num_microbatches)),
-        np.zeros((2, durations.shape[1])),
+        np.zeros((2, stages, steps.num_microbatches)),
+        np.zeros((2, stages)),
         end,
         busy,
     )
     return ScheduleTimes(end_s=end, busy_s=busy)
 
 
-def run_steps(
+def _run_steps(
     rows: Any,
-    durations: Any,
+    seconds: Any,
     launch: Any,
     latency: Any,
     occupancy: Any,
@@ -158,15 +166,15 @@ def run_steps(
     end: Any,
     busy: Any,
 ) -> None:
-    stages = durations.shape[1]
+    stages = latency.shape[1]
     for i in range(rows.shape[0]):
         kind, stage, microbatch, rank = rows[i]
-        start = end[rank] + launch[kind, stage]
+        start = end[rank] + launch[i]
         if kind < 2:
             start = max(start, arrival[kind, stage, microbatch])
-        finish = start + durations[kind, stage] - launch[kind, stage]
+        finish = start + seconds[i] - launch[i]
         end[rank] = finish
-        busy[rank] += durations[kind, stage]
+        busy[rank] += seconds[i]
         if kind == 2:
             continue
         target = stage + 1 if kind == 0 else stage - 1
@@ -181,11 +189,11 @@ _MANY_ROWS = 500
 
 
 @lru_cache
-def compiled_steps() -> Any:
-    """Returns ``run_steps`` as machine code."""
+def _compiled_steps() -> Any:
+    """Returns ``_run_steps`` as machine code."""
     from numba import njit
 
-    return njit(run_steps, cache=True)
+    return njit(_run_steps, cache=True)
 
 
 DRAWS = 32
@@ -206,21 +214,9 @@ def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> fl
     """
     if sigma <= 0:
         return 0.0
-    durations = steps.table(durations_s)
     rng = np.random.default_rng(0)
     factors = np.exp(sigma * rng.standard_normal((len(steps.rows), DRAWS)) - sigma**2 / 2)
-    # The last column has no jitter; the others are compared with the mean over their own draws.
-    factors = np.concatenate([factors, np.ones((len(factors), 1))], axis=1)
-    last = steps.placement.num_stages - 1
-    ends = np.zeros((steps.placement.num_ranks, DRAWS + 1))
-    arrivals: dict[tuple[int, int, int], Any] = {}
-    for row, (kind, stage, microbatch, rank) in zip(factors, steps.rows.tolist(), strict=True):
-        start = ends[rank]
-        if kind < 2 and stage != (0 if kind == 0 else last):
-            start = np.maximum(start, arrivals.pop((kind, stage, microbatch)))
-        ends[rank] = start + durations[kind, stage] * row
-        target = stage + (1 if kind == 0 else -1)
-        if kind < 2 and 0 <= target <= last:
-            arrivals[kind, target, microbatch] = ends[rank] + message_s[kind, stage]
-    whole = ends.max(axis=0)
-    return max(0.0, float(whole[:-1].mean() - whole[-1]))
+    none = np.zeros_like(message_s)
+    drawn = [step_times(steps, durations_s, message_s, none, factors=one) for one in factors.T]
+    quiet = step_times(steps, durations_s, message_s, none)
+    return max(0.0, float(np.mean([one.seconds for one in drawn])) - quiet.seconds)
