@@ -108,6 +108,6 @@ def test_the_text_form_gives_the_same_figures(
     process(["--json"])
     from_lines = json.loads(capsys.readouterr().out)
     text = "runs/latest/trace_pipeline_2_model_chunks_1.txt"
-    process(["--json", "--run-dir", text, "--output", "other.json"])
-    assert json.loads(capsys.readouterr().out) == {**from_lines, "events": "other.json"}
-    assert (checkout / "other.json").exists()
+    process(["--json", "--run-dir", text, "--output-dir", "other"])
+    assert json.loads(capsys.readouterr().out) == {**from_lines, "events": f"other/{NAME}.json"}
+    assert (checkout / "other" / f"{NAME}.json").exists()

@@ -90,11 +90,14 @@ def test_iterations_and_replica_are_chosen(
     assert [book["summary"].cell(row, 2).value for row in (3, 4)] == [1, 3]
     numbers = [row[0] for row in book["iterations"].iter_rows(min_row=3, values_only=True)]
     assert numbers == [2, 3, 4]
-    main([*flags, "--iteration", "2", "--output", "one.xlsx"])
+    main([*flags, "--iteration", "2", "--output-dir", "one"])
     assert "over" not in capsys.readouterr().out
-    assert "iteration 2, replica 0 of 2" in load_workbook("one.xlsx")["order"]["A1"].value
+    assert (
+        "iteration 2, replica 0 of 2"
+        in load_workbook(Path("one", f"{NAME}.xlsx"))["order"]["A1"].value
+    )
     # Of a range that only overlaps the run, what there is.
-    main([*flags, "--iterations", "4-90", "--output", "two.xlsx"])
+    main([*flags, "--iterations", "4-90", "--output-dir", "two"])
     assert "over 2 complete iterations (4-5)" in capsys.readouterr().out
 
 
@@ -112,9 +115,9 @@ def test_the_text_form_has_views_and_a_diagnosis(
 ) -> None:
     text = f"{NAME}.txt"
     write_legacy(read_run(traces), text)
-    assert main([text, "--format", "xlsx,png,perfetto,tensorboard", "--output", "text.xlsx"]) == 0
-    names = {path.name for path in Path().iterdir()}
-    assert {"text.xlsx", "text.png", "text.json.gz", "text_tensorboard"} < names
+    assert main([text, "--format", "xlsx,png,perfetto,tensorboard", "--output-dir", "out"]) == 0
+    names = {path.name for path in Path("out").iterdir()}
+    assert names == {f"{NAME}{end}" for end in (".xlsx", ".png", ".json.gz", "_tensorboard")}
     assert main(["diagnose", text]) == 0
     assert capsys.readouterr().err == ""
 

@@ -67,7 +67,7 @@ def test_figures_add_up(run: RunTrace) -> None:
     counts = figures.count.sum(axis=2)
     assert (figures.count[..., :2] == MICROBATCHES).all()
     assert (counts > 0).all()
-    assert (figures.sent_bytes == figures.received_bytes[:, ::-1]).all()
+    assert (figures.transfer_bytes == figures.transfer_bytes[:, ::-1]).all()
     assert ((figures.bubble_fraction >= 0) & (figures.bubble_fraction < 1)).all()
     # A rank waits within its idle time; the rest is what it takes itself between two actions.
     after_ns = 1e6 * figures.parts_ms[..., list(PARTS).index("after")]

@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron.adaptive.trace.event import Row, Span, TraceHeader
+from megatron.adaptive.trace.event import COLUMNS, Row, Span, TraceHeader
+from megatron.adaptive.trace.figures import rank_figures
 from megatron.adaptive.trace.recorder import Recorder
-from megatron.adaptive.trace.table import KIND, REASON
+from megatron.adaptive.trace.step import PipelineStep
+from megatron.adaptive.trace.table import KIND, REASON, TraceTable
 
 FORWARD_NS, BACKWARD_NS = 1_000_000, 2_000_000
 START_NS = 5_000_000_000
@@ -59,6 +62,20 @@ def row_of(span: Span) -> Row:
         *(KIND[span.action], span.chunk, span.microbatch, span.piece, span.start_ns, span.end_ns),
         *(span.bytes, span.in_flight_bytes, span.queue_depth, span.peer, of, REASON[span.reason]),
     )
+
+
+def table_of(spans: Iterable[Span]) -> TraceTable:
+    """The table of some spans of one rank."""
+    spans = tuple(spans)
+    rows = np.array([row_of(span) for span in spans], dtype=np.int64)
+    rows[:, COLUMNS.index("duration_ns")] -= rows[:, COLUMNS.index("start_ns")]
+    return TraceTable.from_rows(np.array([span.iteration for span in spans]), rows)
+
+
+def step_of(*rows: tuple[Span, ...], waits: tuple[tuple[Span, ...], ...] = ()) -> PipelineStep:
+    """A step of the actions of some ranks."""
+    figures = {rank: rank_figures(table_of(row), 1) for rank, row in enumerate(rows) if row}
+    return PipelineStep(1, "x", "loop", 1, 1, rows, waits, figures=figures)
 
 
 def record(recorder: Recorder, *span: Any, **more: Any) -> None:

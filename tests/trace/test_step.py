@@ -8,8 +8,8 @@ import pytest
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import IterationStart, Span, block_text, trace_file_name
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.step import PipelineStep, pipeline_step, stages_of_rank
-from tests.trace.conftest import make_header, row_of, simulate, write_spans
+from megatron.adaptive.trace.step import pipeline_step, stages_of_rank
+from tests.trace.conftest import make_header, row_of, simulate, step_of, write_spans
 
 
 def test_a_step_holds_the_executed_order_from_time_zero(write_run: Callable[..., Path]) -> None:
@@ -96,4 +96,4 @@ def test_bubble_of_all_forward_then_all_backward(write_run: Callable[..., Path])
     assert step.step_ns == (8 + 3) * 3_000_000
     assert step.bubble_fractions == pytest.approx(dict.fromkeys((0, 2, 3), 3 / 11))
     assert step.bubble_fraction == pytest.approx(3 / 11)
-    assert PipelineStep(1, "x", "loop", 1, 1, ((Span("F", 0, 0, 0, 0, 1),),)).bubble_fraction == 0
+    assert step_of((Span("F", 0, 0, 0, 0, 1),)).bubble_fraction == 0

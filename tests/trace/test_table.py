@@ -1,7 +1,8 @@
 """Columns of spans: from objects and back, waits put down to actions, sends with receives."""
 
 from megatron.adaptive.trace.event import Span
-from megatron.adaptive.trace.table import KIND, TraceTable, match_messages, wait_before
+from megatron.adaptive.trace.table import KIND, match_messages, wait_before
+from tests.trace.conftest import table_of
 
 SPANS = (
     Span("wait", 1, 3, 10, 40, 7, of="B", peer=2, reason="input"),
@@ -13,7 +14,7 @@ SPANS = (
 
 
 def test_spans_survive_the_table() -> None:
-    table = TraceTable.from_spans(SPANS)
+    table = table_of(SPANS)
     assert table.spans() == SPANS
     assert table.duration_ns.tolist() == [30, 50, 4, 1, 700]
     assert len(table) == 5
@@ -30,13 +31,13 @@ def test_a_wait_belongs_to_the_action_it_names() -> None:
         Span("wait", 0, 9, 80, 90, 1, of="F"),
         Span("F", 0, 1, 71, 75, 2),
     )
-    assert wait_before(TraceTable.from_spans(rows)).tolist() == [0, 8, 0, 0, 0, 0, 1]
+    assert wait_before(table_of(rows)).tolist() == [0, 8, 0, 0, 0, 0, 1]
 
 
 def test_pieces_are_distinguished() -> None:
     rows = [Span("W", 0, 0, 10 * piece, 10 * piece + 5, 1, piece=piece) for piece in range(3)]
     rows.append(Span("wait", 0, 0, 15, 20, 1, of="W", piece=2))
-    assert wait_before(TraceTable.from_spans(rows)).tolist() == [0, 0, 5, 0]
+    assert wait_before(table_of(rows)).tolist() == [0, 0, 5, 0]
 
 
 def end(kind: str, of: str, microbatch: int, peer: int, at: int, **more: object) -> Span:
@@ -46,7 +47,7 @@ def end(kind: str, of: str, microbatch: int, peer: int, at: int, **more: object)
 
 def test_both_ends_of_each_message() -> None:
     tables = {
-        4: TraceTable.from_spans(
+        4: table_of(
             [
                 end("send", "F", 0, 7, 10),
                 end("send", "F", 1, 7, 20),
@@ -55,7 +56,7 @@ def test_both_ends_of_each_message() -> None:
                 Span("F", 0, 0, 0, 10, 1),
             ]
         ),
-        7: TraceTable.from_spans(
+        7: table_of(
             [
                 end("receive", "F", 1, 4, 26, reason="seen"),
                 end("receive", "F", 0, 4, 17, reason="seen"),
@@ -81,7 +82,7 @@ def test_both_ends_of_each_message() -> None:
 
 def test_iterations_are_distinguished() -> None:
     tables = {
-        rank: TraceTable.from_spans(
+        rank: table_of(
             [
                 Span(kind, 0, 0, 100 * i + rank, 100 * i + rank, i, peer=1 - rank, of="F")
                 for i in (1, 2)

@@ -120,7 +120,11 @@ class LocalDisk:
                 self.shared.path,
             )
             self._newest = None
-            self._end_upload(ranks)
+            try:
+                self._wait(ranks, time.monotonic() + self._timeout_s)
+            except CheckpointError:
+                if self._is_uploading(ranks):
+                    raise
             return False
         if not self._is_uploading(ranks):
             self._start(newest, shares)
@@ -273,14 +277,6 @@ class LocalDisk:
     def _is_uploading(self, ranks: RankGroup) -> bool:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
-    def _end_upload(self, ranks: RankGroup) -> None:
-        """Wait until nothing is copied."""
-        try:
-            self._wait(ranks, time.monotonic() + self._timeout_s)
-        except CheckpointError:
-            if self._is_uploading(ranks):
-                raise
-
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
         """Wait for the upload under way, which reports its failures itself."""
         upload = self._upload
@@ -293,7 +289,7 @@ class LocalDisk:
                     f"  waiting for the copy of iteration {upload.step} to {self.shared.path}"
                 )
         if ranks.any(upload.is_alive()):
-            upload.give_up()
+            upload.is_given_up = True
             upload.join(_END_S)
             raise CheckpointError(
                 f"the copy of iteration {upload.step} to {self.shared.path} did not end within"
@@ -487,26 +483,25 @@ class Upload(BackgroundWrite):
         disk: this node's, which has what this rank copies.
         stored: the checkpoint.
         names: of the files that this rank copies.
+
+    Attributes:
+        is_given_up: set it, and it fails soon, unless storage holds a rank up for good.
     """
 
     def __init__(self, disk: LocalDisk, stored: Stored, names: Sequence[str]) -> None:
         super().__init__(self._copy, stored["step"], disk.done)
         self._disk, self._stored, self._names = disk, stored, names
         self._shared, self._ranks = disk.shared, disk._ranks
-        self._is_given_up = False
+        self.is_given_up = False
         self.start()
 
     def run(self) -> None:
         super().run()
-        if self.failure is not None and self._ranks.is_first and not self._is_given_up:
+        if self.failure is not None and self._ranks.is_first and not self.is_given_up:
             text = str(self.failure)
             if not isinstance(self.failure, CheckpointError):
                 text = f"the copy of a checkpoint broke off: {(text.splitlines() or ['?'])[0]}"
             _LOG.warning("WARNING: %s", text)
-
-    def give_up(self) -> None:
-        """Let it end with a failure soon, unless storage holds a rank up for good."""
-        self._is_given_up = True
 
     def _copy(self) -> Path:
         why = (
@@ -517,7 +512,7 @@ class Upload(BackgroundWrite):
             pieces = self._pieces()
 
             def go_on() -> bool:
-                if self._is_given_up:
+                if self.is_given_up:
                     raise CheckpointError("it took too long")
                 return _some(pieces)
 

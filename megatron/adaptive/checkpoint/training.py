@@ -620,27 +620,25 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, what: str)
     remedy = "load the weights alone with --no-load-optim or --finetune"
     if not manifest["has_optimizer"]:
         raise CheckpointError(f"{what} holds no optimizer state (--no-save-optim): {remedy}")
-    saved = _saved_config(manifest, what)
-    for flag, before, now in (
-        ("--optimizer", saved.optimizer.optimizer, config.optimizer.optimizer),
-        ("type of parameters", saved.precision.dtype_name, config.precision.dtype_name),
-        (
-            "--use-distributed-optimizer",
-            _given(saved.parallel.use_distributed_optimizer),
-            _given(config.parallel.use_distributed_optimizer),
-        ),
-        ("--sgd-momentum", _momentum(saved), _momentum(config)),
-        (
-            "--decoupled-lr",
-            _given(saved.optimizer.decoupled_lr is not None),
-            _given(config.optimizer.decoupled_lr is not None),
-        ),
-    ):
-        if before != now:
+    before = _optimizer_of(_saved_config(manifest, what))
+    for flag, now in _optimizer_of(config).items():
+        if before[flag] != now:
             raise CheckpointError(
-                f"{what} holds the state of another optimizer: {flag} is {before} in the "
+                f"{what} holds the state of another optimizer: {flag} is {before[flag]} in the "
                 f"checkpoint and {now} here. Give the same, or {remedy}"
             )
+
+
+def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
+    """Return the settings that give the optimizer's state its form, by flag."""
+    settings = config.optimizer
+    return {
+        "--optimizer": settings.optimizer,
+        "type of parameters": config.precision.dtype_name,
+        "--use-distributed-optimizer": _given(config.parallel.use_distributed_optimizer),
+        "--sgd-momentum": _given(settings.optimizer == "sgd" and settings.sgd_momentum != 0),
+        "--decoupled-lr": _given(settings.decoupled_lr is not None),
+    }
 
 
 def _saved_config(manifest: Manifest, what: str) -> TrainerConfig:
@@ -648,11 +646,6 @@ def _saved_config(manifest: Manifest, what: str) -> TrainerConfig:
         return TrainerConfig.from_dict(manifest["config"])
     except ConfigError as error:
         raise CheckpointError(f"{what}: {error}") from None
-
-
-def _momentum(config: TrainerConfig) -> str:
-    settings = config.optimizer
-    return _given(settings.optimizer == "sgd" and settings.sgd_momentum != 0)
 
 
 def _given(value: bool) -> str:

@@ -17,16 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import select
 import statistics
 import sys
-import termios
-import tty
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -45,7 +42,7 @@ PIPE_COLUMNS = 160
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shows a run until ``q`` on a terminal, elsewhere one frame."""
+    """Shows a run until Ctrl-C on a terminal, elsewhere one frame."""
     options = _parser().parse_args(argv)
     width = options.width
     if width is None and not sys.stdout.isatty():
@@ -61,44 +58,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _watch(run: LiveRun, console: Console, interval_s: float) -> None:
-    """Refresh in place; leaves the last frame behind."""
+    """Refreshes in place until Ctrl-C; leaves the last frame behind."""
     snapshot = run.refresh()
     with (
-        _keys() as pressed,
-        Live(console=console, screen=True, auto_refresh=False) as live,
         contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         while True:
             live.update(draw(snapshot, console.width, console.height), refresh=True)
-            if "q" in pressed(interval_s).lower():
-                break
+            time.sleep(interval_s)
             snapshot = run.refresh()
     console.print(draw(snapshot, console.width, console.height))
 
 
-@contextlib.contextmanager
-def _keys() -> Iterator[Any]:
-    """Give a function that waits some seconds and returns the keys pressed meanwhile."""
-    if not sys.stdin.isatty():
-        yield lambda seconds: select.select([], [], [], seconds) and ""
-        return
-    keyboard = sys.stdin.fileno()
-    before = termios.tcgetattr(keyboard)
-
-    def pressed(seconds: float) -> str:
-        ready, _, _ = select.select([keyboard], [], [], seconds)
-        return os.read(keyboard, 64).decode(errors="ignore") if ready else ""
-
-    try:
-        tty.setcbreak(keyboard)
-        yield pressed
-    finally:
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="top", description="Show what a run does now, or did last. q ends it."
+        prog="top", description="Show what a run does now, or did last. Ctrl-C ends it."
     )
     seconds = number(float, 0.05, 3600, "time in seconds")
     columns = number(int, 40, 1000, "number of columns")

@@ -45,7 +45,6 @@ MOST_LAYERS = 4
 """So many layers of experts are named, those with the worst balance."""
 FORMATS = ("xlsx", "html", "perfetto", "png", "tensorboard")
 """The views."""
-_ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -186,8 +185,9 @@ def _show(
     arguments = parser.parse_args(argv)
     chosen = () if arguments.format is None else _chosen_formats(arguments.format)
     selection = _select(arguments)
-    stem = _output_stem(arguments, selection.run)
-    for line in selection.run.notes():
+    run = selection.run
+    stem = arguments.output_dir / legacy_name(run.num_ranks, run.num_chunks)
+    for line in run.notes():
         show(f"warning: {line}", file=sys.stderr)
     views = (_write_view(name, selection, stem) for name in ("json",) * events + chosen)
     if report and arguments.json:
@@ -242,10 +242,8 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
     add = parser.add_argument
     replica = "data-parallel replica to look at (default: 0; in the page and for Perfetto all)"
     add("--dp-rank", type=number(int, 0, 1_000_000), metavar="D", help=replica)
-    place = parser.add_mutually_exclusive_group().add_argument
-    place("--output", type=Path, metavar="FILE", help="result file; its ending is replaced")
     folder = "folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)"
-    place("--output-dir", type=Path, metavar="DIR", help=folder)
+    add("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
     default = f" (default: {formats})" if formats else ""
     what = f"what to write: of {', '.join(FORMATS)}, joined by commas, or all{default}"
     add("--format", default=formats or None, metavar="LIST", help=what)
@@ -315,14 +313,6 @@ def _select(arguments: argparse.Namespace) -> _Selection:
     covered = run.complete_iterations(dp_rank) if covered is None else covered
     step = pipeline_step(run, covered[-1] if covered else None, dp_rank=dp_rank)
     return _Selection(run, step, covered or (step.iteration,), arguments.dp_rank)
-
-
-def _output_stem(arguments: argparse.Namespace, run: RunTrace) -> Path:
-    """Path of the results without their ending."""
-    if arguments.output is not None:
-        output: Path = arguments.output
-        return output.with_name(_ENDINGS.sub("", output.name))
-    return Path(arguments.output_dir or "") / legacy_name(run.num_ranks, run.num_chunks)
 
 
 def _chosen_formats(text: str) -> tuple[str, ...]:

@@ -268,14 +268,7 @@ class OutsideTrace:
             ends = self._begins("F", *place)
             result = function(data_iterator, model, *more)
             ends()
-            output = result[0]
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-
-                def begins_backward(gradient: torch.Tensor) -> None:
-                    engine: Any = Variable._execution_engine
-                    engine.queue_callback(self._begins("B", *place))
-
-                output.register_hook(begins_backward)
+            _around_backward(result[0], lambda: self._begins("B", *place))
             return result
 
         return forward_step
@@ -344,30 +337,39 @@ def record_trace(
 
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
     """Puts the ranges of other loops around each forward of a model and its backward."""
-    forwards: list[profiler.record_function] = []
+    forwards: list[Callable[[], None]] = []
 
     def begins(*_: Any) -> None:
-        forwards.append(profiler.record_function("forward_step"))
-        forwards[-1].__enter__()
+        forwards.append(_range("forward_step"))
 
     def ends(_: Any, __: Any, output: Any) -> None:
-        forwards.pop().__exit__(None, None, None)
-        backwards: list[profiler.record_function] = []
-
-        def begins_backward(_: torch.Tensor) -> None:
-            if backwards:
-                return
-            backwards.append(profiler.record_function("backward_step"))
-            backwards[-1].__enter__()
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(lambda: backwards.pop().__exit__(None, None, None))
-
-        for one in tree_leaves(output):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
-                one.register_hook(begins_backward)
+        forwards.pop()()
+        _around_backward(output, lambda: _range("backward_step"))
 
     for handle in (
         model.register_forward_pre_hook(begins),
         model.register_forward_hook(ends, always_call=True),
     ):
         hooks.callback(handle.remove)
+
+
+def _range(name: str) -> Callable[[], None]:
+    """Begins a range; returns what ends it."""
+    entered = profiler.record_function(name)
+    entered.__enter__()
+    return lambda: entered.__exit__(None, None, None)
+
+
+def _around_backward(output: Any, begins: Callable[[], Callable[[], None]]) -> None:
+    """Calls a function when the backward of an output begins, and at its end what that returned."""
+    running: list[Callable[[], None]] = []
+
+    def first(_: torch.Tensor) -> None:
+        if not running:
+            running.append(begins())
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(lambda: running.pop()())
+
+    for one in tree_leaves(output):
+        if isinstance(one, torch.Tensor) and one.requires_grad:
+            one.register_hook(first)

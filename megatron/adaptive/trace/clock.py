@@ -458,7 +458,6 @@ class ClockServer:
     """Sends the time to whoever knows the secret, with a thread for each connection.
 
     Args:
-        now: the clock.
         host: address to listen at; all where it is empty or not of this machine.
 
     Attributes:
@@ -469,9 +468,8 @@ class ClockServer:
         OSError: it cannot listen.
     """
 
-    def __init__(self, now: Clock = time.monotonic_ns, host: str = "") -> None:
+    def __init__(self, host: str = "") -> None:
         self.secret = new_secret()
-        self._now = now
         self._serving: dict[threading.Thread, socket.socket] = {}
         listening = bind(host, 0)
         self._gate = Gate(listening, lambda: self.secret, _PURPOSE, self._admit, to_log(_LOG))
@@ -499,11 +497,11 @@ class ClockServer:
         with connection, contextlib.suppress(OSError):
             _prepare(connection)
             while True:
-                request, stamp_ns = _receive(connection, _REQUEST.size, self._now)
+                request, stamp_ns = _receive(connection, _REQUEST.size, time.monotonic_ns)
                 if len(request) < _REQUEST.size:
                     return
                 (number,) = _REQUEST.unpack(request)
-                connection.sendall(_ANSWER.pack(number, stamp_ns, self._now()))
+                connection.sendall(_ANSWER.pack(number, stamp_ns, time.monotonic_ns()))
 
 
 class ClockSampler:

@@ -66,10 +66,7 @@ class RankFigures:
         mad_ns: the same, median distance from that median.
         peak_microbatches: most forwards that had no backward yet.
         peak_in_flight_bytes: most activation bytes held.
-        peak_queue: most inputs that had arrived and were not taken, when an action began.
         transfer_bytes: payload that actions received and sent.
-        sent_bytes: payload handed to the transport.
-        received_bytes: payload taken from it.
     """
 
     iterations: Ints
@@ -88,10 +85,7 @@ class RankFigures:
     mad_ns: Floats
     peak_microbatches: Ints
     peak_in_flight_bytes: Ints
-    peak_queue: Ints
     transfer_bytes: Ints
-    sent_bytes: Ints
-    received_bytes: Ints
 
     @property
     def work_ns(self) -> Floats:
@@ -267,7 +261,6 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
     actions, at = table.take(drawn), place[drawn]
     sizes = np.bincount(at, minlength=count)
     begins = np.cumsum(sizes) - sizes
-    sent, received = table.kind == KIND["send"], table.kind == KIND["receive"]
     handed, _ = _within_actions(table, "send")
     at_work_ns = _sums(at, _covered(actions), count)
     return RankFigures(
@@ -281,10 +274,7 @@ def rank_figures(table: TraceTable, num_chunks: int) -> RankFigures:
         **_durations(actions, compute_ns(table)[drawn], at, count, num_chunks),
         peak_microbatches=_peak(actions, at, begins, sizes),
         peak_in_flight_bytes=_reduced(np.maximum, actions.in_flight_bytes, begins, sizes),
-        peak_queue=_reduced(np.maximum, actions.queue_depth, begins, sizes).astype(np.int64),
         transfer_bytes=_sums(at, actions.bytes, count),
-        sent_bytes=_sums(place[sent], table.bytes[sent], count),
-        received_bytes=_sums(place[received], table.bytes[received], count),
     )
 
 

@@ -38,21 +38,16 @@ def load_run(
     Raises:
         TraceError: there is none, it has another shape, or it cannot be read.
     """
-    if given is not None:
-        if not given.exists():
-            raise TraceError(f"{given} does not exist; give the folder of a run")
-        return _read(given, num_ranks, num_chunks)
-    latest = latest_run()
-    if latest is not None:
-        return _read(latest, num_ranks, num_chunks)
-    text = _text_file(Path(), num_ranks, num_chunks)
-    if text is not None:
-        return read_legacy(text)
-    shape = f"{legacy_name(num_ranks, num_chunks)}.txt" if num_ranks and num_chunks else "text form"
-    raise TraceError(
-        f"no trace found: neither {Path(RUNS, LATEST)} nor {shape} in {Path().resolve()}; "
-        "run run_single.sh first or give --run-dir"
-    )
+    place = given or latest_run() or _text_file(Path(), num_ranks, num_chunks)
+    if place is None:
+        shape = f"{legacy_name(num_ranks, num_chunks)}.txt" if num_ranks and num_chunks else "text"
+        raise TraceError(
+            f"no trace found: neither {Path(RUNS, LATEST)} nor {shape} in {Path().resolve()}; "
+            "run run_single.sh first or give --run-dir"
+        )
+    if not place.exists():
+        raise TraceError(f"{place} does not exist; give the folder of a run")
+    return _read(place, num_ranks, num_chunks)
 
 
 def latest_run() -> Path | None:
@@ -92,19 +87,14 @@ def _read(place: Path, num_ranks: int | None, num_chunks: int | None) -> RunTrac
             f"{place} holds no trace: neither {TRACES}/trace_rank_*.jsonl nor "
             "trace_pipeline_<p>_model_chunks_<c>.txt; was the run traced, and did it finish a step?"
         )
-    _check_shape(run, num_ranks, num_chunks)
-    return run
-
-
-def _check_shape(run: RunTrace, num_ranks: int | None, num_chunks: int | None) -> None:
     wanted = (num_ranks or run.num_ranks, num_chunks or run.num_chunks)
-    if wanted == (run.num_ranks, run.num_chunks):
-        return
-    raise TraceError(
-        f"{run.origin} has {run.num_ranks} pipeline ranks x {run.num_chunks} chunks, asked for "
-        f"{wanted[0]} x {wanted[1]}; give --pipeline_parallel {run.num_ranks} --model_chunks "
-        f"{run.num_chunks}, or the --run-dir of another run"
-    )
+    if wanted != (run.num_ranks, run.num_chunks):
+        raise TraceError(
+            f"{run.origin} has {run.num_ranks} pipeline ranks x {run.num_chunks} chunks, asked for "
+            f"{wanted[0]} x {wanted[1]}; give --pipeline_parallel {run.num_ranks} --model_chunks "
+            f"{run.num_chunks}, or the --run-dir of another run"
+        )
+    return run
 
 
 def _text_file(folder: Path, num_ranks: int | None, num_chunks: int | None) -> Path | None:

@@ -24,15 +24,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import Span
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.step import PipelineStep, pipeline_step
-from megatron.adaptive.trace.table import TraceTable
+from megatron.adaptive.trace.table import KIND, TraceTable
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
@@ -106,7 +108,7 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
     notes = {"run": "text", "schedule": "unknown", "placement": "loop"}
     iterations: dict[int, int] = {}
     begun: dict[tuple[int, str, int], int] = {}
-    spans: dict[int, list[Span]] = {}
+    rows: dict[int, dict[int, list[tuple[int, ...]]]] = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -120,29 +122,25 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
                         begun[rank, action, packed] = _ns(match[5])
                     elif (start_ns := begun.pop((rank, action, packed), None)) is not None:
                         place = _unpack(action, packed, num_ranks, num_chunks)
-                        span = Span(
-                            action, *place, start_ns, _ns(match[5]), iterations.get(rank, 1)
-                        )
-                        spans.setdefault(rank, []).append(span)
+                        row = (KIND[action], *place, start_ns, _ns(match[5]) - start_ns)
+                        mine = rows.setdefault(rank, {})
+                        mine.setdefault(iterations.get(rank, 1), []).append(row)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
-    if not spans:
+    if not rows:
         raise TraceError(
             f"{path} holds no action; expected lines such as '0, 3, forward start, 12.500000%'"
         )
-    if max(spans) >= num_ranks:
+    if max(rows) >= num_ranks:
         raise TraceError(
-            f"{path} has actions of rank {max(spans)}, its name says {num_ranks} pipeline ranks; "
+            f"{path} has actions of rank {max(rows)}, its name says {num_ranks} pipeline ranks; "
             "restore its name"
         )
     traces = {}
-    for number, found in sorted(spans.items()):
-        by_iteration: dict[int, list[Span]] = {}
-        for span in found:
-            by_iteration.setdefault(span.iteration, []).append(span)
+    for number, found in sorted(rows.items()):
         traces[number] = RankTrace.of_tables(
             path,
-            {i: TraceTable.from_spans(some) for i, some in by_iteration.items()},
+            {iteration: _table(iteration, some) for iteration, some in found.items()},
             sum(rank == number for rank, _, _ in begun),
             **notes,
             rank=number,
@@ -153,6 +151,12 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
             clock="",
         )
     return RunTrace(path, notes["run"], num_ranks, num_ranks, num_chunks, traces)
+
+
+def _table(iteration: int, rows: Sequence[tuple[int, ...]]) -> TraceTable:
+    names = ("kind", "chunk", "microbatch", "start_ns", "duration_ns")
+    columns = dict(zip(names, np.array(rows).T, strict=True))
+    return TraceTable.of_columns(np.full(len(rows), iteration), **columns)
 
 
 def _step_lines(step: PipelineStep, start_ns: int) -> Iterator[str]:

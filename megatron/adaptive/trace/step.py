@@ -1,16 +1,15 @@
 """One iteration of one pipeline on one clock: what every view draws.
 
-Only F, B and W are kept, the waits between them and the sends; times start at the first of the
-actions, over all ranks.
+Only F, B and W are kept, and the waits between them; times start at the first of the actions, over
+all ranks.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 from megatron.adaptive.errors import TraceError
@@ -35,10 +34,10 @@ class PipelineStep:
             where nothing is known of a rank.
         waits: per pipeline rank its spans of kind ``wait``, cut to the step; ``reason`` is the
             cause. Empty where nothing is known of waits.
-        sends: per pipeline rank its spans of kind ``send``, cut to the step, or empty.
         dp_rank: which data-parallel replica this is.
         num_replicas: how many there are traces of.
         lengths: of its microbatches, empty where they are alike.
+        figures: by known pipeline rank, its figures in the iteration.
     """
 
     iteration: int
@@ -48,10 +47,10 @@ class PipelineStep:
     num_microbatches: int
     rows: tuple[tuple[Span, ...], ...]
     waits: tuple[tuple[Span, ...], ...] = ()
-    sends: tuple[tuple[Span, ...], ...] = ()
     dp_rank: int = 0
     num_replicas: int = 1
     lengths: Lengths = ()
+    figures: Mapping[int, RankFigures] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -80,22 +79,11 @@ class PipelineStep:
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @cached_property
-    def figures(self) -> dict[int, RankFigures]:
-        """Figures of the known pipeline ranks, without their waits."""
-        known = zip_longest(self.rows, self.sends, fillvalue=())
-        return {
-            pp_rank: rank_figures(TraceTable.from_spans((*row, *sends)), self.num_chunks)
-            for pp_rank, (row, sends) in enumerate(known)
-            if row
-        }
-
-    @cached_property
     def bubble_fractions(self) -> dict[int, float]:
         """Idle part of the step (not of the work) on each known pipeline rank."""
-        busy_ns = {pp_rank: int(found.busy_ns[0]) for pp_rank, found in self.figures.items()}
         return {
-            pp_rank: (self.step_ns - busy) / self.step_ns if self.step_ns else 0.0
-            for pp_rank, busy in busy_ns.items()
+            pp_rank: 1 - int(found.busy_ns[0]) / self.step_ns if self.step_ns else 0.0
+            for pp_rank, found in self.figures.items()
         }
 
     @property
@@ -105,10 +93,8 @@ class PipelineStep:
 
     def label(self, pp_rank: int) -> str:
         """The name of a row: ``stage 1``, or ``rank 1 (stages 1, 3)`` with several chunks."""
-        stages = stages_of_rank(self, pp_rank)
-        if len(stages) == 1:
-            return f"stage {stages[0]}"
-        return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
+        text = stages_text(self, pp_rank)
+        return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
 
 
 def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[int, ...]:
@@ -118,7 +104,7 @@ def stages_of_rank(header: TraceHeader | PipelineStep, pp_rank: int) -> tuple[in
     return tuple(place.stage_of(pp_rank, chunk) for chunk in range(header.num_chunks))
 
 
-def stages_text(header: TraceHeader, pp_rank: int, most: int | None = None) -> str:
+def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | None = None) -> str:
     """Names the stages on a rank of a header's pipeline, ``stages 0, 5``, the first of many."""
     stages = stages_of_rank(header, pp_rank)
     shown = [*map(str, stages)]
@@ -146,7 +132,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         iteration = (run.complete_iterations(dp_rank) or run.iterations)[-1]
     run.require_iteration(iteration)
     tables = [TraceTable.concat([] if t is None else [t.table([iteration])]) for t in ranks]
-    known = [table.of_kind("wait", "send", *DRAWN_ACTIONS).spans() for table in tables]
+    known = [table.of_kind("wait", *DRAWN_ACTIONS).spans() for table in tables]
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     if not len(drawn):
         raise TraceError(
@@ -162,10 +148,14 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
         num_microbatches=first.num_microbatches[iteration],
         rows=tuple(_cut(spans, DRAWN_ACTIONS, start, end) for spans in known),
         waits=tuple(_cut(spans, ("wait",), start, end) for spans in known),
-        sends=tuple(_cut(spans, ("send",), start, end) for spans in known),
         dp_rank=dp_rank,
         num_replicas=len({trace.header.dp_rank for trace in run.ranks.values()}),
         lengths=first.lengths(iteration),
+        figures={
+            pp_rank: rank_figures(table, run.num_chunks)
+            for pp_rank, table in enumerate(tables)
+            if table.where(*DRAWN_ACTIONS).any()
+        },
     )
 
 

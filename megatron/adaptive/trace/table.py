@@ -9,7 +9,7 @@ is the input of: :func:`match_messages` finds each send's receive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -104,20 +104,12 @@ class TraceTable:
         return cls.from_rows(iteration, rows)
 
     @classmethod
-    def from_spans(cls, spans: Iterable[Span]) -> TraceTable:
-        """Makes a table of spans; their ``wait_ns``, which other spans say, are left out."""
-        spans = tuple(spans)
-        rows = np.array([_row(span) for span in spans], dtype=np.int64)
-        iterations = np.array([span.iteration for span in spans], dtype=np.int64)
-        return cls.from_rows(iterations, rows.reshape(-1, len(COLUMNS)))
-
-    @classmethod
     def concat(cls, tables: Sequence[TraceTable]) -> TraceTable:
         """The rows of several tables, in turn."""
         if len(tables) == 1:
             return tables[0]
         if not tables:
-            return cls.from_spans(())
+            return cls.of_columns(np.zeros(0))
         return cls(
             *(np.concatenate([getattr(t, field.name) for t in tables]) for field in fields(cls))
         )
@@ -210,15 +202,6 @@ def nth_of_equal(keys: Sequence[Ints]) -> Ints:
     heads = np.flatnonzero(new)
     nth: Ints = np.arange(len(new)) - np.repeat(heads, np.diff(np.append(heads, len(new))))
     return nth
-
-
-def _row(span: Span) -> tuple[int, ...]:
-    return (
-        KIND.get(span.action, OTHER),
-        *(span.chunk, span.microbatch, span.piece, span.start_ns, span.duration_ns),
-        *(span.bytes, span.in_flight_bytes, span.queue_depth, span.peer),
-        *(KIND[span.of] if span.of else -1, REASON[span.reason]),
-    )
 
 
 _SAME = ("iteration", "of", "chunk", "microbatch")

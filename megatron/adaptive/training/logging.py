@@ -47,7 +47,6 @@ _SIZES = (  # of the run, see ``startup_line``
     "pipeline_model_parallel_size",
 )
 _MAX_EXPONENT = 20.0  # as in Megatron-LM: a perplexity above exp(20) says nothing more
-_MLFLOW_POINTS = 500  # of 1,000 that it takes at once
 _CURVES_S = 5.0  # that points wait for others, at most as many as --tensorboard-queue-size
 
 
@@ -551,26 +550,21 @@ class _MLflow(_Logger):
     def __init__(self, cfg: TrainerConfig) -> None:
         self._package = need_package("mlflow", "--mlflow-experiment", "trace")
         settings = cfg.logging
-        self._waiting: list[Any] = []
         try:
             if settings.mlflow_tracking_uri is not None:
                 self._package.set_tracking_uri(settings.mlflow_tracking_uri)
             self._package.set_experiment(settings.mlflow_experiment)
-            run = self._package.start_run(run_name=settings.mlflow_run_name)
+            self._package.start_run(run_name=settings.mlflow_run_name)
             self._package.log_dict(cfg.to_dict(), "settings.json")
         except Exception as error:  # no server
             raise ConfigError(
                 f"--mlflow-experiment {settings.mlflow_experiment}: MLflow refuses "
                 f"({' '.join(str(error).split())}); check --mlflow-tracking-uri"
             ) from None
-        self._id, self._client = run.info.run_id, self._package.MlflowClient()
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        now_ms = int(time.time() * 1e3)
         name = re.sub(r"[^\w\-./ ]", "-", tag)
-        self._waiting.append(self._package.entities.Metric(name, value, now_ms, step))
-        if len(self._waiting) >= _MLFLOW_POINTS:
-            self._write()
+        self._package.log_metric(name, value, step=step, synchronous=False)
 
     def picture(self, path: Path, step: int) -> None:
         self._package.log_artifact(str(path))
@@ -579,12 +573,8 @@ class _MLflow(_Logger):
         self._package.log_dict(content, f"{name}.json")
 
     def close(self) -> None:
-        self._write()
+        self._package.flush_async_logging()
         self._package.end_run()
-
-    def _write(self) -> None:
-        points, self._waiting = self._waiting, []
-        self._client.log_batch(self._id, metrics=points)
 
 
 class _TensorBoard(_Logger):

@@ -91,7 +91,7 @@ def test_chunks_and_unnumbered_microbatches() -> None:
         ({"duration": -1.0}, "duration without a value from 0"),
         ({"start_ts": np.nan}, "start_ts without a value"),
         ({"stage": "first"}, "holds no numbers"),
-        ({"gmc": 7}, "gmc .chunk in the model. is neither"),
+        ({"gmc": 7}, "gmc .chunk in the model. is not mc"),
         ({"optype": "sleep"}, "no forward-compute"),
     ],
 )

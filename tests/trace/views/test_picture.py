@@ -14,10 +14,11 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from megatron.adaptive.trace.event import Span, trace_file_name
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.step import PipelineStep, pipeline_step
+from megatron.adaptive.trace.step import pipeline_step
 from megatron.adaptive.trace.views import picture
 from megatron.adaptive.trace.views.palette import IDLE, WAIT_COLORS, chunk_color
 from megatron.adaptive.trace.views.picture import write_comparison, write_picture
+from tests.trace.conftest import step_of
 
 
 def share(path: Path, color: str) -> float:
@@ -57,7 +58,7 @@ def test_waits_have_the_colour_of_their_cause(tmp_path: Path) -> None:
         Span("wait", 0, 0, 30, 50, 1, reason="memory"),
         Span("wait", 0, 0, 50, 80, 1, reason="order"),
     )
-    step = PipelineStep(1, "x", "loop", 1, 1, (row,), (waits,))
+    step = step_of(row, waits=(waits,))
     write_picture(step, tmp_path / "chart.png")
     forward = share(tmp_path / "chart.png", chunk_color("F", 0, 1))
     shares = {
@@ -73,8 +74,7 @@ def test_waits_have_the_colour_of_their_cause(tmp_path: Path) -> None:
 def test_many_rows_share_a_limited_height(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture, "MAX_ROWS_IN", 2.0)
     rows = tuple((Span("F", 0, 0, i, i + 9, 1),) for i in range(50))
-    step = PipelineStep(1, "x", "loop", 1, 1, rows)
-    write_picture(step, tmp_path / "chart.png")
+    write_picture(step_of(*rows), tmp_path / "chart.png")
     assert imread(tmp_path / "chart.png").shape[0] < 4 * picture.DPI
 
 
@@ -85,7 +85,7 @@ def test_missing_ranks_and_zero_length_steps_are_drawn(
     (folder / trace_file_name(1)).unlink()
     write_picture(pipeline_step(read_run(folder)), tmp_path / "missing.png")
     row = (Span("F", 0, 0, 0, 0, 1),)
-    write_picture(PipelineStep(1, "x", "loop", 1, 1, (row,)), tmp_path / "zero.png")
+    write_picture(step_of(row), tmp_path / "zero.png")
     assert (tmp_path / "missing.png").stat().st_size > 1000
     assert (tmp_path / "zero.png").stat().st_size > 1000
 

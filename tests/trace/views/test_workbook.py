@@ -26,7 +26,7 @@ from megatron.adaptive.trace.views.workbook import (
     lay_out,
     write_workbook,
 )
-from tests.trace.conftest import make_header, write_spans
+from tests.trace.conftest import make_header, step_of, write_spans
 
 
 @pytest.fixture
@@ -155,10 +155,6 @@ def test_sixteen_stages_four_chunks_sixty_four_microbatches(
         assert texts == [f"{span.chunk}-{span.microbatch}" for span in spans]
 
 
-def step_of(*rows: tuple[Span, ...]) -> PipelineStep:
-    return PipelineStep(1, "x", "loop", 1, 1, rows)
-
-
 def test_a_long_step_with_short_actions_gets_coarser_columns(tmp_path: Path) -> None:
     # At four columns per action this step would need 40 million columns.
     ends = (Span("F", 0, 0, 0, 10, 1), Span("B", 0, 0, 99_999_990, 100_000_000, 1))
@@ -201,7 +197,7 @@ def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
         Span("wait", 0, 0, 30 * ms + 300_000, 30 * ms + 800_000, 1, reason="order"),
         Span("wait", 0, 1, 40 * ms, 46 * ms, 1, reason="memory"),
     )
-    step = PipelineStep(1, "x", "loop", 1, 2, (row,), (waits,))
+    step = step_of(row, waits=(waits,))
     bins = fill_bins(step)
     # 0.1 ms is the finest of 1, 2, 5, 10, ... that needs no more than 600 columns.
     assert (bins.unit_ns, bins.num_columns) == (100_000, 600)
@@ -226,7 +222,7 @@ def test_a_bin_shows_what_goes_on_at_its_middle() -> None:
         Span("B", 0, 1, 599_400, 600_000, 1),
     )
     waits = (Span("wait", 0, 0, 1000, 1550, 1),)
-    step = PipelineStep(1, "x", "loop", 1, 2, (row,), (waits,))
+    step = step_of(row, waits=(waits,))
     bins = fill_bins(step)
     assert bins.unit_ns == unit
     assert bins.rows[0] == (

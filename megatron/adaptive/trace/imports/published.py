@@ -227,7 +227,6 @@ class _Table:
                 dp_rank=int(self._dp_rank[number]),
                 num_ranks=num_ranks,
                 num_chunks=num_chunks,
-                placement=placement.kind,
                 schedule="imported",
                 clock="imported",
             )
@@ -246,21 +245,14 @@ class _Table:
         return found
 
     def _placement(self, origin: Path, rows: Ints, num_ranks: int, num_chunks: int) -> Placement:
-        """Finds the placement under which chunks on ranks are the chunks of the model."""
-        stage, chunk, model = self._stage[rows], self._chunk[rows], self._model_chunk[rows]
-        for kind in ("loop", "v"):
-            if kind == "v" and num_chunks != 2:
-                continue
-            place = Placement(num_ranks=num_ranks, num_chunks=num_chunks, kind=kind)
-            stages = np.array(
-                [[place.stage_of(r, c) for c in range(num_chunks)] for r in range(num_ranks)]
+        """Checks that chunks on ranks are the chunks of the model."""
+        chunk = np.maximum(self._chunk[rows], 0)
+        if (chunk * num_ranks + self._stage[rows] != self._model_chunk[rows]).any():
+            raise TraceError(
+                f"{origin}: gmc (chunk in the model) is not mc * {num_ranks} + stage; check the "
+                "columns mc, gmc and stage"
             )
-            if (stages[stage, np.maximum(chunk, 0)] == model).all():
-                return place
-        raise TraceError(
-            f"{origin}: gmc (chunk in the model) is neither mc * {num_ranks} + stage nor a V of "
-            "two chunks; check the columns mc, gmc and stage"
-        )
+        return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 
     def _check_once(self, origin: Path, computes: Ints) -> None:
         keys = [key[computes] for key in (self._worker, self._step, self._kind, self._seq)]

@@ -95,12 +95,11 @@ def write_page(
         run.require_iteration(iteration)
     ranks = None if dp_rank is None else [t.header.rank for t in run.replica(dp_rank) if t]
     figures = figures or run_figures(run, iterations, ranks=ranks)
-    choice = choose(run, figures, iterations, dp_rank, labels)
-    notes = [*choice.notes]
+    shown, groups, notes = choose(run, figures, iterations, dp_rank, labels)
 
     def blocks() -> Iterator[tuple[str, Any]]:
-        yield from _blocks(run, figures, choice, notes)
-        head = _head(run, choice)
+        yield from _blocks(run, figures, shown, groups, notes)
+        head = _head(run, shown, groups)
         said = [*run.notes(), *notes]
         yield "page", {**head, "nodes": nodes or {}, "notes": said}
 
@@ -166,11 +165,10 @@ def _label(pp_rank: int, trace: RankTrace | None) -> str:
     return text if trace.header.rank == pp_rank else f"{text}, rank {trace.header.rank}"
 
 
-def _head(run: RunTrace, choice: PageSelection) -> dict[str, Any]:
+def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) -> dict[str, Any]:
     """Returns the page's summary of the whole run."""
-    groups = choice.groups
     header = next(trace for group in groups for trace in group.traces if trace).header
-    last = choice.iterations[-1]
+    last = iterations[-1]
     microbatches = max(t.num_microbatches.get(last, 0) for g in groups for t in g.traces if t)
     shape = (
         f"{header.schedule}, {run.num_ranks} pipeline ranks x {run.num_chunks} "
@@ -185,22 +183,26 @@ def _head(run: RunTrace, choice: PageSelection) -> dict[str, Any]:
         "reasons": REASONS,
         "categories": [asdict(category) for category in categories(run.num_chunks)],
         "groups": [{"name": group.name, "rows": group.labels} for group in groups],
-        "iterations": choice.iterations,
+        "iterations": iterations,
     }
 
 
 def _blocks(
-    run: RunTrace, figures: RunFigures, choice: PageSelection, notes: list[str]
+    run: RunTrace,
+    figures: RunFigures,
+    iterations: Sequence[int],
+    groups: Sequence[_Group],
+    notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and content of the blocks of all groups and iterations; adds to the notes."""
     short, unsimulated = 0, 0
-    for place, iteration in enumerate(choice.iterations):
+    for place, iteration in enumerate(iterations):
         idle = figures.bubble_fraction[np.searchsorted(figures.iterations, iteration)]
-        for number, group in enumerate(choice.groups):
+        for number, group in enumerate(groups):
             ranks = [trace.header.rank for trace in group.traces if trace]
             mine = idle[np.isin(figures.ranks, ranks) & ~np.isnan(idle)]
             bubble = float(mine.mean()) if len(mine) else 0.0
-            block = _block(run, iteration, group, MAX_SPANS // len(choice.groups), bubble)
+            block = _block(run, iteration, group, MAX_SPANS // len(groups), bubble)
             short += block["left_out"]
             unsimulated += not block["simulated_ms"]
             yield f"block-{number}-{place}", block
@@ -278,28 +280,13 @@ MAX_REPLICAS = 4
 """Up to so many replicas all are drawn; of more, the first and the slowest."""
 
 
-@dataclass(frozen=True)
-class PageSelection:
-    """Holds the data of a page.
-
-    Attributes:
-        iterations: numbers, ascending.
-        groups: replicas, or all ranks as one.
-        notes: what is left out, a line each.
-    """
-
-    iterations: tuple[int, ...]
-    groups: tuple[_Group, ...]
-    notes: tuple[str, ...]
-
-
 def choose(
     run: RunTrace,
     figures: RunFigures,
     iterations: Sequence[int],
     dp_rank: int | None,
     labels: Mapping[int, str] | None,
-) -> PageSelection:
+) -> tuple[list[int], list[_Group], list[str]]:
     """Choose what a page holds.
 
     Args:
@@ -308,6 +295,9 @@ def choose(
         iterations: those that may be shown.
         dp_rank: the only replica, ``None`` for any.
         labels: see :func:`write_page`.
+
+    Returns:
+        Iterations, ascending; replicas, or all ranks as one; what is left out, a line each.
 
     Raises:
         TraceError: nothing was recorded in these iterations.
@@ -327,7 +317,7 @@ def choose(
         notes.append(
             f"{len(shown)} of {len(asked)} iterations: the slowest, and evenly spaced ones"
         )
-    return PageSelection(tuple(shown), tuple(groups), tuple(notes))
+    return shown, groups, notes
 
 
 def _groups(

@@ -469,10 +469,7 @@ def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
         *_times(figures, rows),
         ("peak microbatches in flight", COUNT, peak(figures.peak_microbatches)),
         ("peak bytes in flight", COUNT, peak(figures.peak_in_flight_bytes)),
-        ("peak inputs waiting", COUNT, peak(figures.peak_queue)),
         ("bytes moved", COUNT, mean(figures.transfer_bytes)),
-        ("bytes sent", COUNT, mean(figures.sent_bytes)),
-        ("bytes received", COUNT, mean(figures.received_bytes)),
     ]
 
 
