@@ -88,7 +88,7 @@ def factor_of(module: Any) -> float:
 
 def share_of(stages: Any, chunk: int, microbatch: int) -> float:
     """Returns the time of a microbatch over that of one document of full length."""
-    pairs, given = os.environ.get("LAYER_PAIRS"), stages._data_iterators[chunk]._microbatches
+    pairs, given = os.environ.get("LAYER_PAIRS"), stages.data_iterators[chunk]._microbatches
     if pairs is None or given is None or "lengths" not in given[microbatch]:
         return 1.0
     of_pairs, longest = map(float, pairs.split("/"))
@@ -101,7 +101,7 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
     def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
         end_s = time.perf_counter()
         share = share_of(stages, chunk, microbatch) * (slow if is_slow(stages) else 1.0)
-        for one in stages._chunks[chunk].modules():
+        for one in stages.chunks[chunk].modules():
             end_s += share * layer_s * factor_of(one)
         found = work(stages, chunk, microbatch, *others)
         time.sleep(max(0.0, end_s - time.perf_counter()))
