@@ -40,11 +40,12 @@ from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.config.schedule import parse_partition  # noqa: E402
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
-from megatron.adaptive.gpt.step import Step  # noqa: E402
+from megatron.adaptive.gpt import step  # noqa: E402
+from megatron.adaptive.gpt.forward import feed  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
 
 _STEPS = itertools.count(1)
-_GIVEN: list[Any] = [None]  # microbatches of the step under way, with ``LAYER_PAIRS``
+_of_step: list[Any] = []
 _PATIENCE = 20  # steps without a move, after which the partition at hand is the choice
 
 
@@ -88,21 +89,19 @@ def factor_of(module: Any) -> float:
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
 
 
-def note_microbatches() -> None:
-    """Let :func:`share_of` know the microbatches of the step under way."""
-    work = Step._forward_backward
+def keep_microbatches() -> None:
+    """Let :func:`share_of` know the microbatches of the step."""
 
-    @functools.wraps(work)
-    def noted(step: Step, microbatches: Any, *given: Any, **more: Any) -> Any:
-        _GIVEN[0] = microbatches
-        return work(step, microbatches, *given, **more)
+    def keep(microbatches: Any, count: int) -> Any:
+        _of_step[:] = [microbatches]
+        return feed(microbatches, count)
 
-    Step._forward_backward = noted  # type: ignore[method-assign]
+    step.feed = keep
 
 
 def share_of(microbatch: int) -> float:
     """Returns the time of a microbatch over that of one document of full length."""
-    given = _GIVEN[0]
+    (given,) = _of_step or [None]
     if given is None or "lengths" not in given[microbatch]:
         return 1.0
     of_pairs, longest = map(float, os.environ["LAYER_PAIRS"].split("/"))
@@ -186,7 +185,7 @@ if __name__ == "__main__":
     if layer_s:
         time_layers(layer_s, slow)
         if "LAYER_PAIRS" in os.environ:
-            note_microbatches()
+            keep_microbatches()
         if "EXPERT_FACTOR" in os.environ:
             time_each_layer(layer_s * slow)
     if "MOVES" in os.environ:

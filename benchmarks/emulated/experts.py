@@ -23,7 +23,6 @@ from benchmarks.ranks import fork_ranks
 from benchmarks.report import Row, measured, ratios
 from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
-from megatron.adaptive.engine.decision_channel import MemoryLinks
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.schedule.auto import evaluate
@@ -286,8 +285,8 @@ def _agreement(rank: int, size: int, completions: Completions) -> Agreement:
     firsts = range(0, dist.get_world_size(), size)
     made = {first: _neighbours(first, size) for first in firsts}
     first = rank // size * size
-    links = MemoryLinks(extension.require("this benchmark"), made[first], str)
-    return connect(links, list(range(first, first + size)), rank, completions, 60.0)
+    module, members = extension.require("this benchmark"), range(first, first + size)
+    return connect(made[first], members, rank, completions, 60.0, str, module)
 
 
 def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:

@@ -14,7 +14,7 @@ from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, buddies
 def held(
     node: str, rank: int, *steps: int, kind: str = "own", generation: int = 1
 ) -> dict[str, Any]:
-    found = {"node": node, "socket": node, "run": "run", "rank": rank, "generation": generation}
+    found = {"node": node, "file": node, "run": "run", "rank": rank, "generation": generation}
     return {**found, "kind": kind, "steps": steps, "has_common": True}
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron.adaptive import extension
 from megatron.adaptive.engine.agreement import Agreement, connect
-from megatron.adaptive.engine.decision_channel import Links, MemoryLinks
+from megatron.adaptive.engine.decision_channel import Reader, Writer, make_channels
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.record import Recording, RecordShape, ScheduleRecord
 from megatron.adaptive.engine.stop import StopRequest
@@ -97,19 +97,23 @@ class Member:
         self.size = size
         self.ranks = list(range(size))
         self.argument = argument
-        group = dist.new_group(self.ranks, backend="gloo")
-        self.links = (
-            MemoryLinks(extension.require("this test"), group, describe)
-            if argument == "memory"
-            else Links(group, describe)
-        )
+        self.group = dist.new_group(self.ranks, backend="gloo")
+        self.module = extension.require("this test") if argument == "memory" else None
+        self.made: list[Any] = []
         self.transport = Loopback(-1, {-1: CompletionQueue()})  # drops what is sent
 
     def stop_request(self) -> StopRequest:
         return StopRequest(float(self.argument.split(",")[self.rank]))
 
     def agreement(self) -> Agreement:
-        return connect(self.links, self.ranks, self.rank, self.transport.completions, 20.0)
+        queue = self.transport.completions
+        return connect(self.group, self.ranks, self.rank, queue, 20.0, describe, self.module)
+
+    def channels(self) -> tuple[Writer, list[Reader]]:
+        """Ends of channels, kept until the process ends."""
+        writer, readers = make_channels(self.group, self.ranks, self.rank, describe, self.module)
+        self.made.append((writer, readers))
+        return writer, [*readers.values()]
 
 
 def agree(member: Member) -> dict[str, Any]:
@@ -188,36 +192,37 @@ def broken(member: Member) -> list[str]:
 def many(member: Member) -> dict[str, Any]:
     """More values than there is room for, read by members of different pace; then silence."""
     values = [number * number << 20 | number for number in range(600)]
-    followers = member.ranks[1:]
+    writer, readers = member.channels()
     if member.rank == 0:
-        writer = member.links.writer("numbers", followers)
         for value in values:
             writer.publish(value, 20.0)
         writer.close()
-        silent = member.links.writer("silence", followers)
+        for one in readers:
+            one.close()
+        member.channels()
         dist.barrier()
-        return {"read": values, "error": [type(silent).__name__]}
-    reader = member.links.reader("numbers", 0, member.rank - 1)
+        return {"read": values, "error": []}
+    (reader,) = readers
     read = []
     while (value := reader.next(20.0)) is not None:
         read.append(value)
         if member.rank == 2 and value % 8 == 0:
             time.sleep(0.001)
     reader.close()
-    reader = member.links.reader("silence", 0, member.rank - 1)
-    error = error_of(lambda: reader.next(0.2))
+    writer.close()
+    _, (silent,) = member.channels()
+    error = error_of(lambda: silent.next(0.2))
     dist.barrier()
     return {"read": read, "error": error}
 
 
 def deaf(member: Member) -> list[str]:
     """The reader reads nothing: its writer gets an error."""
+    writer, _ = member.channels()
     if member.rank == 0:
-        writer = member.links.writer("numbers", [1])
         text = error_of(lambda: [writer.publish(number, 0.2) for number in range(1000)])
         dist.barrier()
         return text
-    member.links.reader("numbers", 0, 0)
     dist.barrier()
     return []
 

@@ -45,7 +45,8 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from megatron.adaptive.checkpoint.checksums import find_damage, is_sealed, sealed, sum_of_file
 from megatron.adaptive.config.outside import parse_json
@@ -70,33 +71,23 @@ class StepFolders:
 
     Args:
         path: need not exist.
-        prefix: of the folders' names.
-        digits: of the numbers in them, at least.
-        manifest: the file that a complete folder has.
-        form: what every manifest begins with: the newest version that is read and, where there is
-            one, the format's name.
 
     Attributes:
         lease: right to write here, ``None`` where nobody else can.
         manifest_name: name of the file that a complete folder has.
     """
 
+    manifest_name: ClassVar[str]
+    _prefix: ClassVar[str] = "iter_"  # of the folders' names
+    _digits: ClassVar[int] = 7  # of the numbers in them, at least
+    # What manifests begin with: the newest version that is read, and the format's name if any.
+    _form: ClassVar[Mapping[str, Any]] = {}
     _needed = frozenset({"files"})  # of what manifests hold
     _trust = "--trust-checkpoint"
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        prefix: str,
-        digits: int,
-        manifest: str,
-        form: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._prefix, self._digits, self.manifest_name = prefix, digits, manifest
-        self._form = form or {}
-        self._complete = re.compile(rf"{prefix}(\d{{{digits},}})")
+        self._complete = re.compile(rf"{self._prefix}(\d{{{self._digits},}})")
         self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
@@ -402,18 +393,11 @@ class CheckpointFolder(StepFolders):
         path: the folder; it need not exist.
     """
 
+    manifest_name = "manifest.json"
+    _form = MappingProxyType({"format": _FORMAT, "version": FORMAT_VERSION})
     _needed = frozenset(
         "progress config shape padded_vocab_size has_optimizer has_rng files".split()
     )
-
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(
-            path,
-            prefix="iter_",
-            digits=7,
-            manifest="manifest.json",
-            form={"format": _FORMAT, "version": FORMAT_VERSION},
-        )
 
     def latest(self) -> int | None:
         """Return the iteration to go on from, ``None`` where the folder holds no checkpoint.
@@ -522,11 +506,9 @@ class PipelineFolder(StepFolders):
         path: the folder; it need not exist.
     """
 
+    manifest_name, _prefix, _digits = "pipeline.json", "step_", 8
+    _form = MappingProxyType({"format": PIPELINE_FORMAT})
     _trust = "trust_checkpoint=True"
-
-    def __init__(self, path: str | Path) -> None:
-        form = {"format": PIPELINE_FORMAT}
-        super().__init__(path, prefix="step_", digits=8, manifest="pipeline.json", form=form)
 
     def open(self, step: int | None, *, trust: bool = False) -> tuple[Path, dict[str, Any]]:
         """Return folder and manifest of a checkpoint, the newest where ``step`` is ``None``.

@@ -56,6 +56,12 @@ Stored = Mapping[str, Any]
 """Contents of a checkpoint's manifest in shared storage, with all of its files."""
 
 
+class _NodeFolder(StepFolders):
+    """Holds a node's part of checkpoints on its own disk."""
+
+    manifest_name = _MANIFEST
+
+
 class LocalDisk:
     """Holds this node's part of the checkpoints. Every method is collective.
 
@@ -80,7 +86,7 @@ class LocalDisk:
         node = job.environment.node or socket.gethostname()
         places = job.gather((_place(base, node, job), str(save)))
         name = f"{save.name}-{hashlib.sha256(places[0][1].encode()).hexdigest()[:8]}"
-        self._folder = StepFolders(base / name / node, prefix="iter_", digits=7, manifest=_MANIFEST)
+        self._folder = _NodeFolder(base / name / node)
         nodes = [place for place, _ in places]
         self._is_leader = nodes.index(nodes[job.rank]) == job.rank
         self._is_first = job.rank == 0

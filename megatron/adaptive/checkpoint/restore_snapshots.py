@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-import socket
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,9 +31,7 @@ from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.engine.lease import Lease
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
 
-_ANSWER_S = 30.0
 _HEAD = "head.json"
-_MESSAGE = 1 << 16
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,8 +52,7 @@ def write(order: Mapping[str, Any]) -> None:
         order: ``checkpoints``, the folder; ``is_pipeline``, whether it is of a ``Pipeline``;
             ``step``; ``lease``, number of the manager's claim, 0 for none; ``index`` of this node;
             ``has_common``, whether it writes what the whole checkpoint has once; and ``parts``,
-            each with what finds a store with the keeper at ``socket``, and the indices of the needs
-            that it meets.
+            each with the ``file`` of a store, and the indices of the needs that it meets.
 
     Raises:
         CheckpointError: a copy is gone.
@@ -151,16 +148,12 @@ def _folder(order: Mapping[str, Any]) -> CheckpointFolder | PipelineFolder:
 
 
 def _open(part: Mapping[str, Any]) -> SnapshotFile:
-    """Get a store from the keeper that has it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_ANSWER_S)
-        connection.connect(f"\0{part['socket']}")
-        asked = {name: part[name] for name in ("run", "rank", "generation", "kind")}
-        connection.send(json.dumps({"what": "open", **asked}).encode())
-        _, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 1)
-    if not descriptors:
-        raise CheckpointError(f"the copy of rank {part['rank']} is gone")
-    return SnapshotFile(descriptors[0])
+    """Opens a store in the process of the keeper that has it."""
+    try:
+        return SnapshotFile(os.open(part["file"], os.O_RDWR))
+    except OSError as error:
+        text = f"the copy of rank {part['rank']} is gone ({error.strerror})"
+        raise CheckpointError(text) from error
 
 
 def _extra(file: SnapshotFile, slot: int) -> tuple[bytes, bytes]:

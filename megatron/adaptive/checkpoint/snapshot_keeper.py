@@ -4,8 +4,6 @@
 
     rank ── descriptor, "taken" ──> SnapshotKeeper ── head, steps ──> that of the buddy
          <── "kept" ──                             <── step ──
-                                    |
-    restore ── "open" ────────────> |  descriptor
 
     [ lengths ][ head: JSON ] | [ slot 0 ] | [ slot 1 ]          each begins on a page
                                     |
@@ -18,9 +16,10 @@ that keeps snapshots for another one holds the same file without the last part.
 
 What a rank has copied is sent behind training, by a thread for each rank, in messages with their
 MAC; the rank gets an answer once the buddy has a step whole. Both keep a checksum of what was
-sent with the step, and who makes a checkpoint of it checks it before. Ranks and whoever restores
-come over a local socket of this machine, which gives way to the same user alone; buddies over TCP,
-once they have proved the job's secret. Snapshots live as long as the process that keeps them.
+sent with the step, and who makes a checkpoint of it checks it before. Ranks come over a local
+socket of this machine, which gives way to the same user alone; buddies over TCP, once they have
+proved the job's secret; who restores opens the files in this process, by their descriptors.
+Snapshots live as long as the process that keeps them.
 
 Imports no torch: those who keep and send snapshots have none.
 """
@@ -277,7 +276,7 @@ class SnapshotKeeper:
                     **store.key,
                     "steps": sorted(store.file.steps()),
                     "has_common": store.file.head["has_common"],
-                    "socket": self.address,
+                    "file": f"/proc/{os.getpid()}/fd/{store.file.descriptor}",
                 }
                 if (start := (store.key["run"], store.key["generation"])) not in needs:
                     needs.add(start)
@@ -340,11 +339,7 @@ class SnapshotKeeper:
 
     def _serve_local(self, connection: socket.socket) -> None:
         data, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 1)
-        message = parse_json(data)
-        if message["what"] == "store":
-            self._serve_rank(connection, message, SnapshotFile(descriptors[0]))
-        elif (store := self._find(message)) is not None:
-            socket.send_fds(connection, [b"{}"], [store.file.descriptor])
+        self._serve_rank(connection, parse_json(data), SnapshotFile(descriptors[0]))
 
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
@@ -433,11 +428,6 @@ class SnapshotKeeper:
             self._stores = [one for one in self._stores if one not in old]
         for one in old:
             one.file.close()
-
-    def _find(self, wanted: Mapping[str, Any]) -> _Store | None:
-        with self._changed:
-            found = (one for one in self._stores if one.key.items() <= wanted.items())
-            return next(found, None)
 
 
 class _Stream:

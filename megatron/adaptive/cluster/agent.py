@@ -65,7 +65,7 @@ class Agent:
         self._secret = secret
         self._work = work
         self._slots = slots
-        self._keeper = keeper or SnapshotKeeper(_towards(address))
+        self._keeper = keeper or SnapshotKeeper(own_address(None, address, alone=True))
         self.status: int | None = None  # of its order to end, where it gave one
         self.why = ""  # the manager let it go, where it said so
         self.notice: signal.Signals | None = None  # that the node will be taken
@@ -250,11 +250,3 @@ class Agent:
         assert self._link is not None
         self.notice = self.notice or signal.Signals(number)
         self._link.send("notice", signal=signal.Signals(number).name, unix_ns=time.time_ns())
-
-
-def _towards(manager: str) -> str:
-    """Returns this node's address on the way to the manager, empty where that is not known."""
-    try:
-        return own_address(None, manager)
-    except SetupError:
-        return ""

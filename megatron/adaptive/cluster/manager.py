@@ -283,7 +283,8 @@ class Manager:
             link = self._members.nodes[name].link
             assert link is not None
             link.send("start", ranks=ranks, copies=copies.get(name))
-        where = {rank["key"]: name for name, ranks in orders.items() for rank in ranks}
+        number = incarnation.number
+        where = {f"{number}/{rank}": node.name for rank, node in enumerate(places)}
         self._incarnations.append(incarnation)
         self._status = "training"
         planned = "" if layout.step_s is None else f"; a step of {layout.step_s:.4g} s planned"

@@ -32,7 +32,7 @@ from megatron.adaptive.cluster.connection import Connection, Listener
 from megatron.adaptive.cluster.job import say
 from megatron.adaptive.config.environment import OVER_SSH
 from megatron.adaptive.config.outside import printable
-from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.network import interface_of, own_address
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
@@ -247,12 +247,7 @@ class Membership:
         """Returns the address at which agents reach the manager."""
         if self._address is not None:
             return self._address
-        if self._is_alone:
-            return "127.0.0.1"
-        try:
-            return own_address(None)
-        except SetupError:  # it may still be alone
-            return socket.gethostname()
+        return "127.0.0.1" if self._is_alone else own_address(None, alone=True)
 
     async def start(self) -> None:
         """Listen, and start the agents of the file.

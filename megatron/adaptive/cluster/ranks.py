@@ -352,7 +352,7 @@ class RunningRanks:
         incarnation: what they run.
         layout: their layout.
         folder: where they write their progress.
-        where: the node of each rank, by key.
+        where: the node of each rank, by key, in the order of the ranks.
         statuses: of the ranks that ended, by key.
         stopping: why they were asked to save and end.
         fault: what went wrong first, or the kill that came to light soon after.

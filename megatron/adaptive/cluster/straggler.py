@@ -110,7 +110,7 @@ class Stragglers:
 
     def _excess(self, found: SlowRank, name: str, running: RunningRanks) -> float:
         """Returns a node's time relative to the others', corrected by what was known of all."""
-        nodes = _nodes(running)
+        nodes = running.where.values()
         if len(found.pace_ns) != len(nodes):
             return found.factor
         own: list[float] = []
@@ -169,13 +169,13 @@ class Stragglers:
         if layout.step_s is not None and running.layout.step_s is not None:
             return layout.step_s < most * running.layout.step_s
         new = [self._slowness.get(node.name, 1.0) for node in assign(nodes, layout)]
-        old = [self._slowness.get(name, 1.0) for name in _nodes(running)]
+        old = [self._slowness.get(name, 1.0) for name in running.where.values()]
         return relative_time(layout, new) < most * relative_time(running.layout, old)
 
 
 def _slow_down(running: RunningRanks, name: str, times: float) -> None:
     """Corrects a planned layout's time for a node that is slower than was known."""
-    layout, nodes = running.layout, _nodes(running)
+    layout, nodes = running.layout, running.where.values()
     if layout.step_s is None:
         return
     pace = {**layout.pace, name: layout.pace[name] * times}
@@ -183,12 +183,3 @@ def _slow_down(running: RunningRanks, name: str, times: float) -> None:
         relative_time(layout, [one[node] for node in nodes]) for one in (layout.pace, pace)
     )
     running.layout = replace(layout, pace=pace, step_s=layout.step_s * after / before)
-
-
-def _nodes(running: RunningRanks) -> list[str]:
-    """Returns the node of each rank."""
-    return [running.where[key] for key in sorted(running.where, key=_rank)]
-
-
-def _rank(key: str) -> int:
-    return int(key.partition("/")[2])

@@ -22,7 +22,7 @@ import fcntl
 import glob
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -198,5 +198,6 @@ def _pieces(num_tokens: int, itemsize: int) -> Iterator[tuple[int, int]]:
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file; the kernel frees it when a process dies."""
     with path.open("ab") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks: two may do the same work
+            fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -32,8 +32,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megatron.adaptive.engine.decision_channel import Describe, Links, Reader, Writer
+import torch.distributed as dist
+
+from megatron.adaptive.engine.decision_channel import Describe, Reader, Writer, make_channels
 from megatron.adaptive.errors import AdaptiveError, DeadlineError, PeerLostError, ScheduleError
 from megatron.adaptive.schedule.action import KINDS, NUMBER, Action, ActionKind
 from megatron.adaptive.schedule.policy import Policy
@@ -322,29 +325,30 @@ class Follower(Agreement):
 
 
 def connect(
-    links: Links, members: Sequence[int], rank: int, completions: Completions, timeout_s: float
+    group: dist.ProcessGroup,
+    members: Sequence[int],
+    rank: int,
+    completions: Completions,
+    timeout_s: float,
+    describe: Describe,
+    module: Any = None,
 ) -> Leader | Follower:
-    """Make a member's side of the agreement. Collective over ``members``.
+    """Make a member's side of the agreement; the first member leads. Collective over ``members``.
 
     Args:
-        links: makes the channels; closed here.
-        members: global ranks of the group; the first one leads.
+        group: see :func:`~megatron.adaptive.engine.decision_channel.make_channels`.
+        members: global ranks of the group, ascending.
         rank: this one.
         completions: where this rank's inputs arrive.
         timeout_s: limit of a report.
+        describe: names a rank in errors.
+        module: the extension, where all members are on one node.
     """
-    leader, *followers = members
-    agreement: Leader | Follower
-    if rank == leader:
-        decisions = links.writer("decisions", followers)
-        reports = {peer: links.reader(f"reports-{peer}", peer, 0) for peer in followers}
-        agreement = Leader(decisions, reports, completions, links.describe)
-    else:
-        source = links.reader("decisions", leader, followers.index(rank))
-        target = links.writer(f"reports-{rank}", [leader])
-        agreement = Follower(source, target, completions, timeout_s)
-    links.close()
-    return agreement
+    writer, readers = make_channels(group, members, rank, describe, module)
+    if rank == members[0]:
+        return Leader(writer, readers, completions, describe)
+    (decisions,) = readers.values()
+    return Follower(decisions, writer, completions, timeout_s)
 
 
 def encode(action: Action, rest: int) -> int:

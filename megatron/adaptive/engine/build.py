@@ -21,7 +21,6 @@ from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, connect
-from megatron.adaptive.engine.decision_channel import Links, MemoryLinks
 from megatron.adaptive.engine.executor import Executor
 from megatron.adaptive.engine.job import Job, from_first, gather, process_groups
 from megatron.adaptive.engine.tracing import Tracing
@@ -274,6 +273,6 @@ def _build_agreement(
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1
     module = extension.load()
     usable = all(gather(module is not None and on_one_host, group))
-    names = partial(describe, places)
-    links = MemoryLinks(module, group, names) if usable else Links(group, names)
-    return connect(links, members, dist.get_rank(), transport.completions, timeout_s)
+    own, names = dist.get_rank(), partial(describe, places)
+    module = module if usable else None
+    return connect(group, members, own, transport.completions, timeout_s, names, module)

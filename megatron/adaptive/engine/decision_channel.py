@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.engine.job import gather
 from megatron.adaptive.errors import DeadlineError, PeerLostError, TransportError
 
 Describe = Callable[[int], str]
 """Text for a global rank, such as ``rank 4 (stage 1, pid 17 on node-2)``."""
 
 _CLOSE_S = 30.0
-_SETUP_TIMEOUT_S = 120.0
 # Numbers that the slowest reader in shared memory may be behind.
 _CAPACITY = 256
 # The same of messages.
@@ -191,81 +191,55 @@ class _MemoryReader(_MemoryEnd, Reader):
         pass
 
 
-class Links:
-    """Makes channels of gloo messages between the members of a group.
+def make_channels(
+    group: dist.ProcessGroup,
+    members: Sequence[int],
+    rank: int,
+    describe: Describe,
+    module: Any = None,
+) -> tuple[Writer, dict[int, Reader]]:
+    """Makes a member's ends: the first member writes to all others, and each of them to it.
 
-    Every member makes its ends in one order.
+    Collective over the members.
 
     Args:
         group: a gloo group of the members, used by nothing else.
+        members: their global ranks, ascending.
+        rank: this one.
         describe: names a rank in errors.
+        module: the extension, for channels in the memory of the members' node.
+
+    Returns:
+        The writing end, and the reading ends by rank of the writer.
+
+    Raises:
+        TransportError: another member's memory cannot be opened.
     """
-
-    def __init__(self, group: dist.ProcessGroup, describe: Describe) -> None:
-        self._group = group
-        self.describe = describe
-
-    def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        """Return the writing end of a channel to the global ranks ``readers``."""
-        return Writer(self._group, readers, self.describe)
-
-    def reader(self, name: str, writer: int, index: int) -> Reader:
-        """Return end number ``index`` of a channel from global rank ``writer``."""
-        return Reader(self._group, writer, self.describe)
-
-    def close(self) -> None:
-        """Remove what was needed for setting up; the channels stay. Collective."""
-
-
-class MemoryLinks(Links):
-    """Makes channels in shared memory between the members of a group on one node.
-
-    Collective: all members make this object together. An end waits for the other one to be made.
-
-    Args:
-        module: the extension.
-        group: a gloo group of the members, for setting up.
-        describe: names a rank in errors.
-    """
-
-    def __init__(self, module: Any, group: dist.ProcessGroup, describe: Describe) -> None:
-        super().__init__(group, describe)
-        self._module = module
-        self._local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-
-    def writer(self, name: str, readers: Sequence[int]) -> Writer:
-        log = self._module.DecisionLog.create(len(readers), _CAPACITY, self._local)
-        place = torch.tensor([os.getpid(), log.fd])
-        for rank in readers:
-            self._pass(self._group.send, place, name, rank)
-        return _MemoryWriter(log, ", ".join(map(self.describe, readers)), self.describe)
-
-    def reader(self, name: str, writer: int, index: int) -> Reader:
-        place = torch.empty(2, dtype=torch.int64)
-        self._pass(self._group.recv, place, name, writer)
-        process, number = place.tolist()
+    first, *rest = members
+    others = rest if rank == first else [first]
+    if module is None:
+        writer = Writer(group, others, describe)
+        return writer, {peer: Reader(group, peer, describe) for peer in others}
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    log = module.DecisionLog.create(len(others), _CAPACITY, local)
+    places = dict(zip(members, gather((os.getpid(), log.fd), group), strict=True))
+    readers: dict[int, Reader] = {}
+    for peer in others:
+        process, number = places[peer]
         try:
             fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)  # memory without a name
         except OSError as error:
             raise TransportError(
-                f"the decisions of {self.describe(writer)} cannot be read ({error}): let ranks of"
-                " one machine run as the same user and see each other in /proc"
+                f"the decisions of {describe(peer)} cannot be read ({error}): let ranks of one"
+                " machine run as the same user and see each other in /proc"
             ) from error
         try:
-            log = self._module.DecisionLog.attach(fd, index, self._local)
+            end = module.DecisionLog.attach(fd, 0 if rank == first else rest.index(rank), local)
         finally:
             os.close(fd)
-        return _MemoryReader(log, self.describe(writer), self.describe)
-
-    def _pass(self, way: Any, place: torch.Tensor, name: str, rank: int) -> None:
-        """Send where a channel's memory is, or receive that."""
-        lack = f"{self.describe(rank)} did not make its end of {name}"
-        with _lost(lack, _SETUP_TIMEOUT_S):
-            work = way([place], dist.get_group_rank(self._group, rank), 0)
-            work.wait(_limit(_SETUP_TIMEOUT_S))
-
-    def close(self) -> None:
-        dist.barrier(group=self._group)  # writers keep it open until then
+        readers[peer] = _MemoryReader(end, describe(peer), describe)
+    dist.barrier(group=group)  # all have opened what the writers keep open until then
+    return _MemoryWriter(log, ", ".join(map(describe, others)), describe), readers
 
 
 def _limit(timeout_s: float) -> datetime.timedelta:

@@ -188,11 +188,11 @@ class Watcher:
         """Body of the thread for this machine."""
         local = self._local
         try:
-            while not local.wait():
-                gone = local.take_gone()
+            while (seen := local.look()) is not None:
+                gone, stopped = seen
                 if gone:
                     self._judge(gone)
-                if stopped := local.take_stopped():
+                if stopped:
                     what = (
                         f"is stopped: nothing came from it for {local.stopped_s:g} s"
                         f" (limit {self._silent_s:g} s, --transport-silence-s)"
@@ -272,7 +272,6 @@ class _Local:
         self._poll = select.poll()
         self._poll.register(wake, select.POLLIN)
         self._watched: dict[int, int] = {}
-        self._gone: set[int] = set()
         for rank, pid in pids.items():
             # Else an old kernel, a sandbox, or it has ended: looks at /proc show its end.
             with contextlib.suppress(AttributeError, OSError):
@@ -280,35 +279,32 @@ class _Local:
                 self._watched[fd] = rank
                 self._poll.register(fd, select.POLLIN)
 
-    def wait(self) -> bool:
-        """Wait for an end or some time; true if the watcher is closed."""
+    def look(self) -> tuple[set[int], set[int]] | None:
+        """Wait for an end or some time.
+
+        Returns:
+            The ranks that ended meanwhile, also those without a pidfd, and the ranks that have been
+            stopped for too long; ``None`` if the watcher is closed.
+        """
+        gone: set[int] = set()
         for fd, _ in self._poll.poll(1000 * _LOOK_S):
             if fd == self._wake:
-                return True
+                return None
             rank = self._watched.pop(fd)
             if self._looks.pop(rank, None) is not None:
-                self._gone.add(rank)
+                gone.add(rank)
             self._poll.unregister(fd)
             os.close(fd)
-        return False
-
-    def take_gone(self) -> set[int]:
-        """Return the ranks that ended since the last call."""
-        gone, self._gone = self._gone, set()
-        return gone
-
-    def take_stopped(self) -> set[int]:
-        """Return the ranks that have been stopped for too long; sees ends without a pidfd too."""
         if time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + _LOOK_S
             for rank, looks in list(self._looks.items()):
                 pid, started = self._pids[rank]
                 if started is None or _started(pid) != started:
-                    self._gone.add(rank)
+                    gone.add(rank)
                     del self._looks[rank]
                 else:
                     self._looks[rank] = looks + 1 if self._is_stopped(rank) else 0
-        return {
+        return gone, {
             rank for rank, looks in self._looks.items() if (looks - 1) * _LOOK_S >= self.stopped_s
         }
 

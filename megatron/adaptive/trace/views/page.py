@@ -43,7 +43,7 @@ from megatron.adaptive.trace.table import (
     TraceTable,
     match_messages,
 )
-from megatron.adaptive.trace.views.palette import IDLE, categories
+from megatron.adaptive.trace.views.palette import IDLE, categories, text_color
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_000_000
@@ -181,7 +181,10 @@ def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) ->
         "idle": f"#{IDLE}",
         "kinds": KINDS,
         "reasons": REASONS,
-        "categories": [asdict(category) for category in categories(run.num_chunks)],
+        "categories": [
+            {**asdict(one), "ink": f"#{text_color(one.color[1:])}"}
+            for one in categories(run.num_chunks)
+        ],
         "groups": [{"name": group.name, "rows": group.labels} for group in groups],
         "iterations": iterations,
     }

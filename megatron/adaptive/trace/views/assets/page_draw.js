@@ -84,14 +84,9 @@ function addBars(per, labels, block, view, row, low, high, place) {
       labels.x.push((Math.max(from, view.from) + Math.min(to, view.to)) / 2);
       labels.y.push((top + foot) / 2);
       labels.text.push(text);
-      labels.color.push(inkOn(category.color));
+      labels.color.push(category.ink);
     }
   }
-}
-
-function inkOn(color) {
-  const [r, g, b] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
-  return 0.299 * r + 0.587 * g + 0.114 * b < 150 ? "#ffffff" : "#1f2328";
 }
 
 // The part of each pixel column that a row spent on each category: [category][column].
