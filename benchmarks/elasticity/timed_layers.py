@@ -40,11 +40,12 @@ from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.config.schedule import parse_partition  # noqa: E402
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
-from megatron.adaptive.gpt import step as gpt_step  # noqa: E402
+from megatron.adaptive.gpt import step  # noqa: E402
+from megatron.adaptive.gpt.forward import feed  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
 
 _STEPS = itertools.count(1)
-_FED: list[Any] = []
+_of_step: list[Any] = []
 _PATIENCE = 20  # steps without a move, after which the partition at hand is the choice
 
 
@@ -55,8 +56,6 @@ def time_layers(seconds: float, slow: float) -> None:
         seconds: of a layer.
         slow: how many times longer in ``SLOW_STEPS``.
     """
-    if "LAYER_PAIRS" in os.environ:
-        remember_microbatches()
     for name, times in (("forward", 1), ("backward", 2)):
         setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds, slow))
 
@@ -90,23 +89,23 @@ def factor_of(module: Any) -> float:
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
 
 
-def remember_microbatches() -> None:
-    """Keep the microbatches of each step, for their lengths."""
-    feed = gpt_step.feed
+def keep_microbatches() -> None:
+    """Let :func:`share_of` know the microbatches of the step."""
 
-    def kept(microbatches: Any, count: int) -> Any:
-        _FED[:] = microbatches or ()
+    def keep(microbatches: Any, count: int) -> Any:
+        _of_step[:] = [microbatches]
         return feed(microbatches, count)
 
-    gpt_step.feed = kept
+    step.feed = keep
 
 
 def share_of(microbatch: int) -> float:
     """Returns the time of a microbatch over that of one document of full length."""
-    if not _FED or "lengths" not in _FED[microbatch]:
+    (given,) = _of_step or [None]
+    if given is None or "lengths" not in given[microbatch]:
         return 1.0
     of_pairs, longest = map(float, os.environ["LAYER_PAIRS"].split("/"))
-    parts = _FED[microbatch]["lengths"] / longest
+    parts = given[microbatch]["lengths"] / longest
     return float(((1 - of_pairs) * parts + of_pairs * parts**2).sum())
 
 
@@ -185,6 +184,8 @@ if __name__ == "__main__":
     slow = float(os.environ["SLOW_FACTOR"]) if is_here else 1.0
     if layer_s:
         time_layers(layer_s, slow)
+        if "LAYER_PAIRS" in os.environ:
+            keep_microbatches()
         if "EXPERT_FACTOR" in os.environ:
             time_each_layer(layer_s * slow)
     if "MOVES" in os.environ:
