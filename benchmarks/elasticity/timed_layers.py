@@ -88,7 +88,7 @@ def factor_of(module: Any) -> float:
 
 def share_of(stages: Any, chunk: int, microbatch: int) -> float:
     """Returns the time of a microbatch over that of one document of full length."""
-    pairs, given = os.environ.get("LAYER_PAIRS"), stages._data_iterators[chunk]._microbatches
+    pairs, given = os.environ.get("LAYER_PAIRS"), stages.data_iterators[chunk]._microbatches
     if pairs is None or given is None or "lengths" not in given[microbatch]:
         return 1.0
     of_pairs, longest = map(float, pairs.split("/"))
