@@ -101,7 +101,7 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
     def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
         end_s = time.perf_counter()
         share = share_of(stages, chunk, microbatch) * (slow if is_slow(stages) else 1.0)
-        for one in stages._chunks[chunk].modules():
+        for one in stages.chunks[chunk].modules():
             end_s += share * layer_s * factor_of(one)
         found = work(stages, chunk, microbatch, *others)
         time.sleep(max(0.0, end_s - time.perf_counter()))
