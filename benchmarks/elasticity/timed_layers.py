@@ -40,9 +40,12 @@ from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.config.schedule import parse_partition  # noqa: E402
 from megatron.adaptive.engine.executor import RankTimes  # noqa: E402
 from megatron.adaptive.engine.stages import MegatronStages  # noqa: E402
+from megatron.adaptive.gpt import step  # noqa: E402
+from megatron.adaptive.gpt.forward import feed  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Move, Repartitioner  # noqa: E402
 
 _STEPS = itertools.count(1)
+_of_step: list[Any] = []
 _PATIENCE = 20  # steps without a move, after which the partition at hand is the choice
 
 
@@ -86,12 +89,22 @@ def factor_of(module: Any) -> float:
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
 
 
-def share_of(stages: Any, chunk: int, microbatch: int) -> float:
+def keep_microbatches() -> None:
+    """Let :func:`share_of` know the microbatches of the step."""
+
+    def keep(microbatches: Any, count: int) -> Any:
+        _of_step[:] = [microbatches]
+        return feed(microbatches, count)
+
+    step.feed = keep
+
+
+def share_of(microbatch: int) -> float:
     """Returns the time of a microbatch over that of one document of full length."""
-    pairs, given = os.environ.get("LAYER_PAIRS"), stages.data_iterators[chunk]._microbatches
-    if pairs is None or given is None or "lengths" not in given[microbatch]:
+    (given,) = _of_step or [None]
+    if given is None or "lengths" not in given[microbatch]:
         return 1.0
-    of_pairs, longest = map(float, pairs.split("/"))
+    of_pairs, longest = map(float, os.environ["LAYER_PAIRS"].split("/"))
     parts = given[microbatch]["lengths"] / longest
     return float(((1 - of_pairs) * parts + of_pairs * parts**2).sum())
 
@@ -100,7 +113,7 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
     @functools.wraps(work)
     def timed(stages: Any, chunk: int, microbatch: int, *others: Any) -> Any:
         end_s = time.perf_counter()
-        share = share_of(stages, chunk, microbatch) * (slow if is_slow(stages) else 1.0)
+        share = share_of(microbatch) * (slow if is_slow(stages) else 1.0)
         for one in stages.chunks[chunk].modules():
             end_s += share * layer_s * factor_of(one)
         found = work(stages, chunk, microbatch, *others)
@@ -171,6 +184,8 @@ if __name__ == "__main__":
     slow = float(os.environ["SLOW_FACTOR"]) if is_here else 1.0
     if layer_s:
         time_layers(layer_s, slow)
+        if "LAYER_PAIRS" in os.environ:
+            keep_microbatches()
         if "EXPERT_FACTOR" in os.environ:
             time_each_layer(layer_s * slow)
     if "MOVES" in os.environ:

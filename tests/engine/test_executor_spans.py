@@ -20,7 +20,6 @@ from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, Span
 from megatron.adaptive.trace.read import RunTrace, read_run
-from megatron.adaptive.trace.table import match_messages
 from megatron.adaptive.transport.interface import HeldArrival, Label
 
 from .loopback import (
@@ -97,26 +96,6 @@ def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
         busy_ns = sum(span.end_ns - span.start_ns for span in spans)
         assert found.busy_s == pytest.approx(busy_ns / 1e9)
         assert found.span_s == pytest.approx((spans[-1].end_ns - spans[0].start_ns) / 1e9)
-
-
-def test_messages_tell_their_way(tmp_path: Path) -> None:
-    placement = Placement(num_ranks=2, num_chunks=2)
-    run, *_ = traced_step(tmp_path, make_policies("adaptive", placement, 3), placement, 3)
-    # Ranks of this pipeline are 10 and 11 to each other.
-    tables = {10 + rank: run.ranks[rank].table() for rank in range(2)}
-    found = match_messages(tables)
-    sends = sum(int(table.where("send").sum()) for table in tables.values())
-    receives = sum(int(table.where("receive").sum()) for table in tables.values())
-    assert len(found) == sends == receives == 2 * 3 * (placement.num_stages - 1)
-    assert (found.sent_ns <= found.arrived_ns).all()
-    assert (found.arrived_ns <= found.taken_ns).all()
-    assert set(found.bytes.tolist()) == {FORWARD_BYTES, BACKWARD_BYTES}
-    # Taken just when their action starts.
-    for rank in range(2):
-        starts = {(s.action, s.chunk, s.microbatch): s.start_ns for s in actions(run, rank)}
-        for span in run.ranks[rank].spans(1):
-            if span.action == "receive":
-                assert span.end_ns <= starts[span.of, span.chunk, span.microbatch]
 
 
 def awaited_later(tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks) -> list[Span]:
@@ -211,26 +190,6 @@ def test_inputs_that_wait_are_counted(tmp_path: Path) -> None:
         *[("F", 3), ("B", 3), ("F", 2), ("B", 2)],
         *[("F", 1), ("B", 1), ("F", 0), ("B", 0)],
     ]
-
-
-def test_evaluation_and_untraced_iterations_leave_nothing(tmp_path: Path) -> None:
-    placement = Placement(num_ranks=1, num_chunks=1)
-    recorder = recorder_of(tmp_path, 0, placement, 2)
-    recorder.begin_iteration(1, 2)
-    pipeline = Ranks(placement, [recorder])
-    for iteration, forward_only in ((1, True), (None, False), (2, False)):
-        if iteration == 2:
-            recorder.begin_iteration(2, 2)
-        name = "forward-only" if forward_only else "1f1b"
-        pipeline.step(make_policies(name, placement, 2), 2, forward_only=forward_only)
-        times = pipeline.executors[0].finish_step()
-        assert 0 < times.busy_s <= times.span_s
-        # Spans are handed over once.
-        assert pipeline.executors[0].finish_step().busy_s == 0
-        recorder.end_iteration()
-    recorder.close()
-    trace = read_run(tmp_path).ranks[0]
-    assert {i: len(trace.spans(i)) for i in trace.iterations} == {1: 0, 2: 4}
 
 
 def test_a_split_backward_keeps_memory_until_its_last_piece(tmp_path: Path) -> None:

@@ -90,20 +90,6 @@ def test_what_the_device_has_not_passed_is_told_later_and_waits_for_nothing(tmp_
     }
 
 
-def test_untraced_iterations_leave_nothing(tmp_path: Path) -> None:
-    tracing = Tracing(recorder_of(tmp_path, 0, ONE, 2))
-    for iteration, traced in ((1, True), (2, False)):
-        tracing.begin_iteration(iteration, 2, is_traced=traced)
-        tracing.data_read(0, 1, 2)
-        with tracing.span("optimizer"):
-            pass
-        tracing.end_iteration()
-        with tracing.host_span("checkpoint"):
-            pass
-    tracing.close()
-    assert kinds(read_run(tmp_path)) == {1: ["data", "step", "optimizer", "checkpoint"]}
-
-
 def test_an_error_inside_leaves_the_span(tmp_path: Path) -> None:
     tracing = Tracing(recorder_of(tmp_path, 0, ONE, 2))
     tracing.begin_iteration(1, 2, is_traced=True)

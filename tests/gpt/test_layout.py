@@ -11,7 +11,6 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
-from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.enums import LayerType  # noqa: E402
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
 
@@ -67,13 +66,3 @@ def test_every_layer_is_once_in_its_stage(
         other = PipelineParallelLayerLayout(stages, placement.num_ranks)
         for name in ("layout", "flatten_layout", "pipeline_model_parallel_size"):
             assert getattr(layout, name) == getattr(other, name)
-
-
-def test_this_process_is_the_default() -> None:
-    layout = PlacedLayout(Placement(num_ranks=2, num_chunks=2, kind="v"), stages_of((1, 2, 3, 4)))
-    parallel_state.set_pipeline_model_parallel_rank(1)
-    try:
-        assert layout.get_layer_id_list(vp_stage=0) == [1, 2]
-        assert layout.get_layer_id_list(vp_stage=1) == [3, 4, 5]
-    finally:
-        parallel_state.set_pipeline_model_parallel_rank(None)

@@ -20,11 +20,12 @@ import dataclasses
 import json
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,24 +74,27 @@ class SnapshotSettings:
         return cls(**parse_json(text))
 
 
-class SnapshotState(Protocol):
+class SnapshotState(ABC):
     """The state of a rank, as its program takes it apart."""
 
-    def pieces(self) -> Mapping[Part, Piece] | None:
-        """Return the tensors of now, ``None`` if all are where they were. Collective."""
+    @abstractmethod
+    def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
+        """Return the tensors of now, ``None`` if all are where they were, and what belongs to them.
 
-    def extra(self) -> bytes:
-        """Return what belongs to the tensors of now, a line of JSON first; after ``pieces``."""
+        Collective. What belongs to them has a line of JSON first.
+        """
 
+    @abstractmethod
     def head(self) -> Mapping[str, Any]:
         """Return what is so at every step and whoever restores it must know.
 
-        At least ``has_common``, whether what all ranks have in common is in ``extra``, and of the
-        trainer ``manifest``, that of a checkpoint.
+        At least ``has_common``, whether what all ranks have in common belongs to these tensors,
+        and of the trainer ``manifest``, that of a checkpoint.
         """
 
     def is_changed(self) -> bool:
         """Return whether it has other pieces than when they were taken last."""
+        return False
 
 
 class NoSnapshots:
@@ -173,8 +177,7 @@ class Snapshots(NoSnapshots):
             return
         if self._has_changed:
             self._release()
-        pieces = self._state.pieces()
-        extra = self._state.extra()
+        pieces, extra = self._state.take()
         if self._pool is None:
             assert pieces is not None
             self._begin(pieces, len(extra))

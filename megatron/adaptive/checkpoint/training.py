@@ -54,6 +54,7 @@ from megatron.adaptive.checkpoint.megatron_lm import (
 )
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, load_first_whole
 from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
+from megatron.adaptive.checkpoint.snapshots import SnapshotState
 from megatron.adaptive.checkpoint.torch_dist import (
     COMMON,
     PICKLED_COMMON,
@@ -525,7 +526,7 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
     return prepare(folder, job, _REMEDY, settings.save_local, latest, settings.keep_checkpoints)
 
 
-class RunState:
+class RunState(SnapshotState):
     """Takes one run's state apart for snapshots in memory; see ``SnapshotState``.
 
     Args:
@@ -542,34 +543,22 @@ class RunState:
         self._checkpoints = Checkpoints(run, config=config)
         self._parts: state.StateParts | None = None
 
-    def pieces(self) -> Mapping[Part, Piece] | None:
-        """Return the tensors, ``None`` while they live in place; see ``SnapshotState``."""
+    def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
         gather_parameters(self._run)
-        former = self._parts
-        self._parts = self._checkpoints.apart(self._progress(), is_whole=True)
-        if self._parts is former:
-            return None
-        for name in self._parts.objects:
+        progress, former = self._progress(), self._parts
+        parts = self._parts = self._checkpoints.apart(progress, is_whole=True)
+        for name in parts.objects:
             if f"{_SCRATCH}/" not in name:
                 raise TypeError(f"{name} is no tensor: snapshots of the state cannot hold it")
-        return self._parts.pieces
-
-    def extra(self) -> bytes:
-        """Return the progress and what all ranks have in common; see ``SnapshotState``."""
-        assert self._parts is not None
-        line = {"progress": dataclasses.asdict(self._progress())}
-        return json.dumps(line).encode() + b"\n" + values.dumps(self._parts.common)
+        line = json.dumps({"progress": dataclasses.asdict(progress)}).encode()
+        extra = line + b"\n" + values.dumps(parts.common)
+        return None if parts is former else parts.pieces, extra
 
     def head(self) -> Mapping[str, Any]:
-        """Return what a checkpoint made of snapshots needs; see ``SnapshotState``."""
         return {
             "has_common": state.has_parameters(self._run.optimizer),
             "manifest": self._checkpoints.manifest(self._progress()),
         }
-
-    def is_changed(self) -> bool:
-        """Return false: its pieces stay those of the first snapshot."""
-        return False
 
 
 def require_same_model(

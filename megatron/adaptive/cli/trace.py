@@ -18,7 +18,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,47 +85,41 @@ def visualize(argv: Sequence[str]) -> int:
 def _diagnose(argv: Sequence[str]) -> int:
     from megatron.adaptive.trace.diagnose import diagnose
 
-    parser = _parser(
-        f"{PROGRAM} {DIAGNOSE}",
-        "Name the rank, the link or the data that slows a run, and a remedy.",
-    )
-    add = parser.add_argument
-    add("--json", action="store_true", help="print the findings as JSON instead of text")
-    arguments = parser.parse_args(argv)
-    run = load_run(arguments.run_dir)
-    found = diagnose(run, _chosen_iterations(run, arguments, None))
-    _print_answers(found, run.notes(), arguments.json)
-    return 0
-
-
-def _print_answers(found: Any, notes: Sequence[str], as_json: bool) -> None:
-    for line in notes:
-        show(f"warning: {line}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        show(found.format())
+    what = "Name the rank, the link or the data that slows a run, and a remedy."
+    return _answer(_parser(f"{PROGRAM} {DIAGNOSE}", what), argv, diagnose)
 
 
 def _what_if(argv: Sequence[str]) -> int:
+    from megatron.adaptive.trace.whatif.answers import what_if
+
     parser = _parser(
         f"{PROGRAM} whatif",
         "Simulate the recorded steps with other times: what the run loses, to whom, and what each "
         "repair would gain.",
     )
-    add = parser.add_argument
-    add("--json", action="store_true", help="print everything as JSON instead of text")
-    add("--picture", type=Path, metavar="FILE", help="draw where time is lost here, as PNG")
-    arguments = parser.parse_args(argv)
-    from megatron.adaptive.trace.whatif.answers import what_if
+    about = "draw where time is lost here, as PNG"
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=about)
+    return _answer(parser, argv, what_if)
 
+
+def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable[..., Any]) -> int:
+    """Prints what is found of a run, and draws it where that is asked for."""
+    about = "print what is found as JSON instead of text"
+    parser.add_argument("--json", action="store_true", help=about)
+    parser.set_defaults(picture=None)
+    arguments = parser.parse_args(argv)
     run = load_run(arguments.run_dir)
-    found = what_if(run, _chosen_iterations(run, arguments, None))
+    found = find(run, _chosen_iterations(run, arguments, None))
     if arguments.picture is not None:
         from megatron.adaptive.trace.views.picture import write_heat
 
         write_heat(run, found, arguments.picture)
-    _print_answers(found, found.notes, arguments.json)
+    for line in found.notes:
+        show(f"warning: {line}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show(found.format())
     return 0
 
 

@@ -23,6 +23,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 
 _Port = Annotated[int, Limits(minimum=1, maximum=65535)]
 _Number = Annotated[int, Limits(minimum=1, maximum=1e9)]
+_Nodes = Annotated[int, Limits(minimum=1, maximum=100_000)]
 
 
 def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
@@ -66,7 +67,7 @@ SETTINGS = _specs(
         "LOG_DIR": (str, "logs", "folder that holds a folder of logs for each job"),
         "TRACE": (bool, "false", "write traces of the pipeline"),
         "HOMOGENEOUS_CLUSTER": (bool, "true", "all nodes are equal"),
-        "NNODES": (_Number, "", "number of nodes"),
+        "NNODES": (_Nodes, "", "number of nodes"),
         "NPROC_PER_NODE": (_Number, "", "processes of each node, one for each GPU"),
         "WORLD_SIZE": (_Number, "", "number of all processes"),
         "NODES": (str, "", "mixed nodes in order of the ranks, as in a10:2x4 v100:1x2"),
@@ -205,8 +206,7 @@ def read_variables(path: Path) -> dict[str, str]:
     return variables
 
 
-_MAX_NODES = 100_000
-_GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d*)x([1-9]\d*)")
+_GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,9 +343,6 @@ def make_conf(
             name: text for name, text in sorted(texts.items()) if name.startswith(FROM_CONF)
         },
     )
-    for group in conf.groups:
-        if (group.nodes or 0) > _MAX_NODES:
-            raise ConfigError(f"NNODES={group.nodes}: at most {_MAX_NODES:,} nodes are numbered")
     _check_sizes(conf)
     _check_words(conf)
     return conf

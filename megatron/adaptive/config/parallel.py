@@ -89,15 +89,6 @@ class ParallelConfig:
     distributed_timeout_minutes: Count = flag("Time limit of a collective.", 10, unit="MINUTES")
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that together hold one copy of the model."""
-        return (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-        )
-
-    @property
     def unequal_sizes(self) -> tuple[int, ...] | None:
         """Ranks of each stage where they differ, ``None`` where all stages are alike."""
         sizes = self.stage_data_parallel_sizes
@@ -112,7 +103,8 @@ class ParallelConfig:
         """
         if self.unequal_sizes is not None:
             return math.lcm(*self.unequal_sizes)
-        return self.world_size // self.model_parallel_size
+        ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return self.world_size // (ranks * self.context_parallel_size)
 
     def microbatches_of(self, pp_rank: int, num_microbatches: int) -> int:
         """Microbatches of each rank of a stage.

@@ -25,6 +25,7 @@ from megatron.adaptive.checkpoint.folder import (
 from megatron.adaptive.checkpoint.local_disk import LocalDisk, prepare
 from megatron.adaptive.checkpoint.saver import CheckpointSaver, load_first_whole, require_seen
 from megatron.adaptive.checkpoint.shards import CheckpointReader, SavedTensor, WantedPart
+from megatron.adaptive.checkpoint.snapshots import SnapshotState
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece, TakenState
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.modules.mesh import Mesh
@@ -342,7 +343,7 @@ class Checkpointer:
         optimizer.load_state_dict(whole)
 
 
-class PipelineState:
+class PipelineState(SnapshotState):
     """Takes one rank's state apart for snapshots in memory; see ``SnapshotState``.
 
     Args:
@@ -360,25 +361,19 @@ class PipelineState:
         self._checkpointer = checkpointer
         self._head = head
         self._state = state
-        self._about: Mapping[str, Any] = {}
         self._layout: list[Any] = []
 
-    def pieces(self) -> Mapping[Part, Piece]:
-        """Return the tensors; buffers are copied at once, for a forward may change them."""
-        tensors, self._about = self._checkpointer.apart()
+    def take(self) -> tuple[Mapping[Part, Piece], bytes]:
+        tensors, about = self._checkpointer.apart()
         self._layout = _layout(tensors)
+        line = json.dumps({**self._head(), **about}).encode() + b"\n"
+        extra = line + (_state_bytes(self._state) if self._state else b"")
+        # Buffers are copied at once, for a forward may change them.
         is_buffer = self._checkpointer.is_buffer
-        return _pieces({n: one.clone() if is_buffer(n) else one for n, one in tensors.items()})
-
-    def extra(self) -> bytes:
-        """Return what describes the tensors, and the user's objects; see ``SnapshotState``."""
-        line = json.dumps({**self._head(), **self._about}).encode() + b"\n"
-        if not self._state:
-            return line
-        return line + _state_bytes(self._state)
+        copied = {name: one.clone() if is_buffer(name) else one for name, one in tensors.items()}
+        return _pieces(copied), extra
 
     def head(self) -> Mapping[str, Any]:
-        """Return that all ranks have what is in common; see ``SnapshotState``."""
         return {"has_common": True}
 
     def is_changed(self) -> bool:

@@ -125,16 +125,11 @@ class Settings:
         return self.schedule in RULES
 
     @property
-    def needs_split(self) -> bool:
-        """Whether the order has weight gradients as work of their own."""
-        return self.schedule in SPLIT_SCHEDULES
-
-    @property
     def splits(self) -> bool | None:
         """Whether backwards are split, ``None`` where the model decides."""
         if self.split_backward is None and self.schedule in _MAY_SPLIT:
             return None
-        return self.needs_split or bool(self.split_backward)
+        return self.schedule in SPLIT_SCHEDULES or bool(self.split_backward)
 
     def overridden(self, arguments: Any) -> Settings:
         """Return these settings with those that ``arguments`` holds under a flag's name.

@@ -166,6 +166,7 @@ class TrainingLog:
             self._open(start_iteration)
 
     def _open(self, start_iteration: int) -> None:
+        self._reports = []
         if self._settings.log_throughput or self._peak_flops is not None:
             self._flops_per_token = flops_per_token(
                 self._cfg, padded_vocab_size=self._padded_vocab_size
@@ -185,25 +186,20 @@ class TrainingLog:
             sizes["moved"] = True
         self._progress.begins(start_iteration, self._total_iterations, **sizes)
 
-    def hand_over(
-        self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[Any]]
-    ) -> None:
-        """Lets another rank write from here on, with the averages under way; all ranks call it.
+    def hand_over(self, iteration: int, *, is_writer: bool) -> None:
+        """Lets another rank write from here on, whose averages begin anew; all ranks call it.
 
         Args:
             iteration: iterations done.
             is_writer: whether this rank writes from now on; one does.
-            gather: gathers an object of every rank.
         """
-        gathered = gather(self._reports if self._is_writer else None)
-        if self._is_writer and not is_writer:
-            self.close()
-        elif is_writer and not self._is_writer:
-            (self._reports,) = [one for one in gathered if one is not None]
-            self._open(iteration)
-        elif is_writer:
+        was_writer, self._is_writer = self._is_writer, is_writer
+        if was_writer and is_writer:
             self._open_progress(iteration)  # the traces before the move were put aside
-        self._is_writer = is_writer
+        elif is_writer:
+            self._open(iteration)
+        elif was_writer:
+            self.close()
 
     @property
     def tensorboard(self) -> Any:

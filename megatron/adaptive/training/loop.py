@@ -384,7 +384,7 @@ class Rebalancing(RunHook):
         live, job = self._live, self._live.run.job
         live.close_loader()
         live.open_loader()
-        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
+        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer)
 
 
 def _engine_of(run: Run) -> ForwardBackward:
@@ -556,7 +556,6 @@ class Saving(RunHook):
         super().__init__(live)
         self._recorder = recorder
         self._saved_at = live.progress.iteration if live.is_loaded else -1
-        self._reported = -1
         self._waited_s = 0.0  # for the last checkpoint
 
     def after_step(self, step: TrainedStep) -> None:
@@ -590,12 +589,10 @@ class Saving(RunHook):
     def _report_completed(self) -> None:
         """Reports checkpoints that were completed behind training."""
         while (done := self._live.checkpoints.saver.completed()) is not None:
-            if done[0] != self._reported:
-                self._report_saved(*done)
+            self._report_saved(*done)
 
     def _report_saved(self, iteration: int, path: Path) -> None:
         self._live.log.report(saved=iteration, seconds=self._waited_s)
-        self._reported = iteration
         behind = self._live.config.checkpoint.saves_behind
         self._live.log.message(saved_line(iteration, path, self._waited_s, is_behind=behind))
 
