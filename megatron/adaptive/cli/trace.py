@@ -45,6 +45,7 @@ MOST_LAYERS = 4
 """So many layers of experts are named, those with the worst balance."""
 FORMATS = ("xlsx", "html", "perfetto", "png", "tensorboard")
 """The views."""
+_ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -181,6 +182,8 @@ def _show(
     selection = _select(arguments)
     run = selection.run
     stem = arguments.output_dir / legacy_name(run.num_ranks, run.num_chunks)
+    if (output := arguments.output) is not None:
+        stem = output.with_name(_ENDINGS.sub("", output.name))
     for line in run.notes():
         show(f"warning: {line}", file=sys.stderr)
     views = (_write_view(name, selection, stem) for name in ("json",) * events + chosen)
@@ -237,7 +240,9 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
     replica = "data-parallel replica to look at (default: 0; in the page and for Perfetto all)"
     add("--dp-rank", type=number(int, 0, 1_000_000), metavar="D", help=replica)
     folder = "folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)"
-    add("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
+    place = parser.add_mutually_exclusive_group().add_argument
+    place("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
+    place("--output", type=Path, metavar="FILE", help="result file; its ending is replaced")
     default = f" (default: {formats})" if formats else ""
     what = f"what to write: of {', '.join(FORMATS)}, joined by commas, or all{default}"
     add("--format", default=formats or None, metavar="LIST", help=what)
