@@ -91,22 +91,6 @@ TEST(a_child_of_a_killed_peer_does_not_hide_its_end) {
   lose_parent_of_child(Kind::kTcp4, ::fork, "closed without a goodbye");
 }
 
-TEST_OF_LINKS(an_orderly_end_is_no_loss) {
-  Peer peer(kind, [](Link link) {
-    Reactor reactor;
-    LinkWatch watch(reactor, std::move(link), kNeverSilent, [](const std::string&) {});
-    watch.say_goodbye();
-    watch.say_goodbye();
-  });
-  Reactor reactor;
-  Losses losses;
-  LinkWatch watch(reactor, std::move(peer.link), milliseconds(40), losses.listener());
-  peer.child->join();
-  ::usleep(100000);
-  check(losses.count() == 0, "no loss");
-  watch.say_goodbye();
-}
-
 TEST(a_goodbye_is_told_once) {
   Ends ends = link_up(Kind::kTcp4);
   Reactor reactor;

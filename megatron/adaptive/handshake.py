@@ -61,15 +61,17 @@ def new_secret() -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a new file that only this user may read, from its first moment on.
+    """Writes a new file, whole at any moment, that only this user may read from its first on.
 
     Raises:
         OSError: it cannot be written.
     """
-    path.unlink(missing_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with os.fdopen(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+    with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
+    draft.replace(path)
 
 
 class Session:

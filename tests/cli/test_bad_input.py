@@ -79,6 +79,8 @@ def test_two_runs_started_in_one_second_have_a_folder_each(tmp_path: Path) -> No
         ({"RANK": "0", "WORLD_SIZE": "2"}, True),
         ({"RANK": "1", "WORLD_SIZE": "2"}, False),
         ({"RANK": "abc", "WORLD_SIZE": "2"}, True),
+        # Rank 0 meets this one, too.
+        ({"RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "many"}, False),
         # Only this rank has it.
         ({"RANK": "5", "WORLD_SIZE": "2"}, True),
     ],

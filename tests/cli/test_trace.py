@@ -97,7 +97,8 @@ def test_iterations_and_replica_are_chosen(
         in load_workbook(Path("one", f"{NAME}.xlsx"))["order"]["A1"].value
     )
     # Of a range that only overlaps the run, what there is.
-    main([*flags, "--iterations", "4-90", "--output-dir", "two"])
+    main([*flags, "--iterations", "4-90", "--output", "two/three.xlsx"])
+    assert Path("two", "three.xlsx").exists()
     assert "over 2 complete iterations (4-5)" in capsys.readouterr().out
 
 

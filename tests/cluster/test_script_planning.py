@@ -70,10 +70,10 @@ def nodes(*slots: int) -> list[Offer]:
     ]
 
 
-def planned(tmp_path: Path, *slots: int, timed: bool = True, **changes: Any) -> ParallelLayout:
+def planned(tmp_path: Path, *slots: int, **changes: Any) -> ParallelLayout:
     path = tmp_path / "model.json"
     module(**changes).write(path)
-    return plan_script(path, nodes(*slots), timed=timed)
+    return plan_script(path, nodes(*slots))
 
 
 def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
@@ -107,7 +107,6 @@ def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
 
 def test_the_heavy_piece_gets_a_stage_of_its_own(tmp_path: Path) -> None:
     assert planned(tmp_path, 1, 1, 1, pipeline_size=3).partition == (3, 1, 2)
-    assert planned(tmp_path, 1, 1, 1, pipeline_size=3, timed=False).partition == (3, 1, 2)
     even = planned(tmp_path, 1, 1, 1, pipeline_size=3, weights=(1.0,) * 6)
     assert even.partition == (2, 2, 2)
     given = {"pipeline_size": 3, "partition": (1, 1, 4)}

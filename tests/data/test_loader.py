@@ -72,15 +72,6 @@ def test_two_ranks_share_each_block_as_megatron_does(workers: int) -> None:
     assert drawn == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
 
 
-def test_ranks_get_the_microbatches_that_they_are_dealt(workers: int) -> None:
-    for rank, expected in ((0, [[2, 3]]), (1, [[0, 1], [4, 5], [6, 7]])):
-        loader = _loader(Numbered(12), dp_rank=rank, dp_size=2, num_workers=workers)
-        given = loader.step(2, lambda sizes: ((1,), (0, 2, 3))[: len(sizes)])
-        assert [_numbers(microbatch) for microbatch in given] == expected
-        assert [_numbers(one) for one in loader.step(1)] == [[8 + 2 * rank, 9 + 2 * rank]]
-        loader.close()
-
-
 def test_a_resumed_run_continues_where_it_stopped(workers: int) -> None:
     whole = _loader(Numbered(40), num_workers=workers)
     expected = [_numbers(microbatch) for _ in range(5) for microbatch in whole.step(4)]

@@ -13,11 +13,10 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.live_state import PROGRESS_NAME
 from megatron.adaptive.trace.read import read_run
 
-from .launch import ROOT, torchrun
+from .launch import TIMED_LAYERS, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(250)]
 
-WORKER = ROOT / "benchmarks" / "elasticity" / "timed_layers.py"
 LIMIT_S = 100.0
 FLAGS = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -36,11 +35,14 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
     """Losses by iteration, and the log."""
     log = folder.with_suffix(".txt")
     arguments = [*FLAGS.split(), "--progress-dir", str(folder), *extra]
-    torchrun(WORKER, arguments, world_size=world_size, log=log, limit_s=LIMIT_S)
-    told = [json.loads(line) for line in (folder / PROGRESS_NAME).read_text().splitlines()]
-    return {
-        line["iteration"]: line["loss"] for line in told if "iteration" in line
-    }, log.read_text()
+    torchrun(TIMED_LAYERS, arguments, world_size=world_size, log=log, limit_s=LIMIT_S)
+    return losses_in(folder), log.read_text()
+
+
+def losses_in(folder: Path | str) -> dict[int, float]:
+    """Losses by iteration in a folder's progress."""
+    told = map(json.loads, Path(folder, PROGRESS_NAME).read_text().splitlines())
+    return {line["iteration"]: line["loss"] for line in told if "iteration" in line}
 
 
 def partition_in(saved: Path) -> list[int]:
@@ -84,19 +86,39 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     monkeypatch.setenv("LAYER_MS", "4")
     monkeypatch.setenv("SLOW_RANKS", "1")
     monkeypatch.setenv("SLOW_FACTOR", "6")
-    shape = ["--num-layers", "8", "--model-chunks", "2", "--repartition", "off"]
-    auto = ["--pipeline-schedule", "auto", "--trace-dir", str(tmp_path / "traces")]
-    moved, log = train(tmp_path / "moved", *shape, *auto)
+    shape = "--num-layers 8 --model-chunks 2 --repartition off --log-interval 3 --fp16".split()
+    shape += ["--initial-loss-scale", "1024", "--loss-scale-window", "3"]
+    folder = tmp_path / "moved"
+    moved, log = train(folder, *shape, "--pipeline-schedule", "auto", "--trace-dir", str(folder))
     assert re.search(r"auto takes .*; in a v of 2-2-2-2 layers at best", log), log
     now = re.search(r"the stages of ([0-9-]+) layers now lie in a (loop|v): moved in", log)
     assert now is not None, log
     layers, kind = tuple(map(int, now[1].split("-"))), now[2]
-    header = read_run(tmp_path / "traces").ranks[1].header
+    header = read_run(folder).ranks[1].header
     assert (header.layers, header.placement) == (layers, kind)
     placement = Placement(num_ranks=2, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     assert sum(layers[placement.stage_of(1, chunk)] for chunk in range(2)) < 4
+    # Traces and what the trainer says of its progress go on in another folder.
+    assert read_run(f"{folder}-1").complete_iterations() == (1, 2, 3, 4)
+    assert read_run(folder).complete_iterations() == (5, 6, 7, 8)
+    before = losses_in(f"{folder}-1")
+    assert (max(before), max(moved)) == (4, 8)
     monkeypatch.setenv("LAYER_MS", "0")
-    assert moved == train(tmp_path / "still", *shape)[0]
+    still, plain_log = train(tmp_path / "still", *shape)
+    both = (before | moved).keys() & still.keys()
+    assert {3, 6, 8} <= both
+    assert {number: (before | moved)[number] for number in both} == {
+        number: still[number] for number in both
+    }
+    # Means, learning rates and loss scales go on across the move.
+    assert len(numbers(log)) >= 8
+    assert numbers(log) == numbers(plain_log)
+
+
+def numbers(log: str) -> list[str]:
+    """What the lines of the log say of iterations, but for times."""
+    words = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"
+    return re.findall(words, log)
 
 
 def test_expert_layers_are_not_taken_for_dense_ones(

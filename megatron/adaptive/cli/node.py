@@ -627,9 +627,7 @@ def _found(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
     """Keeps the file by which workers with the same folder of logs find the master."""
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    write_private(part, text)
-    part.replace(path)
+    write_private(path, text)
     try:
         yield
     finally:

@@ -224,7 +224,11 @@ def _speaks(error: AdaptiveError) -> bool:
         return True
     try:
         Environment.read()
-    except AdaptiveError:  # this rank's alone, it may be
+    except AdaptiveError:
+        try:
+            Environment.read({**os.environ, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"})
+        except AdaptiveError:
+            return False
         return True
     return False
 

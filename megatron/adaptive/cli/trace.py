@@ -18,7 +18,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,7 @@ MOST_LAYERS = 4
 """So many layers of experts are named, those with the worst balance."""
 FORMATS = ("xlsx", "html", "perfetto", "png", "tensorboard")
 """The views."""
+_ENDINGS = re.compile(r"\.(json|json\.gz|xlsx|html|png|txt)$")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,47 +86,41 @@ def visualize(argv: Sequence[str]) -> int:
 def _diagnose(argv: Sequence[str]) -> int:
     from megatron.adaptive.trace.diagnose import diagnose
 
-    parser = _parser(
-        f"{PROGRAM} {DIAGNOSE}",
-        "Name the rank, the link or the data that slows a run, and a remedy.",
-    )
-    add = parser.add_argument
-    add("--json", action="store_true", help="print the findings as JSON instead of text")
-    arguments = parser.parse_args(argv)
-    run = load_run(arguments.run_dir)
-    found = diagnose(run, _chosen_iterations(run, arguments, None))
-    _print_answers(found, run.notes(), arguments.json)
-    return 0
-
-
-def _print_answers(found: Any, notes: Sequence[str], as_json: bool) -> None:
-    for line in notes:
-        show(f"warning: {line}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        show(found.format())
+    what = "Name the rank, the link or the data that slows a run, and a remedy."
+    return _answer(_parser(f"{PROGRAM} {DIAGNOSE}", what), argv, diagnose)
 
 
 def _what_if(argv: Sequence[str]) -> int:
+    from megatron.adaptive.trace.whatif.answers import what_if
+
     parser = _parser(
         f"{PROGRAM} whatif",
         "Simulate the recorded steps with other times: what the run loses, to whom, and what each "
         "repair would gain.",
     )
-    add = parser.add_argument
-    add("--json", action="store_true", help="print everything as JSON instead of text")
-    add("--picture", type=Path, metavar="FILE", help="draw where time is lost here, as PNG")
-    arguments = parser.parse_args(argv)
-    from megatron.adaptive.trace.whatif.answers import what_if
+    about = "draw where time is lost here, as PNG"
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=about)
+    return _answer(parser, argv, what_if)
 
+
+def _answer(parser: argparse.ArgumentParser, argv: Sequence[str], find: Callable[..., Any]) -> int:
+    """Prints what is found of a run, and draws it where that is asked for."""
+    about = "print what is found as JSON instead of text"
+    parser.add_argument("--json", action="store_true", help=about)
+    parser.set_defaults(picture=None)
+    arguments = parser.parse_args(argv)
     run = load_run(arguments.run_dir)
-    found = what_if(run, _chosen_iterations(run, arguments, None))
+    found = find(run, _chosen_iterations(run, arguments, None))
     if arguments.picture is not None:
         from megatron.adaptive.trace.views.picture import write_heat
 
         write_heat(run, found, arguments.picture)
-    _print_answers(found, found.notes, arguments.json)
+    for line in found.notes:
+        show(f"warning: {line}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show(found.format())
     return 0
 
 
@@ -187,6 +182,8 @@ def _show(
     selection = _select(arguments)
     run = selection.run
     stem = arguments.output_dir / legacy_name(run.num_ranks, run.num_chunks)
+    if (output := arguments.output) is not None:
+        stem = output.with_name(_ENDINGS.sub("", output.name))
     for line in run.notes():
         show(f"warning: {line}", file=sys.stderr)
     views = (_write_view(name, selection, stem) for name in ("json",) * events + chosen)
@@ -243,7 +240,9 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
     replica = "data-parallel replica to look at (default: 0; in the page and for Perfetto all)"
     add("--dp-rank", type=number(int, 0, 1_000_000), metavar="D", help=replica)
     folder = "folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)"
-    add("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
+    place = parser.add_mutually_exclusive_group().add_argument
+    place("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
+    place("--output", type=Path, metavar="FILE", help="result file; its ending is replaced")
     default = f" (default: {formats})" if formats else ""
     what = f"what to write: of {', '.join(FORMATS)}, joined by commas, or all{default}"
     add("--format", default=formats or None, metavar="LIST", help=what)

@@ -393,13 +393,12 @@ class Planning:
         )
 
 
-def plan_script(path: Path, offers: Sequence[Offer], *, timed: bool = True) -> ParallelLayout:
+def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
     """Finds the best layout of a measured module.
 
     Args:
         path: of what was measured.
         offers: the nodes that are there.
-        timed: time whole steps; else the busiest stage alone decides, at once.
 
     Raises:
         ConfigError: nothing fits; says which limit stands in the way.
@@ -418,7 +417,6 @@ def plan_script(path: Path, offers: Sequence[Offer], *, timed: bool = True) -> P
                     micro_batches=(module.micro_batch_size,) if module.micro_batch_size else (),
                     partition=lambda stages: _partition(module, stages),
                     most=module.most,
-                    timed=timed,
                 )[0]
             except ConfigError as error:
                 first = first or error
@@ -432,7 +430,7 @@ def plan_script(path: Path, offers: Sequence[Offer], *, timed: bool = True) -> P
                 microbatches=module.batch_size // (option.replicas * option.micro_batch_size),
                 flags=(),
                 places=tuple((offer.name, count) for offer, count in places),
-                step_s=option.seconds if timed else None,
+                step_s=option.seconds,
                 pace={offer.name: offer.slowness for offer, _ in places},
                 unit="segments",
             )
@@ -617,20 +615,17 @@ class PlannerChooser(Chooser):
                 )
                 return whole if count else None
             key = (module.signature, module.micro_batch_size, *offers)
-            limit_s = limit_s if self._known else max(_FIRST_S, limit_s)
+            limit_s = max(_FIRST_S, limit_s)  # there is no other way to choose
         if key not in self._known:
             try:
                 found = await asyncio.to_thread(self._plan, offers, limit_s)
             except SetupError as error:
-                if self._model is None:
-                    say(f"warning: no plan: {error}; the layout is chosen without it")
-                    self.why = ""
-                    return await super().choose(arguments, offers)
-                say(f"warning: no plan: {error}; the busiest stage alone decides")
-                try:
-                    found = plan_script(self._model, offers, timed=False), ""
-                except ConfigError as refused:
-                    found = None, str(refused)
+                if self._model is not None:
+                    self.why = str(error)
+                    return None
+                say(f"warning: no plan: {error}; the layout is chosen without it")
+                self.why = ""
+                return await super().choose(arguments, offers)
             self._known[key] = found
             if found[0] is not None and found[1]:
                 say(f"warning: left out: {found[1]}")

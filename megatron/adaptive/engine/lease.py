@@ -139,10 +139,7 @@ class Lease:
             OSError: the folder cannot be written.
         """
         self._private = facts
-        path = self._path("private")
-        draft = path.with_name(f".{path.name}")
-        write_private(draft, json.dumps(facts))
-        draft.replace(path)
+        write_private(self._path("private"), json.dumps(facts))
 
     def beat(self) -> bool:
         """Counts up; returns whether the right is still held.

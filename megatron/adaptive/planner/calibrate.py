@@ -195,15 +195,10 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
     return rows
 
 
-def _counts(model: Model, rows: Sequence[_Stage]) -> tuple[list[str], Any]:
-    """Kinds of layers, and ``[rows, kinds]`` how many each row holds."""
+def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
     kinds = sorted({model.layers[i] for layers, _ in rows for i in layers})
     held = [[sum(model.layers[i] == kind for i in layers) for kind in kinds] for layers, _ in rows]
-    return kinds, np.array(held, dtype=np.float64)
-
-
-def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
-    kinds, counts = _counts(model, rows)
+    counts = np.array(held, dtype=np.float64)
     flops = np.array([model.kinds[kind].forward_flops for kind in kinds])
     measured = np.array([seconds for _, seconds in rows])
     split = ~np.isnan(measured[:, _W])

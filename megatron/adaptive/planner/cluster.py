@@ -310,11 +310,6 @@ class Cluster:
         """GPUs of all nodes."""
         return sum(group.count * group.type.gpus for group in self.groups)
 
-    @property
-    def price_per_hour(self) -> float:
-        """Price of all nodes."""
-        return sum(group.count * group.type.price_per_hour for group in self.groups)
-
     def with_memory(self, times: float = 1.0, more_bytes: float = 0.0) -> Cluster:
         """Returns the cluster with so many times the memory of each GPU, and so much more."""
         groups = tuple(

@@ -368,28 +368,18 @@ def _of_file(
         arguments = _read_arguments(document["arguments"], path.parent, f"{where}: arguments")
         return arguments_model(arguments, name, precision, fused=fused)
     if "shape" in document:
+        shape = {"query_groups": document["shape"]["heads"], **document["shape"]}
+        hidden, heads = shape["hidden"], shape["heads"]
+        if "head_width" not in shape and hidden % heads:
+            raise ConfigError(
+                f"model {name}: hidden {hidden} is no multiple of {heads} heads: change one, or"
+                " give head_width"
+            )
+        usual = {"head_width": hidden // heads, "ffn": 4 * hidden, "positions": shape["sequence"]}
+        usual |= {} if fused is None else {"fused_attention": fused}
         sizes = Precision.named(precision or default)
-        return build_model(_shape(document["shape"], name, sizes, fused=fused))
+        return build_model(TransformerShape(name=name, precision=sizes, **{**usual, **shape}))
     return listed_model(document, name, Precision.named(precision or default))
-
-
-def _shape(
-    document: Mapping[str, Any], name: str, precision: Precision, *, fused: bool | None
-) -> TransformerShape:
-    given = dict(document)
-    hidden, heads = given["hidden"], given["heads"]
-    if "head_width" not in given and hidden % heads:
-        raise ConfigError(
-            f"model {name}: hidden {hidden} is no multiple of {heads} heads: change one, or give"
-            " head_width"
-        )
-    given.setdefault("head_width", hidden // heads)
-    given.setdefault("query_groups", heads)
-    given.setdefault("ffn", 4 * hidden)
-    given.setdefault("positions", given["sequence"])
-    if fused is not None:
-        given.setdefault("fused_attention", fused)
-    return TransformerShape(name=name, precision=precision, **given)
 
 
 def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -> Model:

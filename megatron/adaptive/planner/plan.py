@@ -621,8 +621,10 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
         full = max(seen.stages, key=lambda s: s.memory.total_bytes / s.memory.limit_bytes).memory
         chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
+        replicas = "-".join(str(len(place.replicas)) for place in plan.places)
+        replicas = str(plan.dp) if plan.uniform else replicas
         cells = [
-            *(str(number), str(plan.tp), _replicas(plan), f"{plan.pp}{chunks}"),
+            *(str(number), str(plan.tp), replicas, f"{plan.pp}{chunks}"),
             *[str(plan.expert_ranks)] * spread,
             *[str(plan.context_ranks)] * shared,
             f"{plan.num_microbatches}x{plan.micro_batch}",
@@ -700,9 +702,3 @@ def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
             ]
         )
     return "\n".join(aligned(lines))
-
-
-def _replicas(plan: Plan) -> str:
-    """Returns the number of replicas, of each stage where they differ."""
-    counts = [len(place.replicas) for place in plan.places]
-    return str(plan.dp) if plan.uniform else "-".join(map(str, counts))

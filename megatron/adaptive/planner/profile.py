@@ -141,17 +141,12 @@ class Profile:
             return found if load == 1 else found.scaled(load)
         if self.estimator is not None:
             return self.estimator(kind, gpu, tp, micro_batch)
-        known = sorted({one for name, one, _ in self._sizes if name == kind})
-        degrees = sorted({t for name, one, t in self._sizes if (name, one) == (kind, gpu)})
-        if degrees:
-            raise ConfigError(
-                f"profile: layer kind {kind!r} on {gpu} was not measured with tensor parallelism"
-                f" {tp}: it was with {', '.join(map(str, degrees))}; measure it or exclude {tp}"
-            )
+        known = sorted((one, width) for name, one, width in self._sizes if name == kind)
+        words = ", ".join(f"on {one} with {width}" for one, width in known)
         raise ConfigError(
-            f"profile: no durations of layer kind {kind!r} on {gpu}:"
-            f" it has {', '.join(known) or 'none of this kind'}; measure them with the profile"
-            " command, or name a GPU of the shipped table"
+            f"profile: layer kind {kind!r} on {gpu} with tensor parallelism {tp} was not measured,"
+            f" only {words or 'other kinds'}: measure it with the profile command, or leave that"
+            " GPU or width out"
         )
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
@@ -183,43 +178,29 @@ class Profile:
     def _between(
         self, kind: str, gpu: str, tp: int, micro_batch: float, sizes: tuple[int, ...]
     ) -> LayerTimes:
-        if micro_batch < sizes[0]:
+        if micro_batch < sizes[0] or len(sizes) == 1:
             found = self.layers[kind, gpu, tp, sizes[0]].scaled(micro_batch / sizes[0])
             return replace(found, source="estimated")
         at = min(bisect(sizes, micro_batch), len(sizes) - 1)
-        small, large = sizes[max(at - 1, 0)], sizes[at]
+        small, large = sizes[at - 1], sizes[at]
         low, high = self.layers[kind, gpu, tp, small], self.layers[kind, gpu, tp, large]
-        if micro_batch > large:
-            return _beyond(low, high, small, large, micro_batch)
-        part = (micro_batch - small) / (large - small)
 
-        def between(name: str) -> float:
+        def line(name: str) -> float:
             one, other = getattr(low, name), getattr(high, name)
-            return float(one + (other - one) * part)
+            rate = (other - one) / (large - small)
+            if micro_batch > large:
+                # At least at half the rate of the largest, at most at that.
+                rate = min(max(rate, other / large / 2), other / large)
+            return float(other + rate * (micro_batch - large))
 
         known = low.kept_bytes is not None and high.kept_bytes is not None
         return LayerTimes(
-            **{name: between(name) for name in (*_PARTS, "launch_s")},
-            tp_included=low.tp_included,
-            kept_bytes=between("kept_bytes") if known else None,
+            **{name: line(name) for name in _PARTS},
+            launch_s=high.launch_s if micro_batch > large else line("launch_s"),
+            tp_included=high.tp_included,
+            kept_bytes=line("kept_bytes") if known else None,
             source="estimated",
         )
-
-
-def _beyond(
-    low: LayerTimes, high: LayerTimes, small: int, large: int, micro_batch: float
-) -> LayerTimes:
-    """Extrapolates from the two largest sizes, at least at half the rate of the largest."""
-    whole = replace(high.scaled(micro_batch / large), source="estimated")
-    if small == large:
-        return whole
-
-    def line(a: float, b: float) -> float:
-        rate = min(max((b - a) / (large - small), b / large / 2), b / large)
-        return b + rate * (micro_batch - large)
-
-    seconds = {name: line(getattr(low, name), getattr(high, name)) for name in _PARTS}
-    return replace(whole, **seconds)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -611,8 +611,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     remedies.append(f"GPUs of {math.ceil(memory.total_bytes / _GB)} GB")
     node = cluster.nodes[nearest.places[stage].replicas[0].node]
     return (
-        f"{model.name} fits nowhere on this cluster: at best (tp {nearest.tp}, dp {nearest.dp},"
-        f" pp {nearest.pp}, microbatch {nearest.micro_batch}, recompute {nearest.recompute})"
+        f"{model.name} fits nowhere on this cluster: at best ({_brief(nearest)})"
         f" stage {stage} on {node.name} needs {memory.total_bytes / _GB:.1f} GB of"
         f" {memory.limit_bytes / _GB:.1f} GB, it lacks {memory.missing_bytes / _GB:.1f} GB;"
         f" what would fit: {', or '.join(remedies)}"

@@ -123,9 +123,8 @@ def choose_option(
     micro_batches: Sequence[int] = (),
     partition: Callable[[int], tuple[int, ...] | None] = lambda num_stages: None,
     most: int = 0,
-    timed: bool = True,
 ) -> list[Option]:
-    """Returns the best shape and the next best ones, as far as they were timed.
+    """Returns the best shape and the next best ones, as far as their steps were timed.
 
     Args:
         running: the job.
@@ -133,7 +132,6 @@ def choose_option(
         micro_batches: likewise.
         partition: returns that of so many stages where it is given, ``None`` where not.
         most: samples of the largest microbatch, where none is given.
-        timed: whole steps are; else the work of the busiest process stands for them.
 
     Raises:
         ConfigError: no shape divides processes and samples, or none fits into memory.
@@ -150,8 +148,6 @@ def choose_option(
     fitting = [(shape, one) for shape, one in untimed if one.fits]
     if not fitting:
         raise ConfigError(_nothing_fits([one for _, one in untimed]))
-    if not timed:
-        return sorted((one for _, one in fitting), key=lambda one: one.seconds)
     found: list[Option] = []
     for shape, one in sorted(fitting, key=lambda pair: pair[1].seconds):
         # What is there of seconds is a bound yet.

@@ -403,11 +403,6 @@ class Searcher:
         stages = min(self._most_stages((one,)) for one in shape.classes)
         return shape.bound_s * (1 + (stages - 1) * self._idle / shape.choice.microbatches)
 
-    def _likely_s(self, ordered: float, stages: int, microbatches: int) -> float:
-        """Returns the seconds of a pipeline's likely best schedule, by those of 1F1B."""
-        idle = (stages - 1) / microbatches
-        return ordered * (1 + self._idle * idle) / (1 + idle)
-
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int, int]]:
         """Yields classes whose stages may meet in one pipeline, microbatches, context ranks."""
         waves: dict[int, list[StageClass]] = {}
@@ -552,7 +547,9 @@ class Searcher:
             if not self._exact:
                 seconds = self._work_s(shape.classes, shape.choice, used, stages, exactly=True)
             if seconds < best.most_seconds(price):
-                likely = self._likely_s(ordered, stages, shape.choice.microbatches)
+                # Its likely best schedule leaves a part of the idle time of 1F1B.
+                idle = (stages - 1) / shape.choice.microbatches
+                likely = ordered * (1 + self._idle * idle) / (1 + idle)
                 goals.append((best.value(seconds, price), seconds, level, price, likely))
         return _Bounded(shape, levels, made, (ends, done, trips), sorted(goals))
 

@@ -442,8 +442,7 @@ class Tables:
                 row[name] += row[name][:1] * (tables - len(row[name]))
         arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         arrays["launch"] = arrays["launch"].swapaxes(0, 1)
-        arrays["latency"], arrays["occupancy"] = self._messages_of(classes, choice)
-        arrays["tied"] = self._tied(classes)
+        arrays["latency"], arrays["occupancy"], arrays["tied"] = self._between(classes, choice)
         # One layout, so that the kernel is compiled once.
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
@@ -520,65 +519,38 @@ class Tables:
         updated = choice.state_parameters(parameters, experts, one.dp)
         return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(one))
 
-    def _messages_of(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any]:
-        """Returns the latency and occupancy ``[2, 2, c, c, n + 1]``."""
-        number, cuts = len(classes), len(self._sizes)
-        latency, occupancy = np.zeros((2, 2, 2, number, number, cuts))
-        sizes, where = np.unique(self._sizes, return_inverse=True)
-        for a, one in enumerate(classes):
-            for b, other in enumerate(classes):
-                for kind in range(2):
-                    if kind and (a != b or one.block == 1):
-                        continue
-                    # Ranks that share a sequence send their part of it.
-                    rows = [
-                        self._message(one, other, kind, float(size) / choice.context_ranks, choice)
-                        for size in sizes
-                    ]
-                    both = np.array(rows)[where]
-                    # A message back from ``a`` to ``b`` is as one onward between the same two.
-                    latency[:, kind, a, b] = both[:, 0]
-                    occupancy[:, kind, a, b] = both[:, 1]
-        return latency, occupancy
-
-    def _message(
-        self, one: StageClass, other: StageClass, kind: int, size: float, choice: ShapeChoice
-    ) -> tuple[float, float]:
-        def timed() -> tuple[float, float]:
-            if (pair := self._pair(one, other, kind)) is None:
-                return 0.0, 0.0
-            return boundary_s(*pair, self.inputs, size, sliced=choice.sequence_parallel)
-
-        key = ("message", one, other, kind, size, choice.sequence_parallel)
-        found: tuple[float, float] = self._once(key, timed)
-        return found
-
-    def _pair(
-        self, one: StageClass, other: StageClass, kind: int
-    ) -> tuple[StagePlace, StagePlace] | None:
-        """Returns two neighbours of these classes; None if the cluster has no nodes for both."""
-        first = self.place(one)
-        second = first if kind else self.place(other, skip=one.nodes)
-        return None if first is None or second is None else (first, second)
-
-    def _tied(self, classes: Sequence[StageClass]) -> Any:
-        number = len(classes)
+    def _between(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any, Any]:
+        """Returns latency, occupancy ``[2, 2, c, c, n + 1]`` and tied embeddings ``[2, c, c]``."""
+        number, sliced = len(classes), choice.sequence_parallel
+        latency, occupancy = np.zeros((2, 2, 2, number, number, len(self._sizes)))
         tied = np.zeros((2, number, number))
-        if not self.model.tied_parameters:
-            return tied
-        for a, one in enumerate(classes):
-            for b, other in enumerate(classes):
-                for kind in range(2):
-                    pair = None if kind and a != b else self._pair(one, other, kind)
-                    if pair is None:
-                        continue
-                    # It does not depend on microbatches.
-                    widths = (one.tp, one.dp, other.tp, other.dp)
-                    tied[kind, a, b] = self._once(
-                        ("tied", one.nodes, other.nodes, widths, kind),
-                        partial(embedding_s, pair, self.inputs, one.tp),
+        sizes, where = np.unique(self._sizes, return_inverse=True)
+        numbered = list(enumerate(classes))
+        for (a, one), (b, other), kind in itertools.product(numbered, numbered, range(2)):
+            first = self.place(one)
+            second = first if kind else self.place(other, skip=one.nodes)
+            if first is None or second is None or (kind and a != b):
+                continue  # no two such stages are neighbours
+            if not kind or one.block > 1:
+                # Ranks that share a sequence send their part of it.
+                parts = [float(size) / choice.context_ranks for size in sizes]
+                rows = [
+                    self._once(
+                        ("message", one, other, kind, size, sliced),
+                        partial(boundary_s, first, second, self.inputs, size, sliced=sliced),
                     )
-        return tied
+                    for size in parts
+                ]
+                # A message back from ``a`` to ``b`` is as one onward between the same two.
+                latency[:, kind, a, b], occupancy[:, kind, a, b] = np.array(rows)[where].T
+            if self.model.tied_parameters:
+                # It does not depend on microbatches.
+                widths = (one.tp, one.dp, other.tp, other.dp)
+                tied[kind, a, b] = self._once(
+                    ("tied", one.nodes, other.nodes, widths, kind),
+                    partial(embedding_s, (first, second), self.inputs, one.tp),
+                )
+        return latency, occupancy, tied
 
 
 def only_partition(after: Any, partition: Sequence[int]) -> Any:

@@ -77,7 +77,9 @@ def move_stages(
     changes: dict[str, Any] = {} if partition is None else {"partition": tuple(partition)}
     kept = None
     if kind in (None, box[0].placement.kind):
-        kept = _kept_of(box[0])
+        engine = box[0].forward_backward
+        assert isinstance(engine, ForwardBackward)
+        kept = KeptParts(box[0].samples, box[0].padded_vocab_size, engine.orders)
     else:
         changes["pipeline_placement"] = kind
     job = with_schedule(box[0].job, **changes)
@@ -98,11 +100,6 @@ def move_stages(
     load_scheduler(run.scheduler, run.optimizer, scheduler)
     load_rng(random)
     return run
-
-
-def _kept_of(run: Run) -> KeptParts:
-    assert isinstance(run.forward_backward, ForwardBackward)
-    return KeptParts(run.samples, run.padded_vocab_size, run.forward_backward.orders)
 
 
 def take_down(run: Run) -> None:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -323,21 +323,17 @@ def _parts(
     if workers is None:
         workers = 1 if size < SERIAL_BYTES else len(os.sched_getaffinity(0))
     workers = min(workers, len(traces))
+    of_one = partial(_figures_of, only=only, num_chunks=num_chunks)
     if workers <= 1:
-        yield from _figures_of(traces, only, num_chunks)
+        yield from map(of_one, traces)
         return
     share = max(1, -(-len(traces) // (4 * workers)))
-    jobs = [traces[start : start + share] for start in range(0, len(traces), share)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(_figures_of, job, only, num_chunks) for job in jobs]
-        for job in waiting:
-            yield from job.result()
+        yield from pool.map(of_one, traces, chunksize=share)
 
 
-def _figures_of(
-    traces: Sequence[RankTrace], only: frozenset[int] | None, num_chunks: int
-) -> list[RankFigures]:
-    return [rank_figures(trace.table(only), num_chunks) for trace in traces]
+def _figures_of(trace: RankTrace, only: frozenset[int] | None, num_chunks: int) -> RankFigures:
+    return rank_figures(trace.table(only), num_chunks)
 
 
 def _sums(places: Ints, values: Ints, count: int) -> Ints:

@@ -165,13 +165,11 @@ def _slow_rank(m: Measured, baselines: RankBaselines, shift: Shift) -> Finding:
     kinds = baselines.kinds(shift)
     detail = ", ".join(f"{name} {math.exp(size):.2f}x" for name, size in kinds.items())
     lasting = shift.end - shift.first == len(m.iterations)
-    ended = shift.end < len(m.iterations)
     peers = any(column in group and len(group) > 1 for group in m.peers.values())
     return m.finding(
         "slow rank",
         [column],
         m.iterations[chosen],
-        "lasting" if lasting else "passed" if ended else "begun",
         against=("peers" if peers else "plan") if lasting else "history",
         confidence=chance((shift.size - SLOW / 2) / shift.error),
         factor=math.exp(shift.size),
@@ -286,25 +284,24 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
     change = best_interval(series, floor, rise=least, score=LINK_CHANGE_SURE)
     if change is not None and np.median(np.delete(series, change.inside)) - usual < least:
         chosen, sure = known[change.inside], change.rise / error
-        return _slow_link(m, link, chosen, change.rise, sure, change.kind, "history")
+        return _slow_link(m, link, chosen, change.rise, sure, "history")
     median_ns, fast_ns = link.levels_ns()
     excess = median_ns - usual
     if excess < least or fast_ns - usually_fast < LINK_STEADY * excess:
         return None
     against = "history" if alone else "others"
     sure = excess / (error + least / 4)
-    return _slow_link(m, link, np.unique(m.messages.iteration), excess, sure, "lasting", against)
+    return _slow_link(m, link, m.iterations, excess, sure, against)
 
 
 def _slow_link(
-    m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, kind: str, against: str
+    m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, against: str
 ) -> Finding:
     median_us, fast_us = (level / 1e3 for level in link.levels_ns(chosen))
     return m.finding(
         "slow link",
         link.ends,
         chosen,
-        kind,
         against=against,
         confidence=chance(sure),
         delay_ms=excess / 1e6,
@@ -337,14 +334,14 @@ def find_slow_reading(m: Measured) -> list[Finding]:
         others = others[np.isfinite(others)]
         # Where all are slow, none of them is a measure for the others.
         before = float(min(others, default=0.0))
-        kind, against = "lasting", "others" if len(others) else "plan"
+        against = "others" if len(others) else "plan"
         series = each[chosen, column]
         change = best_interval(
             np.log(series), 0.05, rise=math.log(READING_TIMES), score=READING_CHANGE_SURE
         )
         if change is not None:
             before = float(np.median(np.delete(series, change.inside)))
-            kind, against = change.kind, "history"
+            against = "history"
             chosen, series = chosen[change.inside], series[change.inside]
         level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
         if share < READING_OF_STEP or level < READING_TIMES * before:
@@ -358,7 +355,6 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             "slow data",
             [column],
             m.iterations[chosen],
-            kind,
             against=against,
             confidence=chance(excess / error),
             delay_ms=excess / 1e6,
@@ -449,7 +445,6 @@ def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float
         "spikes",
         [column],
         m.iterations[np.unique(np.nonzero(hit)[0])],
-        "spikes",
         against="others",
         confidence=chance((count - expected) / math.sqrt(count + expected + 1)),
         delay_ms=float(np.median(extra)) / 1e6,
@@ -524,7 +519,6 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
             "overloaded experts",
             [column],
             np.array(chosen),
-            "lasting",
             against="others",
             confidence=chance(excess / error),
             factor=share,
@@ -640,7 +634,6 @@ def _uneven(m: Measured, times: StageCosts) -> list[Finding]:
         "uneven stages",
         columns,
         m.iterations,
-        "lasting",
         against="others",
         confidence=0.95,
         factor=float(ranks[worst] / np.median(np.delete(ranks, worst))) if len(ranks) > 1 else 1.0,

@@ -118,7 +118,7 @@ class Measured:
         return found
 
     def finding(
-        self, cause: str, columns: Sequence[int], iterations: Ints, kind: str, **evidence: Any
+        self, cause: str, columns: Sequence[int], iterations: Ints, **evidence: Any
     ) -> Finding:
         """Makes a finding about some ranks.
 
@@ -126,18 +126,22 @@ class Measured:
             cause: see :class:`Finding`.
             columns: of the ranks.
             iterations: numbers of those that have it, ascending.
-            kind: of the period.
             evidence: further fields of the finding; ``counts`` besides the iterations.
         """
         places = [self.places[column] for column in columns]
-        ends = iterations[[0, -1]].tolist() if len(iterations) else (0, 0)
+        first, last = iterations[[0, -1]].tolist()
+        kind = "lasting" if first == self.iterations[0] else "begun"
+        if cause == "spikes":
+            kind = cause
+        elif last < self.iterations[-1]:
+            kind = "passed"
         evidence["counts"] = {"iterations": len(iterations), **evidence["counts"]}
         return Finding(
             cause=cause,
             ranks=tuple(place.rank for place in places),
             stages=tuple(sorted({stage for column in columns for stage in self.stages[column]})),
             hosts=tuple(place.host for place in places),
-            period=Period(first=ends[0], last=ends[1], kind=kind),
+            period=Period(first=first, last=last, kind=kind),
             **evidence,
         )
 
@@ -279,13 +283,11 @@ class Interval:
 
     Attributes:
         inside: its places.
-        kind: of the period, ``begun`` where it lasts to the end of the series, else ``passed``.
         rise: median within minus median outside.
         score: that difference in standard errors.
     """
 
     inside: slice
-    kind: str
     rise: float
     score: float
 
@@ -385,10 +387,8 @@ def best_interval(
         best = lasting
     a, b = int(first[best]), int(end[best])
     rest = np.concatenate([series[:a], series[b:]])
-    kind = "begun" if b == count else "passed"
-    found = Interval(
-        slice(a, b), kind, float(np.median(series[a:b]) - np.median(rest)), float(scores[best])
-    )
+    height = float(np.median(series[a:b]) - np.median(rest))
+    found = Interval(slice(a, b), height, float(scores[best]))
     # A few wild numbers are no level: most of the inside must lie above most of the outside.
     overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * found.rise
     return None if overlaps or found.rise < rise or found.score < score else found
