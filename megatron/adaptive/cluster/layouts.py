@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from megatron.adaptive.cluster.job import MEASURES
 from megatron.adaptive.config.arguments import parse
-from megatron.adaptive.config.command_parser import last_value
+from megatron.adaptive.config.command_parser import flags_in, last_value
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
@@ -226,7 +226,7 @@ def as_asked(arguments: Sequence[str]) -> TrainerConfig:
         ConfigError: they break a rule in every world of up to 8 replicas; says the first.
     """
     words = list(arguments)
-    if any(word.partition("=")[0] == _SIZES for word in words):
+    if _SIZES in flags_in(words):
         raise ConfigError(
             f"{_SIZES}: a job that changes layout chooses the ranks of its stages; leave it out, or"
             " see --unequal"

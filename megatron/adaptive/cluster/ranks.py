@@ -26,7 +26,7 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder, PipelineFolder
 from megatron.adaptive.cluster.job import Incarnation, IncarnationProgress, job_folder
 from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
-from megatron.adaptive.config.command_parser import last_value
+from megatron.adaptive.config.command_parser import flags_where, last_value
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError, SetupError
@@ -38,7 +38,7 @@ _TRACES = "--trace-dir"
 _MOST_MEASURED = 3
 # How a run begins that has a checkpoint of another one; not how it goes on from its own.
 _PATH_FLAGS = ("--save", "--load", "--progress-dir", _TRACES)
-_FIRST_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
+_FIRST_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 
 
 class Program(ABC):
@@ -113,16 +113,7 @@ class TrainerProgram(Program):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        words: list[str] = []
-        skip = 0
-        for word in self._arguments:
-            name, equals, _ = word.partition("=")
-            if skip:
-                skip -= 1
-            elif resumed and name in _FIRST_ONLY:
-                skip = 0 if equals else _FIRST_ONLY[name]
-            else:
-                words.append(word)
+        words = flags_where(self._arguments, lambda name: not resumed or name not in _FIRST_ONLY)
         if traces := last_value(words, _TRACES):
             words += [_TRACES, f"{traces}/epoch-{incarnation}"]
         checkpoints = str(self.folder.path)

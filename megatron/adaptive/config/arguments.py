@@ -14,18 +14,12 @@ from typing import Any, NamedTuple
 
 from megatron.adaptive.config import check
 from megatron.adaptive.config.adapters import expand_model
-from megatron.adaptive.config.command_parser import CommandParser
+from megatron.adaptive.config.command_parser import LOOKS_LIKE_FLAG, CommandParser, flags_where
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.layers import lay_out
 from megatron.adaptive.config.outside import read_text
-from megatron.adaptive.config.plan import (
-    LOOKS_LIKE_FLAG,
-    PLAN_FLAG,
-    PLAN_HELP,
-    expand_plan,
-    flags_where,
-)
+from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
 from megatron.adaptive.config.rules import Given
 from megatron.adaptive.config.trainer import TrainerConfig, groups

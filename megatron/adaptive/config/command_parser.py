@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -74,12 +75,33 @@ count = number(int, 1, 1_000_000)
 """The ``type`` of an option that takes a whole number from 1 on."""
 
 
+LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
+
+
+def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Returns flags with the words that follow them; the last of equal ones."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in argv:
+        if LOOKS_LIKE_FLAG.match(word):
+            name, equals, value = word.partition("=")
+            found[name] = [value] if equals else []
+        elif name:
+            found[name].append(word)
+    return found
+
+
+def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
+    """Keeps the flags whose names are wanted, with their values."""
+    kept, keeping = [], is_wanted("")
+    for word in argv:
+        if LOOKS_LIKE_FLAG.match(word):
+            keeping = is_wanted(word.split("=", 1)[0])
+        if keeping:
+            kept.append(word)
+    return kept
+
+
 def last_value(words: Sequence[str], flag: str) -> str | None:
     """Returns the value that a flag has in an unparsed command line, the last one of several."""
-    found = None
-    for at, word in enumerate(words):
-        if word == flag and at + 1 < len(words):
-            found = words[at + 1]
-        elif word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
-    return found
+    return next(iter(flags_in(words).get(flag, ())), None)

@@ -7,11 +7,11 @@ its own flags; both mean the same run.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.adaptive.config.command_parser import flags_in, flags_where
 from megatron.adaptive.config.flags import FieldSpec
 from megatron.adaptive.config.forms import check_form
 from megatron.adaptive.config.outside import read_json
@@ -209,30 +209,3 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
                 " leave one of them out"
             )
     return rest
-
-
-LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
-
-
-def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Returns flags with the words that follow them; the last of equal ones."""
-    found: dict[str, list[str]] = {}
-    name = ""
-    for word in argv:
-        if LOOKS_LIKE_FLAG.match(word):
-            name, equals, value = word.partition("=")
-            found[name] = [value] if equals else []
-        elif name:
-            found[name].append(word)
-    return found
-
-
-def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[str]:
-    """Keeps the flags whose names are wanted, with their values."""
-    kept, keeping = [], is_wanted("")
-    for word in argv:
-        if LOOKS_LIKE_FLAG.match(word):
-            keeping = is_wanted(word.split("=", 1)[0])
-        if keeping:
-            kept.append(word)
-    return kept
