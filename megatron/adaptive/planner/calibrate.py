@@ -255,7 +255,12 @@ def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> 
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
-    held = _held_parameters(model, run, ranks)
+    held = [
+        sum(
+            model.layer(i).held_parameters(run.tp) for part in _held(model, run, rank) for i in part
+        )
+        for rank in ranks
+    ]
     for i, header in enumerate(headers):
         gpu = run.hosts[header.host].gpu
         if column["optimizer"][i] > 0 and held[i]:
@@ -265,34 +270,20 @@ def _learn(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> 
         rest -= column["reduce"][i] + column["optimizer"][i]
         if column["step"][i] > 0:
             found.rest.setdefault(gpu, []).append(max(0.0, float(rest) / 1e9))
-    _learn_reduction(found, model, run, figures)
+    # The reduction of gradients between the replicas of one host.
+    alone = run.dp > 1 and len({header.host for header in headers}) == 1
+    for pp_rank in range(run.trace.num_ranks if alone else 0):
+        mine = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
+        size = round(held[mine[0]] * model.precision.reduce_bytes)
+        # The replica that comes last waits for nobody.
+        seconds = min(float(column["reduce"][i]) for i in mine) / 1e9
+        if seconds > 0 and size:
+            sizes = found.reduce.setdefault((run.hosts[headers[0].host].name, run.dp), {})
+            sizes.setdefault(size, []).append(seconds)
     known = (figures.count[..., :_W] > 1) & (figures.median_ns[..., :_W] > 0)
     part = figures.mad_ns[..., :_W][known] / figures.median_ns[..., :_W][known]
     found.spread.extend((_SIGMA_OF_MAD * part).tolist())
     _messages(found, run, figures)
-
-
-def _held_parameters(model: Model, run: TracedRun, ranks: Sequence[int]) -> list[float]:
-    held = [[i for chunk in _held(model, run, rank) for i in chunk] for rank in ranks]
-    return [sum(model.layer(i).held_parameters(run.tp) for i in layers) for layers in held]
-
-
-def _learn_reduction(found: _Found, model: Model, run: TracedRun, figures: RunFigures) -> None:
-    """Adds the reduction of gradients between the replicas of one host."""
-    dp, ranks = run.dp, figures.ranks.tolist()
-    headers = [run.trace.ranks[rank].header for rank in ranks]
-    if dp < 2 or len({header.host for header in headers}) > 1:
-        return
-    held = _held_parameters(model, run, ranks)
-    reduce = np.median(figures.kind_ns[:, :, KINDS.index("reduce")], axis=0)
-    # The replica that comes last waits for nobody.
-    for pp_rank in range(run.trace.num_ranks):
-        mine = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
-        size = round(held[mine[0]] * model.precision.reduce_bytes)
-        seconds = min(float(reduce[i]) for i in mine) / 1e9
-        key = (run.hosts[headers[0].host].name, dp)
-        if seconds > 0 and size:
-            found.reduce.setdefault(key, {}).setdefault(size, []).append(seconds)
 
 
 def _messages(found: _Found, run: TracedRun, figures: RunFigures) -> None:

@@ -189,15 +189,8 @@ class Decision:
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
     """Returns the layers that lie on another rank under ``new`` than under ``old``."""
-    pairs = zip(_ranks_of_layers(old, placement), _ranks_of_layers(new, placement), strict=True)
-    return sum(before != after for before, after in pairs)
-
-
-def _ranks_of_layers(partition: Sequence[int], placement: Placement) -> list[int]:
-    found: list[int] = []
-    for stage, layers in enumerate(partition):
-        found += [placement.locate(stage)[0]] * layers
-    return found
+    ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
+    return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
 
 def simulated_step(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -229,14 +228,12 @@ class _Shape:
         if partition is None:
             partition = self._divide(bounded=True) or self._divide(bounded=False)
         assert partition is not None, "there are as many pieces as stages"
-        bounds = np.concatenate([[0], np.cumsum(partition)])
-        parts = list(pairwise(bounds.tolist()))
-        needed = [0.0] * self._size
-        busy = [0.0] * self._size
-        for stage, (begin, end) in enumerate(parts):
-            rank = self.placement.locate(stage)[0]
+        needed, busy, begin = [0.0] * self._size, [0.0] * self._size, 0
+        for stage, pieces in enumerate(partition):
+            rank, end = self.placement.locate(stage)[0], begin + pieces
             needed[rank] += float(self._ranks[rank][1][begin, end])
             busy[rank] += float(self._ranks[rank][0][begin, end])
+            begin = end
         limits = [limit for _, _, limit in self._ranks]
         fullest = max(range(self._size), key=lambda rank: needed[rank] - limits[rank])
         return Option(
