@@ -8,7 +8,6 @@ for a device's; streams of torch are those of ``test_staging.py``. On a GPU the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,14 +123,15 @@ def test_a_job_is_told_which_way_its_tensors_go(
     monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
     monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
     offered: list[Any] = []
-    options_of = connect.Connector._channel_options
+    options_of = connect._channel_options
 
-    def with_library(self: Any, *given: Any) -> dict[str, Any]:
-        options = options_of(replace(self, device=torch.device("cuda", 0)), *given)
+    def with_library(*given: Any) -> dict[str, Any]:
+        *others, _ = given
+        options = options_of(*others, torch.device("cuda", 0))
         offered.append(dict(options))
         return {**options, "cuda_driver": library}
 
-    monkeypatch.setattr(connect.Connector, "_channel_options", with_library)
+    monkeypatch.setattr(connect, "_channel_options", with_library)
     outcome = connect_all(ROW)
     shared = "transport: shm for ranks 0-1 1-2 (same machine; tensors "
     assert outcome.log == [shared + "stay in GPU memory by CUDA IPC)"]
