@@ -16,7 +16,7 @@ of a stage (``schedule.unequal``)::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,7 +121,6 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
         else 0.0,
         price_per_hour=sum(node.price_per_hour for node in nodes),
         estimated=stages.estimated,
-        binding=_binding(parts, predicted),
     )
 
 
@@ -343,36 +342,6 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
     return jitter_s(steps, durations, stages.latency_s + stages.occupancy_s, sigma)
-
-
-_NAMES = {
-    "compute": "compute of stage {stage}",
-    "tp": "communication between the tensor-, context- and expert-parallel ranks of stage {stage}",
-    "transfer": "transfers between stages",
-    "reduction": "gradient reduction of stage {stage}",
-    "embedding": "gradients of the tied embeddings",
-    "optimizer": "the optimizer step of stage {stage}",
-    "bubble": "idle time of the pipeline",
-    "jitter": "actions that take longer by chance",
-    "beside": "what a step does beside pipeline, reduction and optimizer",
-}
-
-
-def _binding(parts: Mapping[str, float], stages: Sequence[StagePrediction]) -> str:
-    """Names what holds a plan back: a stage that does not fit, else the largest part."""
-    short = [i for i, stage in enumerate(stages) if stage.memory.missing_bytes]
-    if short:
-        stage = max(short, key=lambda i: stages[i].memory.missing_bytes)
-        gone = stages[stage].memory
-        return (
-            f"memory: stage {stage} needs {gone.total_bytes / 1e9:.2f} GB of"
-            f" {gone.limit_bytes / 1e9:.2f} GB per GPU: {gone.missing_bytes / 1e9:.2f} GB too many"
-        )
-    name = max(parts, key=lambda key: parts[key])
-    slowest = max(range(len(stages)), key=lambda i: stages[i].forward_s + stages[i].backward_s)
-    whole = sum(parts.values())
-    share = 100 * parts[name] / whole if whole else 0.0
-    return f"{name}: {_NAMES[name].format(stage=slowest)}: {share:.0f}% of the step"
 
 
 def as_run(plan: Plan) -> Plan:

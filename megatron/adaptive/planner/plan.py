@@ -205,7 +205,6 @@ class Prediction:
         tokens_per_s: of the whole job.
         price_per_hour: of the nodes that are paid.
         estimated: whether a number of the profile was estimated, not measured.
-        binding: what holds it back most, in words.
     """
 
     seconds: float
@@ -214,7 +213,6 @@ class Prediction:
     tokens_per_s: float
     price_per_hour: float
     estimated: bool = False
-    binding: str = ""
 
     @property
     def fits(self) -> bool:
@@ -667,6 +665,19 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.4g} s" if seconds >= 0.1 else f"{seconds * 1e3:.4g} ms"
 
 
+_PARTS = {
+    "compute": "compute of stage {stage}",
+    "tp": "communication between the tensor-, context- and expert-parallel ranks of stage {stage}",
+    "transfer": "transfers between stages",
+    "reduction": "gradient reduction of stage {stage}",
+    "embedding": "gradients of the tied embeddings",
+    "optimizer": "the optimizer step of stage {stage}",
+    "bubble": "idle time of the pipeline",
+    "jitter": "actions that take longer by chance",
+    "beside": "what a step does beside pipeline, reduction and optimizer",
+}
+
+
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
     """Returns a text: parts of a step's time, memory of each stage, and the plan's limit."""
     plan, seen = row.plan, row.prediction
@@ -677,7 +688,13 @@ def explain(row: PlanRow, inputs: PlanInputs) -> str:
         lines.append(f"  {name:11} {seconds_text(seconds):>9}  {share:6.1%}  {bar}".rstrip())
     lines.append("")
     lines.append(_stage_table(plan, seen, inputs))
-    return "\n".join([*lines, "", f"held back by {seen.binding}"])
+    name = max(seen.parts, key=lambda key: seen.parts[key])
+    slowest = max(
+        range(plan.pp), key=lambda i: seen.stages[i].forward_s + seen.stages[i].backward_s
+    )
+    words = _PARTS[name].format(stage=slowest)
+    share = seen.parts[name] / seen.seconds if seen.seconds else 0.0
+    return "\n".join([*lines, "", f"held back by {name}: {words}: {share:.0%} of the step"])
 
 
 def _stage_table(plan: Plan, seen: Prediction, inputs: PlanInputs) -> str:
