@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.adaptive import accelerator
 from megatron.adaptive.cli.run import main
 from megatron.adaptive.cluster.layouts import Offer, ParallelLayout
 from megatron.adaptive.cluster.membership import Node
@@ -16,10 +17,13 @@ from megatron.adaptive.cluster.planning import PlannerChooser, Planning
 from megatron.adaptive.cluster.ranks import assign
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.placement import placement_of
 
 from .jobs import FLAGS, TRAINER
 from .planning_files import cluster_file, profile_file
+
+accelerator.install()
+
+from megatron.adaptive.gpt.placement import placement_of  # noqa: E402
 
 MODEL = (*FLAGS, "--num-layers", "6", "--global-batch-size", "8", "--train-iters", "9")
 DRY = (*MODEL, "--attention-dropout", "0", "--hidden-dropout", "0")

@@ -23,13 +23,17 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.adaptive import accelerator
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
-from megatron.adaptive.gpt.model import flops_per_token
-from megatron.adaptive.training.logging import IterationReport, TrainingLog, startup_line
+
+accelerator.install()
+
+from megatron.adaptive.gpt.model import flops_per_token  # noqa: E402
+from megatron.adaptive.training.logging import IterationReport, TrainingLog, startup_line  # noqa: E402
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
