@@ -80,16 +80,24 @@ def make_log(
     return TrainingLog(cfg, accelerator=accelerator, stream=stream, **{**options, **changes})
 
 
-def test_another_rank_writes_from_the_next_iteration_on() -> None:
+def test_averages_go_on_where_another_rank_writes() -> None:
     streams = [io.StringIO(), io.StringIO()]
     logs = [make_log(settings(), streams[rank], is_writer=rank == 0) for rank in range(2)]
-    for rank, log in enumerate(logs):
+    for log in logs:
         log.iteration(report(1))
-        log.hand_over(1, is_writer=rank == 1)
+    gathered: list[object] = []
+
+    def gather(mine: object) -> list[object]:
+        gathered.append(mine)
+        return gathered
+
+    logs[0].hand_over(1, is_writer=False, gather=gather)
+    logs[1].hand_over(1, is_writer=True, gather=gather)
+    for log in logs:
         log.iteration(report(2))
     assert streams[0].getvalue() == ""
     assert "iteration        2/" in streams[1].getvalue()
-    assert "lm loss: 1.100000E+01" in streams[1].getvalue()
+    assert "lm loss: 1.050000E+01" in streams[1].getvalue()  # of 10 and 11
 
 
 def printed(

@@ -190,16 +190,20 @@ class TrainerConfig:
         """
         kinds = groups()
         try:
-            return cls(
-                **{
-                    name: kinds[name](**_settings(saved.get(name, {})))
-                    for name in {**kinds, **saved}
-                }
-            )
-        except (AttributeError, KeyError, TypeError) as error:
+            for group, values in saved.items():
+                known = _FORMER.union(getattr(kinds.get(group), "__dataclass_fields__", ()))
+                unknown = [f"{group} setting {name!r}" for name in values if name not in known]
+                if group not in kinds:
+                    unknown = [f"group of settings {group!r}"]
+                if unknown:
+                    raise ConfigError(
+                        f"saved settings hold the unknown {unknown[0]}: they were written by "
+                        "another version; use the version that wrote them"
+                    )
+            return cls(**{n: kind(**_settings(saved.get(n, {}))) for n, kind in kinds.items()})
+        except (AttributeError, TypeError) as error:
             raise ConfigError(
-                f"saved settings are not of this version or incomplete ({error}): use the version "
-                "that wrote them"
+                f"saved settings are incomplete ({error}): use the version that wrote them"
             ) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -414,3 +415,8 @@ class Pipeline:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:  # else others may not come to it
             self.close()
+
+
+# What ``help()`` and notebooks show: the settings by name, with their defaults.
+Pipeline.__signature__ = inspect.signature(PipelineSettings)  # type: ignore[attr-defined]
+Pipeline.loop.__signature__ = inspect.signature(Loop)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ Model, data, optimizer, checkpoints and logging stay Megatron-LM's. Nothing of t
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from megatron.adaptive.plugin.settings import Settings, add_arguments
@@ -49,6 +50,10 @@ def install(schedule: str = "adaptive", **more: Any) -> None:
     from megatron.adaptive.plugin import seam
 
     seam.put(settings)
+
+
+# What ``help()`` and notebooks show: the settings by name, with their defaults.
+install.__signature__ = inspect.signature(Settings)  # type: ignore[attr-defined]
 
 
 def uninstall() -> None:

@@ -166,7 +166,6 @@ class TrainingLog:
             self._open(start_iteration)
 
     def _open(self, start_iteration: int) -> None:
-        self._reports = []
         if self._settings.log_throughput or self._peak_flops is not None:
             self._flops_per_token = flops_per_token(
                 self._cfg, padded_vocab_size=self._padded_vocab_size
@@ -186,17 +185,22 @@ class TrainingLog:
             sizes["moved"] = True
         self._progress.begins(start_iteration, self._total_iterations, **sizes)
 
-    def hand_over(self, iteration: int, *, is_writer: bool) -> None:
-        """Lets another rank write from here on, whose averages begin anew; all ranks call it.
+    def hand_over(
+        self, iteration: int, *, is_writer: bool, gather: Callable[[object], Sequence[Any]]
+    ) -> None:
+        """Lets another rank write from here on, with the averages under way; all ranks call it.
 
         Args:
             iteration: iterations done.
             is_writer: whether this rank writes from now on; one does.
+            gather: gathers an object of every rank.
         """
         was_writer, self._is_writer = self._is_writer, is_writer
+        gathered = gather(self._reports if was_writer else None)
         if was_writer and is_writer:
             self._open_progress(iteration)  # the traces before the move were put aside
         elif is_writer:
+            (self._reports,) = (one for one in gathered if one is not None)
             self._open(iteration)
         elif was_writer:
             self.close()

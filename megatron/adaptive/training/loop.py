@@ -384,7 +384,7 @@ class Rebalancing(RunHook):
         live, job = self._live, self._live.run.job
         live.close_loader()
         live.open_loader()
-        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer)
+        self._log.hand_over(live.progress.iteration, is_writer=job.is_writer, gather=job.gather)
 
 
 def _engine_of(run: Run) -> ForwardBackward:
