@@ -41,9 +41,9 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
 
     def goes_on(incarnation: int) -> bool:
         """Whether an epoch, counted over all managers, has done steps."""
-        told = job.state()
-        done = len(told.get("earlier", [])) + len(told.get("epochs", []))
-        return done == incarnation and told["epochs"][-1]["step_s"] is not None
+        state = job.state()
+        done = len(state.get("earlier", [])) + len(state.get("epochs", []))
+        return done == incarnation and state["epochs"][-1]["step_s"] is not None
 
     for node in nodes.all:
         own = [sys.executable, "-m", "megatron.adaptive", "run", "--checkpoint", str(checkpoints)]

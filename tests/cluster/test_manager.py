@@ -79,7 +79,7 @@ def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> 
 def test_a_killed_rank_is_named_though_its_peer_is_seen_to_end_first(
     tmp_path: Path, order: tuple[str, str]
 ) -> None:
-    """What a peer says of a rank that it lost arrived before the kill, and was named instead."""
+    """The manager named the peer whose end it saw first, not the rank that was killed."""
     manager = managed(tmp_path)
     for name in "ab":
         manager._members.nodes[name] = Node(name=name, slots=1, status="present")

@@ -194,9 +194,9 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         nodes[manager].kill()
 
         def goes_on() -> bool:
-            told = job.state()
-            is_managed = told["manager"]["pid"] == nodes[left].pid and told["epochs"]
-            return is_managed and told["iteration"] > state["iteration"] + 10
+            now = job.state()
+            is_managed = now["manager"]["pid"] == nodes[left].pid and now["epochs"]
+            return is_managed and now["iteration"] > state["iteration"] + 10
 
         job.until(goes_on, "another manager", 200)
         state = job.state()

@@ -64,9 +64,9 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
 
     def nodes() -> list[str]:
         """Of the shape in which steps are done; none before the first."""
-        told = job.state()
-        last = (told.get("epochs") or [{"nodes": [], "resumed_iteration": 0}])[-1]
-        is_training = told.get("iteration", 0) > last["resumed_iteration"] + 1
+        state = job.state()
+        last = (state.get("epochs") or [{"nodes": [], "resumed_iteration": 0}])[-1]
+        is_training = state.get("iteration", 0) > last["resumed_iteration"] + 1
         assert manager.poll() is None, log.read_text()
         return sorted(last["nodes"]) if is_training else []
 

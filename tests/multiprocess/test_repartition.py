@@ -41,8 +41,8 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
 
 def losses_in(folder: Path | str) -> dict[int, float]:
     """Losses by iteration in a folder's progress."""
-    told = map(json.loads, Path(folder, PROGRESS_NAME).read_text().splitlines())
-    return {line["iteration"]: line["loss"] for line in told if "iteration" in line}
+    lines = map(json.loads, Path(folder, PROGRESS_NAME).read_text().splitlines())
+    return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
 
 def partition_in(saved: Path) -> list[int]:
@@ -116,7 +116,7 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
 
 
 def numbers(log: str) -> list[str]:
-    """What the lines of the log say of iterations, but for times."""
+    """Returns the figures of each iteration in the log, without times."""
     words = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"
     return re.findall(words, log)
 
