@@ -126,7 +126,7 @@ def test_the_text_form_has_views_and_a_diagnosis(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["traces", "--iteration", "7"], "iterations 7-7 are not in traces; it has 1-5"),
+        (["traces", "--iteration", "7"], "iteration 7 is not in traces; it has 1-5"),
         (["traces", "--iterations", "7-9"], "iterations 7-9 are not in traces; it has 1-5"),
         (["traces", "--iterations", "4-2"], "'4-2' ends before it begins"),
         (["traces", "--iterations", "few"], "'few' is no range of iterations: give A-B"),

@@ -262,10 +262,8 @@ def _chosen_iterations(
     first, last = arguments.iterations
     found = tuple(i for i in run.iterations if first <= i <= last)
     if not found:
-        raise TraceError(
-            f"iterations {first}-{last} are not in {run.origin}; it has "
-            f"{describe_numbers(run.iterations)}"
-        )
+        wanted = f"iteration {first} is" if first == last else f"iterations {first}-{last} are"
+        raise TraceError(f"{wanted} not in {run.origin}; it has {describe_numbers(run.iterations)}")
     complete = set(run.complete_iterations(dp_rank))
     return tuple(i for i in found if i in complete) or found
 
