@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,6 +65,8 @@ MOST = 1.02
 """Goal of a step over megatron-core's."""
 UNDERESTIMATE = 1.1
 """Most that a rank may hold over its plan, which leaves a tenth free."""
+SYNCHRONIZED = "called a synchronizing CUDA operation"
+"""Text by which torch's sync debug mode reports an operation."""
 _PASS_S = 5.0
 
 
@@ -123,14 +125,31 @@ class GpuRank(Rank):
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 self._functions[name](microbatches)
+                after_step = len(caught)
+                torch.ones(1, device=self._accelerator.device).item()  # waits
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        places = {
-            "/".join([*Path(one.filename).parts[-3:], str(one.lineno)])
-            for one in caught
-            if "synchroniz" in str(one.message)
-        }
-        return sorted({place for found in self._job.gather(places) for place in found})
+        if not synchronizing_lines(caught[after_step:]):
+            raise RuntimeError(
+                f"torch {torch.__version__} did not report a synchronization that was made on "
+                f"purpose: its text is no longer {SYNCHRONIZED!r}; change SYNCHRONIZED"
+            )
+        lines = synchronizing_lines(caught[:after_step])
+        return sorted({line for found in self._job.gather(lines) for line in found})
+
+
+def synchronizing_lines(caught: Iterable[warnings.WarningMessage]) -> set[str]:
+    """Returns the lines of code at which torch says that the host waited for the GPU.
+
+    Args:
+        caught: Warnings given while ``torch.cuda.set_sync_debug_mode`` was ``warn``; torch's remark
+            about that mode itself is one of them.
+    """
+    return {
+        "/".join([*Path(warning.filename).parts[-3:], str(warning.lineno)])
+        for warning in caught
+        if SYNCHRONIZED in str(warning.message)
+    }
 
 
 def _send_through_host() -> None:
