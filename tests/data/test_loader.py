@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from megatron.adaptive.data.loader import Batching, Microbatch, MicrobatchLoader
 from megatron.adaptive.errors import DataError
 
-from ..multiprocess.launch import wait_until
+from ..multiprocess.launch import has_ended, wait_until
 
 # Reads of workers take milliseconds.
 pytestmark = pytest.mark.timeout(60)
@@ -227,7 +228,10 @@ def test_workers_end_when_their_rank_is_killed(tmp_path: Path) -> None:
     workers = [psutil.Process(int(path.name)) for path in tmp_path.iterdir()]
     os.kill(rank, signal.SIGKILL)
     os.waitpid(rank, 0)
-    _, alive = psutil.wait_procs(workers, timeout=30.0)
-    for worker in alive:
-        worker.kill()
-    assert not alive
+    try:
+        for worker in workers:
+            wait_until(partial(has_ended, worker), partial(str, worker), 30.0)
+    finally:
+        for worker in workers:
+            if not has_ended(worker):
+                worker.kill()

@@ -121,7 +121,7 @@ class Meshes:
 
     def _set_up(self, config: TrainerConfig) -> tuple[list[Any], TrainingJob]:
         environment = self._environment
-        device = accelerator.detect(environment.local_rank, backend="gloo")
+        device = accelerator.detect(environment.local_rank)
         self._count += 1
         dist.init_process_group(
             device.backend,

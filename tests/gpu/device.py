@@ -1,0 +1,31 @@
+"""Where the tests of this folder run: on a GPU, and their jobs on a CPU in a rehearsal as well.
+
+``scripts/gpu_check.sh --rehearse`` sets ``GPU_CHECK_REHEARSAL``: jobs that need a GPU only because the
+ordinary suite trains the same ones on the CPU then run there, so that their own code is known to
+be right before a GPU is at hand.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from megatron.adaptive import extension
+
+HAS_GPU = torch.cuda.is_available()
+REHEARSING = not HAS_GPU and "GPU_CHECK_REHEARSAL" in os.environ
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_GPU, reason="there is no CUDA device"),
+]
+gpu_or_rehearsal = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not HAS_GPU and not REHEARSING,
+        reason="there is no CUDA device; scripts/gpu_check.sh --rehearse trains this on the CPU",
+    ),
+]
+needs_extension = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
