@@ -460,7 +460,7 @@ set_up() {
   for part in "${!packages[@]}"; do
     if ((asked[$part])); then install_part "$part"; fi
   done
-  install_compiler
+  if [[ ${MEGATRON_ADAPTIVE_EXTENSION:-auto} != 0 ]]; then install_compiler; fi
   # Before anything can fail: a half-done set-up must not look whole.
   rm -f -- "$(stamp_path)"
   install_requirements

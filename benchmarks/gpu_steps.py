@@ -47,12 +47,20 @@ OWN = f"{BASE} local --pipeline-schedule"
 ENGINE = f"{BASE} transformer_engine --split-backward True --pipeline-schedule"
 SHARED = ("1f1b", "adaptive", "1f1b, pinned", "1f1b, gloo", "megatron")
 PARTS = {
-    "PP 1": Job(f"{OWN} megatron", ("1f1b", "megatron"), ranks=1),
-    "PP 2": Job(f"{OWN} megatron", SHARED),
-    "PP 2, NCCL": Job(f"{OWN} megatron", ("1f1b", "adaptive", "megatron")),
-    "PP 2, split, V": Job(f"{OWN} zb-v {TWO_CHUNKS}", ("zb-v", "adaptive")),
-    "Transformer Engine, split": Job(f"{ENGINE} zb-h1", ("zb-h1", "adaptive")),
+    "pp1": Job(f"{OWN} megatron", ("1f1b", "megatron"), ranks=1),
+    "pp2": Job(f"{OWN} megatron", SHARED),
+    "nccl": Job(f"{OWN} megatron", ("1f1b", "adaptive", "megatron")),
+    "v": Job(f"{OWN} zb-v {TWO_CHUNKS}", ("zb-v", "adaptive")),
+    "te": Job(f"{ENGINE} zb-h1", ("zb-h1", "adaptive")),
 }
+TITLES = {
+    "pp1": "PP 1",
+    "pp2": "PP 2",
+    "v": "PP 2, split, V",
+    "nccl": "PP 2, NCCL",
+    "te": "Transformer Engine, split",
+}
+"""Names of the parts in rows."""
 JOBS = {
     size + name: Job(f"{flags} {job.flags}", job.competitors, job.ranks)
     for size, flags in SIZES.items()
@@ -202,6 +210,7 @@ def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str
 def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
     """Turns what :meth:`GpuRank.measure` returned into rows; without goals for a small model."""
     rows = []
+    part = TITLES[part]
     rounds: dict[str, list[float | None]] = found["times"]
     for name, times in rounds.items():
         note = ""
@@ -244,17 +253,18 @@ def memory(folder: Path, *, tiny: bool) -> tuple[list[Row], dict[str, Any]]:
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
     rows, facts = [], {}
-    for part, stages in (("PP 1", 1), ("PP 2", 2)):
+    for part, stages in (("pp1", 1), ("pp2", 2)):
         path = folder / f"{part}.json"
+        title = TITLES[part]
         if not path.exists():
-            rows.append(missing(f"{part}: memory over the plan's", f"{part} has no result"))
+            rows.append(missing(f"{title}: memory over the plan's", f"{part} has no result"))
             continue
         held = json.loads(path.read_text(encoding="utf-8"))["facts"]["peak_bytes"]["1f1b"]
         planned = _planned(stages, name, tiny=tiny)
         facts[part] = {"held_bytes": held, "planned_bytes": planned}
         for stage, (its, predicted) in enumerate(zip(held, planned, strict=True)):
             note = f"{its / 2**30:.2f} GiB, planned {predicted / 2**30:.2f} GiB"
-            what = f"{part}: memory of stage {stage} over the plan's"
+            what = f"{title}: memory of stage {stage} over the plan's"
             goal = None if tiny else UNDERESTIMATE
             rows.append(Row(what=what, value=its / predicted, goal=goal, note=note))
     return rows, facts

@@ -1,9 +1,9 @@
 """Ranks that set up a job, train and take everything down, several times.
 
 Usage: ``closing_rank.py RESULT FLAG ...``. Rank 0 writes what all ranks together held after each
-time, as a JSON list of objects with ``allocated_bytes``, ``device_bytes`` and ``shared_bytes``: tensors
-on the GPU, all that is taken of it, and mapped shared memory of the host. The first two are 0
-without a GPU.
+time, as a JSON list of objects with ``allocated_bytes``, ``device_bytes`` and ``shared_bytes``:
+tensors on the GPU, all that is taken of it, and mapped shared memory of the host. The first two are
+0 without a GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def held(is_cuda: bool) -> dict[str, int]:
     gc.collect()
     rollup = Path("/proc/self/smaps").read_text(encoding="utf-8")
     found = {"allocated_bytes": 0, "device_bytes": 0, "shared_bytes": 0}
-    maps = re.findall(r"^\S+ \S+ \S+ \S+ \S+ +(/dev/shm/\S+|/memfd:\S+).*\nSize: +(\d+)", rollup, re.M)
+    maps = re.findall(
+        r"^\S+ \S+ \S+ \S+ \S+ +(/dev/shm/\S+|/memfd:\S+).*\nSize: +(\d+)", rollup, re.M
+    )
     found["shared_bytes"] = sum(1024 * int(size) for _, size in maps)
     if is_cuda:
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """Where the tests of this folder run: on a GPU, and their jobs on a CPU in a rehearsal as well.
 
-``scripts/gpu_check.sh --rehearse`` sets ``GPU_CHECK_REHEARSAL``: jobs that need a GPU only because the
-ordinary suite trains the same ones on the CPU then run there, so that their own code is known to
-be right before a GPU is at hand.
+The ordinary suite trains jobs like these on the CPU anyway, and skips them. With
+``GPU_CHECK_REHEARSAL``, which ``scripts/gpu_check.sh --rehearse`` sets, they run there all the
+same: their code is then known to be right before a GPU is at hand.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from megatron.adaptive import extension
 HAS_GPU = torch.cuda.is_available()
 REHEARSING = not HAS_GPU and "GPU_CHECK_REHEARSAL" in os.environ
 
-needs_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU, reason="there is no CUDA device"),
-]
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="there is no CUDA device")]
 gpu_or_rehearsal = [
     pytest.mark.gpu,
     pytest.mark.skipif(

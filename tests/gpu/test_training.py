@@ -33,9 +33,7 @@ JOBS = {
     "fp16": GpuJob(flags=f"{ADAPTIVE} {FP16}", ranks=2, like="alone, fp16", rel=HALF),
     "recompute": GpuJob(flags=f"{V} {RECOMPUTE}", ranks=2, like="alone"),
     "lengths": GpuJob(flags=f"{ADAPTIVE} {LENGTHS}", ranks=2, like="alone, lengths"),
-    "moves": GpuJob(
-        flags=ADAPTIVE, ranks=2, like="alone", moves={"1": [3, 5], "2": [6, 2]}
-    ),
+    "moves": GpuJob(flags=ADAPTIVE, ranks=2, like="alone", moves={"1": [3, 5], "2": [6, 2]}),
     "three ranks": GpuJob(flags=f"{ADAPTIVE} --partition 3-3-2", ranks=3, like="alone"),
     "four ranks": GpuJob(flags="--pipeline-schedule zb-h1", ranks=4, like="alone"),
     "tensor ranks": GpuJob(flags=f"{ADAPTIVE} {TENSOR}", ranks=4, like="alone"),

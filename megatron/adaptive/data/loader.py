@@ -515,8 +515,8 @@ def _collate(samples: list[dict[str, Any]]) -> Arrays:
 
 
 def _start_worker(rank_pid: int, _worker_id: int) -> None:
-    # A worker holds the rank's connections too. If it outlived a killed rank, other ranks would wait
-    # for one that is gone.
+    # A worker holds the rank's connections too. If it outlived a killed rank, other ranks would
+    # wait for one that is gone.
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != rank_pid:
         os._exit(1)

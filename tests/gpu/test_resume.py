@@ -15,24 +15,11 @@ from pathlib import Path
 import pytest
 
 from megatron.adaptive.trace.read import read_run
-from tests.multiprocess.launch import (
-    ROOT,
-    SMALL_GPT,
-    Ranks,
-    has_ended,
-    tail,
-    torchrun,
-    wait_until,
-)
+from tests.multiprocess.launch import ROOT, SMALL_GPT, Ranks, has_ended, tail, torchrun, wait_until
 
 from .device import needs_extension
 
-pytestmark = [
-    needs_extension,
-    pytest.mark.multiprocess,
-    pytest.mark.slow,
-    pytest.mark.timeout(250),
-]
+pytestmark = [needs_extension, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(250)]
 
 LIMIT_S = 100.0
 ITERATIONS, SAVED = 6, 3
