@@ -1,4 +1,4 @@
-"""Where the tests of this folder run: on a GPU, and their jobs on a CPU in a rehearsal as well.
+"""Says where tests run: on a GPU, and jobs that need none in a rehearsal on a CPU as well.
 
 The ordinary suite trains jobs like these on the CPU anyway, and skips them. With
 ``GPU_CHECK_REHEARSAL``, which ``scripts/gpu_check.sh --rehearse`` sets, they run there all the
