@@ -242,12 +242,13 @@ def step_rows(part: str, found: Mapping[str, Any], *, tiny: bool = False) -> lis
     return rows
 
 
-def memory(folder: Path, *, tiny: bool) -> tuple[list[Row], dict[str, Any]]:
+def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str, Any]]:
     """Compares what ranks held with what ``plan`` predicts for them.
 
     Args:
         folder: of the files of the parts before.
         tiny: they ran a small model.
+        limit_s: Time limit of each of the two predictions.
     """
     import torch
 
@@ -260,7 +261,7 @@ def memory(folder: Path, *, tiny: bool) -> tuple[list[Row], dict[str, Any]]:
             rows.append(missing(f"{title}: memory over the plan's", f"{part} has no result"))
             continue
         held = json.loads(path.read_text(encoding="utf-8"))["facts"]["peak_bytes"]["1f1b"]
-        planned = _planned(stages, name, tiny=tiny)
+        planned = _planned(stages, name, tiny=tiny, limit_s=limit_s)
         facts[part] = {"held_bytes": held, "planned_bytes": planned}
         for stage, (its, predicted) in enumerate(zip(held, planned, strict=True)):
             note = f"{its / 2**30:.2f} GiB, planned {predicted / 2**30:.2f} GiB"
@@ -270,7 +271,7 @@ def memory(folder: Path, *, tiny: bool) -> tuple[list[Row], dict[str, Any]]:
     return rows, facts
 
 
-def _planned(stages: int, gpu: str, *, tiny: bool) -> list[float]:
+def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float]:
     """Returns the bytes that ``plan`` predicts for each stage."""
     shape = TINY_SHAPE if tiny else SHAPE
     size, batch = (1, 4) if tiny else (4, 32)
@@ -287,7 +288,11 @@ def _planned(stages: int, gpu: str, *, tiny: bool) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cluster.yaml")
         path.write_text(cluster, encoding="utf-8")
-        found = ranks.run_module("megatron.adaptive", *words, "--cluster", path, limit_s=60)
+        words += ["--cluster", str(path)]
+        # One plan is simulated in less time than numba takes to compile the simulator.
+        found = ranks.run_module(
+            "megatron.adaptive", *words, limit_s=limit_s, NUMBA_DISABLE_JIT="1"
+        )
     planned: list[float] = found[0]["prediction"]["memory_bytes"]
     return planned
 
@@ -354,7 +359,9 @@ def main() -> int:
     if given.part == "device":
         rows, facts = device()
     elif given.part == "memory":
-        rows, facts = memory(given.json.parent, tiny=given.tiny)
+        rows, facts = memory(
+            given.json.parent, tiny=given.tiny, limit_s=(given.limit - _PASS_S) / 2
+        )
     else:
         rows, facts = steps(given.part, tiny=given.tiny, limit_s=given.limit - _PASS_S)
     result = {"rows": [row.as_dict() for row in rows], "facts": facts}
