@@ -171,9 +171,12 @@ class Check:
         output: folder of page and JSON; made if it is not there.
         minutes: for all of it.
         rehearse: without a GPU.
+        pack: Folder that ``scripts/gpu_pack.sh`` made, if any.
     """
 
-    def __init__(self, output: Path, minutes: float, *, rehearse: bool) -> None:
+    def __init__(
+        self, output: Path, minutes: float, *, rehearse: bool, pack: Path | None = None
+    ) -> None:
         self._output = output
         self._end_s = time.monotonic() + 60 * minutes - _PAGE_S
         # Whoever gives more time than planned has a slower machine.
@@ -182,6 +185,7 @@ class Check:
         self._begin = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._python = sys.executable
         self.facts: dict[str, Any] = {"minutes": minutes, "rehearsal": rehearse}
+        self.facts |= {"date": self._begin, "commit": commit(pack)}
         self.outcomes: list[Outcome] = []
         output.mkdir(parents=True, exist_ok=True)
 
@@ -189,7 +193,7 @@ class Check:
         """Runs all parts; returns the exit status."""
         # Whatever a part leaves behind becomes a child of this process, and is found.
         ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1)
-        self.facts |= {"date": self._begin, "commit": commit(), "nvidia-smi": nvidia_smi()}
+        self.facts["nvidia-smi"] = nvidia_smi()
         self.facts |= card_and_driver(self.facts["nvidia-smi"])
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
             if set_up is not None:
@@ -471,8 +475,14 @@ def card_and_driver(csv: str) -> dict[str, str]:
     return {"card": lines[1][0], "driver": lines[1][1]}
 
 
-def commit() -> str:
-    """Returns the commit of these sources, with what was changed since, or why there is none."""
+def commit(pack: Path | None) -> str:
+    """Returns the commit of these sources, with what was changed since, or why there is none.
+
+    Args:
+        pack: Folder that ``scripts/gpu_pack.sh`` made, which says it where there is no history.
+    """
+    if pack is not None and not (ROOT / ".git").exists() and (pack / "commit").exists():
+        return (pack / "commit").read_text(encoding="utf-8").strip()
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -537,8 +547,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     facts = card_and_driver(nvidia_smi())
     output = given.output or default_output(facts, rehearse=given.rehearse)
-    check = Check(output, given.minutes, rehearse=given.rehearse)
     pack = None if given.pack is None else given.pack.resolve()
+    check = Check(output, given.minutes, rehearse=given.rehearse, pack=pack)
     status = check.run(set_up_part(pack), chosen_parts(given.parts, rehearse=given.rehearse))
     print(output / "gpu_check.md")
     return status

@@ -60,6 +60,8 @@ LDFLAGS="-Wl,--strip-all -static-libstdc++ -static-libgcc ${LDFLAGS:-}" MEGATRON
   "$python" setup.py -q build_ext --build-lib "$work/lib" --build-temp "$work/temp" >&2
 cp -- "$work"/lib/megatron/adaptive/_C*.so "$work/pack/extension/"
 digest >"$work/pack/sources.sha256"
+# The copy of the checkout may come without its history.
+git describe --always --dirty --abbrev=12 >"$work/pack/commit" 2>/dev/null || rm -f -- "$work/pack/commit"
 rm -rf -- "$folder"
 mkdir -p -- "$(dirname -- "$folder")"
 mv -- "$work/pack" "$folder"

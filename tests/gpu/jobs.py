@@ -1,12 +1,15 @@
-"""Jobs of ``tests/multiprocess/worker.py`` that are compared on a GPU with one process.
+"""Jobs that run on a GPU: those that are compared with one process, and the whole trainer.
 
-All jobs of one world size share their processes: on a GPU a process takes ten seconds to start.
+All jobs of ``tests/multiprocess/worker.py`` of one world size share their processes: on a GPU a
+process takes ten seconds to start.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,10 @@ BASE = (
     f"{SMALL_GPT} --num-layers 8 --train-iters {STEPS} --attention-dropout 0 --hidden-dropout 0"
     # On the device each stage would draw its weights from a generator of its own.
     " --use-cpu-initialization"
+)
+TRAINER = (
+    f"{SMALL_GPT} --num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule adaptive"
+    " --mock-data --log-interval 1 --use-cpu-initialization --transport shm --num-workers 2"
 )
 ALONE = "--pipeline-schedule megatron"
 FP32 = 1e-4
@@ -96,3 +103,14 @@ class GpuJobs:
 def compared(table: dict[str, GpuJob]) -> list[str]:
     """Returns the names of the jobs that are compared with another one."""
     return [name for name, job in table.items() if job.like]
+
+
+def trainer_flags(more: str) -> list[str]:
+    """Returns the flags of a job of ``pretrain_gpt.py`` in two ranks."""
+    return [*TRAINER.split(), *more.split()]
+
+
+def losses_in(log: Path) -> dict[int, float]:
+    """Returns the losses of the trainer's log by iteration."""
+    found = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
+    return {int(iteration): float(loss) for iteration, loss in found}
