@@ -246,7 +246,12 @@ for function in (late, canaries):
         os._exit(0)
 sys.exit(max(os.wait()[1] for _ in range(2)) >> 8)
 """
-NO_CUDA = "Torch not compiled with CUDA enabled"
+# A torch that was built for CUDA complains otherwise than one that was not.
+NO_CUDA = (
+    "Found no NVIDIA driver"
+    if torch.backends.cuda.is_built()
+    else "Torch not compiled with CUDA enabled"
+)
 # What each canary answers, and a part of what it complains of.
 CANARIES: dict[str, tuple[Any, str]] = {
     "current_device": ("cpu", NO_CUDA),
