@@ -182,6 +182,23 @@ def answer_of(function):
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
+def shared():
+    # Names of substitutes that are the same object as something else in torch.
+    changes = [change for some in undo.values() for change in some if change[0] is not loaded]
+    held = [
+        (owner, attribute, value)
+        for owner in OWNERS[:-1]
+        for attribute, value in vars(owner).items()
+        if callable(value)
+    ]
+    originals = {(owner, attribute): old for owner, attribute, old, new in changes}
+    return [
+        f"{owner.__name__}.{attribute} is {other.__name__}.{name}"
+        for owner, attribute, old, new in changes
+        for other, name, value in held
+        if value is new and originals.get((other, name), value) is not old
+    ]
+
 def late():
     import megatron.core.tensor_parallel
     print(json.dumps(["late", answer_of(accelerator.install)]), flush=True)
@@ -195,6 +212,7 @@ def canaries():
     import megatron.core.models.gpt
     again = accelerator.install(), torch.zeros, torch.cuda.current_device
     answers = {"twice": [first[0], first == again], "names": sorted(names)}
+    answers["shared"] = shared()
     answers["compiler"] = [name in sys.modules for name in ("torch._dynamo", "torch._inductor")]
     answers["given"] = [
         str(torch.zeros(1, device="cuda:1").device),
@@ -285,6 +303,13 @@ def test_only_cuda_is_substituted_and_once(answers: dict[str, Any]) -> None:
     assert answers["given"] == (
         ["cpu", "cpu", "meta", "torch.cuda.FloatTensor", "torch.float64", "cpu"]
     )
+
+
+@without_gpu
+def test_no_substitute_is_an_object_that_torch_has_already(answers: dict[str, Any]) -> None:
+    """``torch.cuda.manual_seed`` was ``torch.manual_seed`` itself: torch's compiler tells functions
+    apart by identity, so torch 2.11 refused to load it ("Duplicate torch object")."""
+    assert answers["shared"] == []
 
 
 @needs_gpu

@@ -343,7 +343,7 @@ class _NoStream:
 def _substitute_streams() -> None:
     """There is one stream, in which nothing waits, whichever is asked for."""
     torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = _NoStream  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda device=None: _NoStream()  # type: ignore[assignment,return-value]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
 
 
@@ -398,7 +398,8 @@ def _substitute_random_state() -> None:
     substitutes = {
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
+        # A function of its own: torch's compiler refuses an object that torch has under two names.
+        "manual_seed": lambda seed: torch.manual_seed(seed),
     }
     for module in (torch.cuda, torch.cuda.random):
         for name, substitute in substitutes.items():
