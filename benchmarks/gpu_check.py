@@ -140,11 +140,11 @@ def parts(*, rehearse: bool) -> list[Part]:
         steps("memory", 15, *gpu),
         tests("resume", 60, "gpu/test_resume.py"),
         steps("v", 45, *gpu),
-        tests("transports", 30, "gpu/test_transport.py"),
+        tests("transports", 25, "gpu/test_transport.py"),
         tests("training", 65, "gpu/test_training.py"),
         tests(
             "others",
-            45,
+            50,
             *(f"gpu/{name}" for name in others if name not in _IN_PARTS_OF_THEIR_OWN),
             f"--deselect=tests/{memory_test}",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,15 @@ def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run()
     assert [one.name for one in found] == (
         "device ipc equivalence pp1 pp2 memory resume v transports training others nccl te oom"
     ).split()
+
+
+def test_the_document_has_the_planned_seconds_of_each_part() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    told = dict(re.findall(r"^\| `?([\w-]+)`? \| (\d+) s \|", text, re.MULTILINE))
+    told |= dict(re.findall(r"^\| `nccl`, `(te)` \| (\d+) s each", text, re.MULTILINE))
+    told["nccl"] = told["te"]
+    planned = [gpu_check.set_up_part(), *parts(rehearse=False)]
+    assert told == {one.name: f"{one.planned_s:g}" for one in planned}
 
 
 def test_every_test_of_a_gpu_is_in_one_part() -> None:

@@ -16,6 +16,8 @@ import pytest
 
 from tests.multiprocess.launch import SMALL_GPT, CaseRuns
 
+from .device import HAS_GPU
+
 STEPS = 3
 BASE = (
     f"{SMALL_GPT} --num-layers 8 --train-iters {STEPS} --attention-dropout 0 --hidden-dropout 0"
@@ -64,12 +66,12 @@ class GpuJobs:
     Args:
         table: Jobs by name.
         new_folder: Function that makes a folder of a name.
-        limit_s: Time limit of all jobs of one world size.
+        limit_s: Time limit of all jobs of one world size on a GPU; three times that on a CPU.
     """
 
     def __init__(self, table: dict[str, GpuJob], new_folder: Any, limit_s: float) -> None:
         self._table = table
-        self._runs = CaseRuns(self._cases_of, new_folder, limit_s)
+        self._runs = CaseRuns(self._cases_of, new_folder, limit_s if HAS_GPU else 3 * limit_s)
 
     def _cases_of(self, ranks: int) -> Sequence[dict[str, Any]]:
         return [job.case(name) for name, job in self._table.items() if job.ranks == ranks]

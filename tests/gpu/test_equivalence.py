@@ -22,7 +22,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> GpuJobs:
-    return GpuJobs(JOBS, tmp_path_factory.mktemp, 90.0)
+    return GpuJobs(JOBS, tmp_path_factory.mktemp, 40.0)
 
 
 @pytest.mark.parametrize("name", compared(JOBS))

@@ -43,7 +43,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> GpuJobs:
-    return GpuJobs(JOBS, tmp_path_factory.mktemp, 120.0)
+    return GpuJobs(JOBS, tmp_path_factory.mktemp, 45.0)
 
 
 @pytest.mark.parametrize("name", compared(JOBS))
