@@ -260,6 +260,17 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
         return torch.cat([latent, rotated], dim=-1), output[1]
 
 
+def norm_of(config: TransformerConfig) -> Any:
+    """Returns the class of norms outside of what megatron-core describes, such as the last one.
+
+    With apex megatron-core would take apex's for every model, and that refuses RMSNorm.
+    """
+    is_apex = LayerNormImpl.__name__ == "FusedLayerNorm"
+    if is_apex and config.normalization != "LayerNorm":
+        return LocalNorm
+    return completed(LayerNormImpl)
+
+
 class LocalNorm:
     """A norm of torch whose weights' gradients megatron-core adds up over parts of a sequence."""
 
@@ -333,7 +344,7 @@ class VariedLayer(TransformerLayer):  # type: ignore[misc]
         self._own_input: torch.Tensor | None = None
         self.window_rotation: torch.nn.Module | None = None
         if config.norm_block_outputs:
-            norm = completed(LayerNormImpl)
+            norm = norm_of(config)
             for name, block in (("attention", self.self_attention), ("mlp", self.mlp)):
                 last = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
                 self.add_module(f"post_{name}_layernorm", last)

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
@@ -32,17 +33,18 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     HeterogeneousTransformerConfig,
 )
+from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
-    LayerNormImpl,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
@@ -67,6 +69,7 @@ from megatron.adaptive.gpt.local_layers import (
     VariedLayer,
     bound_output,
     completed,
+    norm_of,
     scale_output,
 )
 from megatron.adaptive.gpt.lora import freeze
@@ -256,12 +259,17 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU, and the
-        # fused softmax and gradient accumulation are CUDA kernels of apex.
+        # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU. The kernels
+        # of gradient accumulation are apex's: layers of megatron-core, such as the output layer of
+        # a model of Transformer Engine's, refuse the setting where these cannot be imported.
         "masked_softmax_fusion": model.masked_softmax_fusion and fused,
         "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
-        "gradient_accumulation_fusion": model.gradient_accumulation_fusion and fused,
-        "apply_rope_fusion": model.apply_rope_fusion and fused,
+        "gradient_accumulation_fusion": model.gradient_accumulation_fusion
+        and fused
+        and parallel_layers._grad_accum_fusion_available,
+        "apply_rope_fusion": model.apply_rope_fusion
+        and fused
+        and rope_utils.fused_apply_rotary_pos_emb is not None,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
     }
@@ -495,7 +503,7 @@ def _block_spec(
     first = get_transformer_layer_offset(core, vp_stage)
     count = get_num_layers_to_build(core, vp_stage)
     specs = _layer_specs(config, core)[first : first + count]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=completed(LayerNormImpl))
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_of(core))
 
 
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
@@ -510,6 +518,11 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     else:
         specs = get_gpt_decoder_layer_specs(core, has_engine, model.normalization, core.qk_l2_norm)
     if model.transformer_impl == "local":
+        if core.moe_grouped_gemm and not grouped_gemm_util.grouped_gemm_is_available():
+            raise ConfigError(
+                "--moe-grouped-gemm with --transformer-impl local needs the package grouped_gemm,"
+                " which is not installed: install it, or drop the flag"
+            )
         specs = [completed(spec) for spec in specs]
         for spec in specs if config.data.pack_to is not None else ():
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
