@@ -61,11 +61,11 @@ from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.gpt.attention import LocalAttention
 from megatron.adaptive.gpt.forward import HalfPrecisionChunk
 from megatron.adaptive.gpt.local_layers import (
     LAYER_SETTINGS,
     GroupRouter,
-    PackedAttention,
     VariedLayer,
     bound_output,
     completed,
@@ -243,7 +243,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     """Translate the run's settings into megatron-core's configuration."""
     model, parallel, precision = config.model, config.parallel, config.precision
     # On a CPU there are no fused kernels, and torch.compile takes longer than it saves.
-    fused = model.transformer_impl == "transformer_engine" and accelerator.is_cuda
+    has_engine = model.transformer_impl == "transformer_engine"
+    fused = has_engine and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
     kind = MLATransformerConfig if config.core.multi_latent_attention else TransformerConfig
     if config.core.heterogeneous_layers_config_encoded_json:
@@ -255,14 +256,15 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
-        "attention_backend": AttnBackend[model.attention_backend],
+        # megatron-core sets environment variables of Transformer Engine by it, and refuses another
+        # value in the same process.
+        "attention_backend": AttnBackend[model.attention_backend if has_engine else "auto"],
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU. The kernels
         # of gradient accumulation are apex's: layers of megatron-core, such as the output layer of
         # a model of Transformer Engine's, refuse the setting where these cannot be imported.
-        "masked_softmax_fusion": model.masked_softmax_fusion and fused,
         "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
         "gradient_accumulation_fusion": model.gradient_accumulation_fusion
         and fused
@@ -270,6 +272,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "apply_rope_fusion": model.apply_rope_fusion
         and fused
         and rope_utils.fused_apply_rotary_pos_emb is not None,
+        # Attention of local layers has kernels of its own, and so has Transformer Engine's.
+        "masked_softmax_fusion": False,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
     }
@@ -524,8 +528,6 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
                 " which is not installed: install it, or drop the flag"
             )
         specs = [completed(spec) for spec in specs]
-        for spec in specs if config.data.pack_to is not None else ():
-            spec.submodules.self_attention.submodules.core_attention = PackedAttention
     keyed = core.use_cpu_initialization
     kinds: dict[type, type] = dict(_KEYED if keyed else _EXPERTS)
     if model.parallel_residual or model.norm_block_outputs or model.window_rotary_base is not None:
@@ -533,7 +535,7 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     if model.moe_router_group_best is not None:
         kinds[TopKRouter] = GroupRouter
     if has_engine and model.attention_softcap is not None:
-        kinds[TEDotProductAttention] = PackedAttention  # the engine's bounds no scores
+        kinds[TEDotProductAttention] = LocalAttention  # the engine's bounds no scores
     return [completed(spec, kinds) for spec in specs]
 
 
