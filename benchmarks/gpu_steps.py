@@ -283,7 +283,7 @@ def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float
     words = ["plan", "--model", shape, "--json"]
     words += f"--global-batch-size {batch} --micro-batch-sizes {size} --tp 1 --dp 1".split()
     words += f"--pp {stages} --schedules 1f1b --recompute none --precision bf16".split()
-    words += "--distributed-optimizer off --attention unfused --partition".split()
+    words += "--distributed-optimizer off --attention kernel --partition".split()
     layers = int(shape.split()[1]) // stages
     words.append("-".join([str(layers)] * stages))
     with tempfile.TemporaryDirectory() as folder:
