@@ -60,6 +60,7 @@ from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import new_secret
+from megatron.adaptive.trace.files import drop_closed_terminal
 
 _TICK_S = 2.0
 _SETTLE_S = 0.5
@@ -137,7 +138,7 @@ class Manager:
         except OSError as error:
             raise self._not_writable(error) from error
         self._before_us = self._state.take_over(self._spec.checkpoints)
-        loop.add_signal_handler(signal.SIGHUP, self._members.reread_file)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         ticking = loop.create_task(self._tick())
         status = 2
         try:
@@ -494,6 +495,13 @@ class Manager:
         self._stop = self._stop or number
         self.notice = self.notice or (None if self._is_deposed else number)
         self._members.events.put_nowait(Event("stop", "", {}))
+
+    def _hung_up(self) -> None:
+        """Stops the job if its terminal was closed; else SIGHUP is a request to reread the file."""
+        if drop_closed_terminal():
+            self._asked_to_stop(signal.SIGTERM)
+        else:
+            self._members.reread_file()
 
     async def _tick(self) -> None:
         """Keeps the right to manage the job and its state, and rereads the machines file."""

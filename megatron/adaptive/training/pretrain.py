@@ -84,6 +84,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         lost.append,
         _GRACE_S,
         silent_s=config.transport.transport_silence_s,
+        is_launchers_store=environment.has_agent_store,
     )
     try:
         _train(job, watcher, lost, guard)
