@@ -181,6 +181,7 @@ class Manager:
             found = await self._layout()
             if found is None:  # asked to stop before any layout fitted
                 assert self._stop is not None
+                say(f"stopped by {self._stop.name} before training began")
                 return 128 + int(self._stop)
             running = await self._start(*found, reason)
             if running is None:

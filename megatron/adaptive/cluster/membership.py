@@ -400,6 +400,9 @@ class Membership:
                 self.release(node, "the job has ended", status)
         for node in self.nodes.values():
             if node.process is not None and node.process.returncode is None:
+                if node.status == "starting":  # it would only say that nobody is here any more
+                    with contextlib.suppress(ProcessLookupError):
+                        node.process.terminate()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(node.process.wait(), _END_S)
                 if node.process.returncode is None:
