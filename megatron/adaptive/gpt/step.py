@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -371,29 +371,44 @@ def gather_parameters(run: Run) -> None:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
-def params_norm(run: Run) -> float:
-    """Return the L2 norm of all parameters of the model. Collective over all ranks."""
-    gather_parameters(run)
+def counted_parameters(
+    run: Run, chunk: torch.nn.Module
+) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
+    """Yields the parameters of a chunk that this rank counts in sums over all ranks.
+
+    A sum over all ranks of ``value / copies`` counts each parameter of the model once.
+
+    Args:
+        run: the run that the chunk belongs to.
+        chunk: one of the run's model chunks on this rank.
+
+    Yields:
+        Name, parameter, and the number of ranks that count the same part of it.
+    """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
         replicas = 1  # further replicas of a stage have no parameter that is not shared
-    everywhere, experts = torch.zeros(2, dtype=torch.float64)
+    for name, parameter in chunk.named_parameters():
+        if getattr(parameter, "shared", False):
+            continue
+        if not getattr(parameter, "allreduce", True):  # of experts, which few ranks share
+            yield name, parameter, parallel_state.get_expert_data_parallel_world_size()
+        elif (
+            getattr(parameter, "tensor_model_parallel", False)
+            or parallel_state.get_tensor_model_parallel_rank() == 0
+        ):
+            yield name, parameter, replicas
+
+
+def params_norm(run: Run) -> float:
+    """Returns the L2 norm of all parameters of the model. Collective over all ranks."""
+    gather_parameters(run)
+    total = torch.zeros(1, dtype=torch.float64)
     for chunk in run.chunks:
-        for parameter in chunk.parameters():
-            if getattr(parameter, "shared", False):
-                continue
-            squares = float(parameter.detach().double().pow(2).sum())
-            if not getattr(parameter, "allreduce", True):  # of experts, which few ranks share
-                experts += squares
-            elif (
-                getattr(parameter, "tensor_model_parallel", False)
-                or parallel_state.get_tensor_model_parallel_rank() == 0
-            ):
-                everywhere += squares
-    total = torch.stack([everywhere, experts])
+        for _, parameter, copies in counted_parameters(run, chunk):
+            total += float(parameter.detach().double().pow(2).sum()) / copies
     dist.all_reduce(total, group=run.job.control_group)
-    expert_replicas = parallel_state.get_expert_data_parallel_world_size()
-    return float(total[0] / replicas + total[1] / expert_replicas) ** 0.5
+    return float(total) ** 0.5
 
 
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
