@@ -571,7 +571,7 @@ def every_placement() -> tuple[Case, ...]:
 # Every job whose numbers must be those of one process, up to rounding.
 COMPARED = (
     *(*ORDERS, *TRANSPORTED, *SHAPES, *OPTIONS, *PLACED, *DEALT),
-    *(*DIFFERENT_LENGTHS, *TODAY, *WITH_EXPERTS, *FREE),
+    *(*DIFFERENT_LENGTHS, *TODAY, *WITH_EXPERTS, *FREE, *BY_KERNELS),
 )
 
 
@@ -785,7 +785,7 @@ def test_planted_errors_are_found(planted: Case, outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("case", each(BY_KERNELS), ids=str)
 def test_kernels_of_attention_equal_scores_written_out(case: Case, outcome: Outcome) -> None:
-    require_same_numbers(case, outcome, REL)
+    require_same_numbers(case, outcome)
 
 
 @pytest.mark.parametrize("cases", [RESUMED], ids=["v-1f1b-v"])
