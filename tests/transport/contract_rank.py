@@ -7,7 +7,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -21,10 +21,13 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
 from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
+from megatron.adaptive.transport.streams import HostStreams, Streams
 
 LIMIT_S = 30.0
 CPU = torch.device("cpu")
 SLOT_BYTES, SLOTS = 4096, 4
+OVER_TORCH = ("gloo", "nccl")
+"""Transports over process groups; NCCL's has pairs of gloo's and streams of the host here."""
 
 
 class Rank:
@@ -81,6 +84,8 @@ class Rank:
         own = own_endpoint(
             self.rank, place, device=CPU, own_gpu=False, options=config, address=self.address
         )
+        if kind == "nccl":
+            own = replace(own, lacks={})
         made = LateConnector(
             members=list(range(self.num_ranks)),
             gather=self._gather("open"),
@@ -158,6 +163,14 @@ class LateConnector(Connector):
     ) -> Transport | None:
         self.rank.join_group()
         return super().over_torch(kind, peers, completions)
+
+    def streams(self) -> Streams:
+        """NCCL's channels work on the host here, where no stream has to wait for another."""
+        return HostStreams()
+
+    def pair_group(self, store: dist.Store, index: int) -> Any:
+        """A pair of gloo's stands in for one of NCCL's."""
+        return dist.ProcessGroupGloo(store, index, 2, datetime.timedelta(seconds=LIMIT_S))
 
 
 def describe(rank: int) -> str:
