@@ -38,6 +38,7 @@ class Rank:
         num_ranks: how many there are.
         store: shared with the other ranks and the test.
         address: what others reach this one at over a network.
+        streams: Streams that NCCL's channels use.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Rank:
         self.num_ranks = num_ranks
         self.store = dist.PrefixStore(call, store)
         self.address = "127.0.0.1"
+        self.streams: Streams = HostStreams()
         self._root = store
         self._call = call
         self._connection = connection
@@ -166,7 +168,7 @@ class LateConnector(Connector):
 
     def streams(self) -> Streams:
         """NCCL's channels work on the host here, where no stream has to wait for another."""
-        return HostStreams()
+        return self.rank.streams
 
     def pair_group(self, store: dist.Store, index: int) -> Any:
         """A pair of gloo's stands in for one of NCCL's."""
