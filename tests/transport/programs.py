@@ -131,7 +131,9 @@ _HELD_SHAPE = (8191,)  # no other tensor of the process has it
 
 def _held_messages() -> int:
     return sum(
-        type(one) is torch.Tensor and one.shape == _HELD_SHAPE and one.untyped_storage().nbytes() > 0
+        type(one) is torch.Tensor
+        and one.shape == _HELD_SHAPE
+        and one.untyped_storage().nbytes() > 0
         for one in gc.get_objects()
     )
 

@@ -112,3 +112,14 @@ def test_a_finished_tensor_is_kept_for_the_stream_that_uses_it(
     streams.mark()
     assert kept == ["the computing stream"]
     assert cuda.calls == ["event on the computing stream"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
+def test_a_late_tensor_parallel_rank_holds_up_nobody_for_ever(pool: Pool, schedule: str) -> None:
+    """The job stood still: each stage's ranks had receives at different places of their streams."""
+    first, late, *others = pool.run(
+        "late_rank.train", 4, schedule=schedule, steps=6, microbatches=6, seed=1
+    )
+    # Each of two backwards doubles a microbatch's number, of which there are three elements.
+    assert first == late == [[3.0 * 2 * 2 * number for number in range(6)]] * 6
+    assert others == [[[]] * 6] * 2
