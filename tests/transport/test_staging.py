@@ -219,9 +219,7 @@ def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.Monkey
     """Each process took about 0.5 GB of GPU 0: there a thread's calls go that says nothing."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
-        torch.cuda,
-        "set_device",
-        lambda gpu: current.append((threading.current_thread().name, gpu)),
+        torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
     )
     gpu = torch.device("cuda", 1)
     Staging(SimpleNamespace(), gpu, [], lambda *_: None).close()
