@@ -39,6 +39,9 @@ class Rank:
         store: shared with the other ranks and the test.
         address: what others reach this one at over a network.
         streams: Streams that NCCL's channels use.
+        num_pairs: Number of NCCL's channels that this rank has opened.
+        fails_at: Number of the one that cannot be opened.
+        pair_limit_s: Longest wait for its peer in seconds.
     """
 
     def __init__(
@@ -49,6 +52,9 @@ class Rank:
         self.store = dist.PrefixStore(call, store)
         self.address = "127.0.0.1"
         self.streams: Streams = HostStreams()
+        self.num_pairs = 0
+        self.fails_at = 0
+        self.pair_limit_s = LIMIT_S
         self._root = store
         self._call = call
         self._connection = connection
@@ -172,7 +178,11 @@ class LateConnector(Connector):
 
     def pair_group(self, store: dist.Store, index: int) -> Any:
         """A pair of gloo's stands in for one of NCCL's."""
-        return dist.ProcessGroupGloo(store, index, 2, datetime.timedelta(seconds=LIMIT_S))
+        self.rank.num_pairs += 1
+        if self.rank.fails_at == self.rank.num_pairs:
+            raise RuntimeError("unhandled system error\nin a made-up library")
+        limit = datetime.timedelta(seconds=self.rank.pair_limit_s)
+        return dist.ProcessGroupGloo(store, index, 2, limit)
 
 
 def describe(rank: int) -> str:

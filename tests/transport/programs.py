@@ -238,6 +238,28 @@ def one_takes_nothing(rank: Rank) -> list[str]:
     return []
 
 
+def row(rank: Rank) -> int:
+    """Ranks in a row exchange messages with their neighbours.
+
+    Returns:
+        How many channels this rank opened.
+    """
+    peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
+    transport, _ = rank.open("nccl", peers)
+    for peer in peers:
+        transport.send(peer, label(rank.rank), torch.ones(3))
+    assert sorted(wait(transport).peer for _ in peers) == peers
+    return rank.num_pairs
+
+
+def broken_row(rank: Rank) -> list[str]:
+    """Rank 2 cannot open a channel to rank 3; returns the error, the same on all ranks."""
+    rank.pair_limit_s = 3.0
+    rank.fails_at = 1 if rank.rank == 2 else 0
+    peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
+    return error_of(lambda: rank.open("nccl", peers))
+
+
 # ---- Liveness
 
 

@@ -7,6 +7,7 @@ for a GPU's. What every transport does, ``test_contract.py`` shows of this one t
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -45,6 +46,18 @@ def test_who_takes_nothing_holds_up_nobody_else(pool: Pool) -> None:
     name, text = pool.run("programs.one_takes_nothing", 3)[0]
     assert name == "DeadlineError"
     assert "were not taken within 0.3 s by rank 1 (stage 1 on host-1)" in text
+
+
+def test_a_rank_opens_its_own_channels_alone(pool: Pool) -> None:
+    """Every rank took part in those of the whole job, one after another."""
+    assert pool.run("programs.row", 4) == [2, 4, 4, 2]
+
+
+def test_a_channel_that_cannot_be_opened_is_an_error_on_all_ranks(pool: Pool) -> None:
+    (name, text), *others = pool.run("programs.broken_row", 4)
+    assert others == [[name, text]] * 3
+    assert name == "TransportError"
+    assert re.match("rank [123]: a channel over NCCL cannot be opened: .*; --transport", text)
 
 
 class Cuda:
