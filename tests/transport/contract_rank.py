@@ -21,7 +21,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind
 from megatron.adaptive.transport.connect import Connector, Payloads, own_endpoint
 from megatron.adaptive.transport.interface import Arrival, Completions, Label, Transport
 from megatron.adaptive.transport.liveness import here
-from megatron.adaptive.transport.streams import HostStreams, Streams
+from megatron.adaptive.transport.nccl import HostStreams, Streams
 
 LIMIT_S = 30.0
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.schedule.registry import make_policies
 from megatron.adaptive.schedule.state import RankState
 from megatron.adaptive.transport.interface import Transport
-from megatron.adaptive.transport.streams import HostStreams, Moment
+from megatron.adaptive.transport.nccl import HostStreams, Moment
 from megatron.adaptive.transport.worker import Worker
 
 from .contract_rank import LIMIT_S, Rank, describe

@@ -22,7 +22,7 @@ from megatron.adaptive.errors import PeerLostError
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import CompletionQueue
 from megatron.adaptive.transport.liveness import Watcher, here
-from megatron.adaptive.transport.streams import HostStreams, Moment
+from megatron.adaptive.transport.nccl import HostStreams, Moment
 
 from .contract_rank import CPU, LIMIT_S, Rank, error_of, label, wait
 

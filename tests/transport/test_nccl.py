@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.adaptive.transport.streams import CudaStreams
+from megatron.adaptive.transport.nccl import CudaStreams
 
 from .pool import Pool
 

@@ -38,7 +38,7 @@ from megatron.adaptive.network import own_address
 from megatron.adaptive.transport.gloo import GlooTransport
 from megatron.adaptive.transport.interface import Completions, Endpoint, Label, Transport
 from megatron.adaptive.transport.native import NativeTransport
-from megatron.adaptive.transport.nccl import NcclTransport
+from megatron.adaptive.transport.nccl import CudaStreams, NcclTransport, Streams, free
 from megatron.adaptive.transport.select import (
     ChannelSize,
     Choice,
@@ -47,7 +47,6 @@ from megatron.adaptive.transport.select import (
     rounds_of,
     size_of_channel,
 )
-from megatron.adaptive.transport.streams import CudaStreams, Streams
 
 Gather = Callable[[Any], list[Any]]
 """Returns what every rank of the job passed, by rank. Collective."""
@@ -393,7 +392,7 @@ class Connector:
         failures = [text for text in self.gather(failure) if text]
         if failures:
             for group in made.values():
-                group.abort()
+                free(group, is_idle=False)
             raise TransportError(f"{failures[0]}; --transport names another")
         return (
             {receiver: group for (sender, receiver), group in made.items() if sender == me},

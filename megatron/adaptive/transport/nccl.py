@@ -24,18 +24,21 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron.adaptive.accelerator import make_current
 from megatron.adaptive.errors import DeadlineError, TransportError
 from megatron.adaptive.transport.gloo import CLOSE_S, DEPTH, POSTED_FOR, GlooTransport, Packet, raw
 from megatron.adaptive.transport.interface import Arrival, Header, HeldArrival, Label, settled
-from megatron.adaptive.transport.streams import Moment, Streams
 from megatron.adaptive.transport.worker import Worker
 
-_STOP_S = 1.0
+_FIRST = -1
+"""Priority of the transport's streams. CUDA gives streams few queues of the hardware, in which a
+kernel that cannot start yet holds up those of other streams; queues are not shared between
+priorities, so that no message waits behind a computation."""
 
 
 class NcclTransport(GlooTransport):
@@ -105,8 +108,7 @@ class NcclTransport(GlooTransport):
             for sender in self._senders.values():
                 is_idle = sender.close(CLOSE_S if is_idle else 0.0) and is_idle
             for group in groups:
-                # What a communicator that is not idle waits for will not come: end that too.
-                (group.shutdown if is_idle else group.abort)()
+                free(group, is_idle=is_idle)
 
     def _say_end(self, peer: int) -> None:
         if peer not in self._failures:
@@ -159,3 +161,91 @@ class NcclTransport(GlooTransport):
     def _arrival(self, label: Label, peer: int, payload: torch.Tensor) -> Arrival:
         take = functools.partial(self._streams.use, payload)
         return HeldArrival(label, peer, payload.nbytes, take, time.monotonic_ns())
+
+
+def free(group: Any, *, is_idle: bool) -> None:
+    """Frees a communicator of two ranks.
+
+    Args:
+        group: The communicator.
+        is_idle: Whether it waits for nothing; else that will not come, and is ended too.
+    """
+    # Without these an older torch frees it with its last reference.
+    end = getattr(group, "shutdown" if is_idle else "abort", None)
+    if end is not None:
+        end()
+
+
+# Streams: the threads and their order above are the same on a GPU and on the host.
+
+
+class Moment(Protocol):
+    """The end of the work that a stream had been given."""
+
+    def synchronize(self) -> None:
+        """Sleeps, without the GIL, until the device has got there."""
+
+
+class Streams(Protocol):
+    """The streams of a device. Any thread may call it."""
+
+    def private(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context of a thread: the device and a new stream are current within."""
+
+    def mark(self) -> Moment:
+        """Returns the end of what the calling thread's current stream has been given so far."""
+
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a finished tensor of another stream for use in the current one.
+
+        Its memory is given to no other tensor before the current stream is done with it.
+        """
+
+
+class CudaStreams:
+    """The streams of a GPU.
+
+    Args:
+        device: The GPU, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @contextlib.contextmanager
+    def private(self) -> Iterator[None]:
+        make_current(self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device, priority=_FIRST)):
+            yield
+
+    def mark(self) -> Moment:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor
+
+
+class HostStreams:
+    """The streams of a processor: what was called is done."""
+
+    def private(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def mark(self) -> Moment:
+        return _PASSED
+
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class _Passed:
+    """A moment that has passed."""
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+_PASSED = _Passed()
