@@ -226,6 +226,25 @@ def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.Monkey
     assert sorted(current) == [("device-to-host", gpu), ("host-to-device", gpu)]
 
 
+def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies payloads out of slots of device memory where these run out."""
+    current: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
+    )
+    low, high = ends
+    gpu = torch.device("cuda", 1)
+    staging: Any = high._staging
+    monkeypatch.setattr(staging, "_device", gpu)
+    heard = threading.Event()
+    high.completions.listen(lambda item: heard.set())
+    low.send(1, label(0), torch.ones(1))
+    assert heard.wait(LIMIT_S)
+    assert current == [("arrivals", gpu)]
+
+
 def test_a_refusal_to_pin_is_no_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA reports it once more with the next kernel, which takes it away here."""
     kernels = []

@@ -184,6 +184,10 @@ class Staging:
         self._releasing.do(release)
         return tensor
 
+    def make_current(self) -> None:
+        """Makes the GPU current in the calling thread."""
+        make_current(self._device)
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until all copies are done and handed on; false when the time passed."""
         end_s = time.monotonic() + timeout_s
@@ -201,7 +205,7 @@ class Staging:
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
         """Returns the context of a worker's thread."""
-        make_current(self._device)
+        self.make_current()
         yield
 
     def _pin(self, peer: int, info: Mapping[str, Any]) -> None:
