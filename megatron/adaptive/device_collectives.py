@@ -77,7 +77,9 @@ def _reduce_one_by_one(
 ) -> _AllWorks:
     single = dist.AllreduceOptions()
     if options is not None:
-        single.reduceOp, single.timeout = options.reduceOp, options.timeout
+        single.reduceOp = options.reduceOp
+        if hasattr(options, "timeout"):  # not in every release of torch
+            single.timeout = options.timeout
     return _AllWorks([group.allreduce([tensor], single) for tensor in tensors])
 
 
