@@ -390,10 +390,10 @@ def fill_state(leaf: Any) -> None:
                 state = inner.state[parameter]
                 state.setdefault("momentum_buffer", torch.zeros_like(parameter.data))
             if _is_torch_adam(leaf):
-                # The fused one counts on the device.
-                device = parameter.device if group.get("fused") else None
-                step = torch.tensor(float(group.get("step", 0)), device=device)
-                inner.state[parameter].setdefault("step", step)
+                state = inner.state[parameter]
+                step = state.get("step", torch.tensor(float(group.get("step", 0))))
+                # The fused one counts on the device, also after one that counted on the host.
+                state["step"] = step.to(parameter.device) if group.get("fused") else step
 
 
 def _move_step_to_groups(state: dict[str, Any]) -> None:
