@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,7 @@ class Step:
         except RuntimeError as error:
             if _CPU_MEMORY in str(error):
                 raise out_of_memory(run, error) from error
-            if "NaN" in str(error) or "Inf" in str(error):
+            if _NOT_FINITE.search(str(error)):
                 raise _diverged(run, iteration, error) from error
             raise
         losses = self._mean_losses([reduced], dealt) | self._further_losses(len(reduced), dealt)
@@ -411,6 +412,8 @@ def params_norm(run: Run) -> float:
     return float(total) ** 0.5
 
 
+_NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")
+"""Text of megatron-core's error about a gradient, which has no class of its own."""
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text of torch's error on a CPU, which has no class of its own."""
 
