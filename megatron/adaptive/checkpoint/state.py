@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from megatron.adaptive.accelerator import current_device, default_generator
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
@@ -472,7 +473,7 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
+        "device": default_generator(current_device()).get_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     return ShardedObject(RNG, state, shape, place, replica_id=0)
@@ -483,7 +484,7 @@ def load_rng(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
+    default_generator(current_device()).set_state(state["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 

@@ -235,9 +235,12 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
+    from megatron.adaptive.accelerator import current_device
+
     found = next(data_iterator)
+    device = current_device()
     batch = {
-        name: None if found.get(name) is None else found[name].cuda(non_blocking=True)
+        name: None if found.get(name) is None else found[name].to(device, non_blocking=True)
         for name in _COLUMNS
     }
     group = {"cp_group": parallel_state.get_context_parallel_group()}

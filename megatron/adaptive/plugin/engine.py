@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron.adaptive.accelerator import Accelerator, current_device
+from megatron.adaptive.accelerator import Accelerator, current_device, keep_freed_memory
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.build import (
     Wiring,
@@ -410,6 +410,7 @@ def _this_device() -> Accelerator:
     """Return the device that Megatron-LM has chosen for this process."""
     device = current_device()
     if device.type != "cuda":
+        keep_freed_memory()
         return Accelerator(device=device, backend="gloo", name="CPU")
     backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
     return Accelerator(device=device, backend=backend, name=torch.cuda.get_device_name(device))

@@ -45,6 +45,7 @@ from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.gpt.placement import PlacedLayout, stages_of, start_equal
 from megatron.adaptive.plugin.settings import megatron_arguments
 from megatron.adaptive.schedule.placement import Placement
+from megatron.adaptive.without_cuda import renew_program
 
 _CHUNKS = 2
 
@@ -125,6 +126,7 @@ class Placed:
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Give embedding groups the rank that the first stage is on."""
+        renew_program()  # by now the program has imported what it needs
         if self.is_v:
             given = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):

@@ -23,6 +23,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.plugin.engine import Engine
 from megatron.adaptive.plugin.placed import Placed, exchange
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
+from megatron.adaptive.without_cuda import renew_program
 
 _NAME = "get_forward_backward_func"
 _INTERRUPTED = 130
@@ -77,6 +78,7 @@ class Seam:
             ConfigError: the settings are not possible, or megatron-core names a loop that is
                 unknown here.
         """
+        renew_program()
         chosen = self.original(*args, **kwargs)
         if not self._in_force:
             return chosen

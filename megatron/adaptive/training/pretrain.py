@@ -54,6 +54,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     accelerator = device.detect(environment.local_rank, backend=config.parallel.distributed_backend)
     device.install()
     device.quiet_libraries()
+    device.keep_freed_memory()
     keep_printing()
     # megatron-core may only be imported from here on.
     from megatron.adaptive.gpt.initialize import end_job, start_job
@@ -67,7 +68,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         job = start_job(config, environment, accelerator)
     except (dist.DistError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
-    threading.excepthook = _thread_failed
+    former_hook, threading.excepthook = threading.excepthook, _thread_failed
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     schedule = config.schedule
     guard = HangGuard(
@@ -101,6 +102,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         job.end_leases()
         guard.close()
         watcher.close()
+        threading.excepthook = former_hook
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
