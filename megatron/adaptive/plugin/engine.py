@@ -41,15 +41,13 @@ from megatron.adaptive.engine.tracing import OutsideTrace
 from megatron.adaptive.errors import ConfigError, TraceError, TransportError
 from megatron.adaptive.gpt.forward import DropoutKeys
 from megatron.adaptive.gpt.placement import add_up_copies
+from megatron.adaptive.plugin.first_weights import DEFAULT_SEED
 from megatron.adaptive.plugin.placed import Placed
 from megatron.adaptive.plugin.refused import check_call, check_model, why_not_by_default
 from megatron.adaptive.plugin.settings import Settings, megatron_arguments
 from megatron.adaptive.plugin.trace import StepTrace, stage_sizes
 from megatron.adaptive.rebalance.auto import Tuner
 from megatron.adaptive.schedule.placement import Placement
-
-_SEED = 1234
-"""Megatron-LM's default."""
 
 
 class Engine:
@@ -286,7 +284,7 @@ class Engine:
                 )
             return None
         seed = getattr(megatron_arguments(), "seed", None)
-        keys = DropoutKeys(_SEED if seed is None else seed, enabled=True)
+        keys = DropoutKeys(DEFAULT_SEED if seed is None else seed, enabled=True)
         keys.attach(self._chunks)
         return keys
 

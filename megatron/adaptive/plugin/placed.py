@@ -109,7 +109,7 @@ class Placed:
                     "by which stages are placed; use megatron-core 0.15 to 0.19 or leave install() "
                     "out"
                 )
-            self._replaced.append((owner, name, original, _standing_for(original, replacement)))
+            self._replaced.append((owner, name, original, standing_for(original, replacement)))
         for owner, name, original, ours in self._replaced:
             exchange(owner, name, original, ours)
 
@@ -230,7 +230,7 @@ def kind_of(config: Any) -> PlacementKind:
     return layout.placement.kind if isinstance(layout, PlacedLayout) else "loop"
 
 
-def _standing_for(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def standing_for(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls ``ours`` with the original and what it is called with."""
 
     @functools.wraps(original)
