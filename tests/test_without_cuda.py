@@ -237,7 +237,12 @@ def canaries():
     ]
     with torch.device("meta"):
         answers["others"].append(str(torch.zeros(1).device))
+    from megatron.core import parallel_state
+    without_cuda.include_program({})
     without_cuda.include_program(globals())
+    answers["no user of it"] = torch is sys.modules["torch"]
+    globals()["parallel_state"] = parallel_state
+    without_cuda.renew_program()
     answers["given"] = [
         str(torch.zeros(1, device="cuda:1").device),
         str(torch.ones(1, device=torch.device("cuda", 0)).device),
@@ -332,6 +337,7 @@ def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str,
     assert answers["given"] == ["cpu", "cpu", "meta", "cpu", 1, "cpu", "cpu", "meta"]
     for answer in answers["others"][:3]:
         assert NO_CUDA in answer["error"]
+    assert answers["no user of it"]
     assert answers["others"][3:] == ["torch.FloatTensor", 0, "meta"]
 
 

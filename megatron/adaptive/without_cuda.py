@@ -112,9 +112,10 @@ def install_for_trainer() -> bool:
 def include_program(namespace: dict[str, Any]) -> None:
     """Gives the substitutes to a program that uses Megatron-LM, as to Megatron-LM itself.
 
-    The program is the module that asks for it, the modules in its folder, and those beside the
-    Megatron-LM in use (``gpt_builders.py`` and its like), without installed packages. Does nothing
-    unless :func:`install` has put substitutes in force.
+    The program is the module that asks for it, and modules in its folder or beside the Megatron-LM
+    in use (``gpt_builders.py`` and its like), each if it has imported something from Megatron-LM;
+    see :func:`renew_program` for when. Does nothing unless :func:`install` has put substitutes in
+    force.
 
     Args:
         namespace: Global names of the module that asks.
@@ -125,7 +126,11 @@ def include_program(namespace: dict[str, Any]) -> None:
 
 
 def renew_program() -> None:
-    """Gives the substitutes for what the program has imported since; see `include_program`."""
+    """Looks for what a program has imported meanwhile; called before its first steps.
+
+    A module that runs already gets the substitutes in its global names, in place of what it has
+    imported from torch.
+    """
     finder = _installed()
     if finder is not None:
         finder.renew_program()
@@ -180,7 +185,6 @@ class Finder(importlib.abc.MetaPathFinder):
         self._modules: dict[str, types.ModuleType] = {}
         self._substitutes: dict[str, dict[str, Any]] = {}
         self._programs: list[dict[str, Any]] = []
-        self._folders: set[Path] = set()
         for module in (torch.cuda.random, torch.cuda, dist, torch):
             self._modules[module.__name__], names = _stand_in(module)
             self._substitutes[module.__name__] = names
@@ -207,10 +211,10 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns how a module of Megatron-LM or of its program is loaded, else ``None``."""
-        if not self._may_need(fullname):
+        """Returns how a module of Megatron-LM is loaded, ``None`` for any other module."""
+        if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
-        self.renew_program()
+        self._replace_in(self._programs)  # of which some may run between two imports
         spec = None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -218,29 +222,32 @@ class Finder(importlib.abc.MetaPathFinder):
                 spec = find(fullname, path, target)
             if spec is not None:
                 break
-        if spec is None or type(spec.loader) is not SourceFileLoader:
-            return spec  # a package without code, or a module in C
-        if fullname.startswith("megatron.") or self._is_of_program(spec.origin):
+        # Others are packages without code, and modules in C.
+        if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(self, spec.loader)
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Gives a module that runs already what others get when they are imported."""
-        if namespace.get("__builtins__") is self.builtins:
-            return
-        namespace["__builtins__"] = self.builtins  # of functions that it defines from here on
-        self._programs.append(namespace)
-        if (file := namespace.get("__file__")) is not None:
-            self._folders.add(Path(file).resolve().parent)
-        for folder in map(Path, sys.modules["megatron"].__path__):
-            if (folder / "core").is_dir() or (folder / "training").is_dir():
-                self._folders.add(folder.resolve().parent)
+        """Takes note of a module that runs already; see the function of this name."""
+        if not any(known is namespace for known in self._programs):
+            self._programs.append(namespace)
         self.renew_program()
 
     def renew_program(self) -> None:
-        """Replaces what the program has imported from torch meanwhile by the substitutes."""
-        if not self._programs:
-            return
+        """Gives the substitutes to modules of the program that use Megatron-LM and lack them."""
+        self._replace_in(self._modules_of_program())
+
+    def _replace_in(self, namespaces: list[dict[str, Any]]) -> None:
+        users = [namespace for namespace in namespaces if _uses_megatron(namespace)]
+        replaced = self._replacements() if users else {}
+        for namespace in users:
+            namespace["__builtins__"] = self.builtins
+            for name, value in list(namespace.items()):
+                if id(value) in replaced:
+                    namespace[name] = replaced[id(value)]
+
+    def _replacements(self) -> dict[int, Any]:
+        """Returns stand-ins and substitutes by the identity of what they replace."""
         replaced: dict[int, Any] = {}
         for name, names in self._substitutes.items():
             module = sys.modules[name]
@@ -249,23 +256,25 @@ class Finder(importlib.abc.MetaPathFinder):
                 original = getattr(module, attribute, None)
                 if callable(original):
                     replaced[id(original)] = substitute
-        for namespace in self._programs:
-            for name, value in list(namespace.items()):
-                if id(value) in replaced:
-                    namespace[name] = replaced[id(value)]
+        return replaced
 
-    def _may_need(self, fullname: str) -> bool:
-        if fullname.startswith("megatron."):
-            return not _is_own(fullname)
-        top = fullname.partition(".")[0]
-        return any(
-            (folder / f"{top}.py").is_file() or (folder / top).is_dir() for folder in self._folders
-        )
-
-    def _is_of_program(self, origin: str | None) -> bool:
-        if origin is None or {"site-packages", "dist-packages"}.intersection(Path(origin).parts):
-            return False
-        return any(folder in Path(origin).resolve().parents for folder in self._folders)
+    def _modules_of_program(self) -> list[dict[str, Any]]:
+        """Returns the global names of all modules that may be of a program."""
+        if not self._programs:
+            return []
+        files = [file for known in self._programs if (file := known.get("__file__")) is not None]
+        folders = {Path(file).resolve().parent for file in files}
+        for folder in map(Path, sys.modules["megatron"].__path__):
+            if (folder / "core").is_dir() or (folder / "training").is_dir():
+                folders.add(folder.resolve().parent)
+        parts = tuple(f"{folder}{os.sep}" for folder in folders)
+        found = list(self._programs)
+        for module in list(sys.modules.values()):
+            namespace = getattr(module, "__dict__", {})
+            file = namespace.get("__file__")
+            if isinstance(file, str) and file.startswith(parts) and not _is_installed(file):
+                found.append(namespace)
+        return found
 
     @_as_part_of_import
     def _import(
@@ -325,6 +334,24 @@ def _installed() -> Finder | None:
 
 def _is_own(name: str) -> bool:
     return name == _OWN_PACKAGE or name.startswith(_OWN_PACKAGE + ".")
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _uses_megatron(namespace: dict[str, Any]) -> bool:
+    """Returns whether a module has imported something from Megatron-LM."""
+    for value in list(namespace.values()):
+        if isinstance(value, types.ModuleType):
+            origin = value.__name__
+        elif isinstance(value, type | types.FunctionType):
+            origin = value.__module__
+        else:
+            continue
+        if str(origin).startswith("megatron.") and not _is_own(origin):
+            return True
+    return False
 
 
 def _substitute_current_device(finder: Finder) -> None:
