@@ -9,8 +9,8 @@ name is torch's, looked up when it is used::
                                             └────── torch.matmul ────────────────> torch.matmul
     transformers, ...  import torch ─────────────────────────────────────────────> torch
 
-Modules are told apart when they are imported: a finder at the head of ``sys.meta_path`` gives
-those of Megatron-LM an ``__import__`` that answers with stand-ins. torch itself stays what it is
+What a module gets is decided when it is imported: a finder at the head of ``sys.meta_path`` gives
+modules of Megatron-LM an ``__import__`` that answers with stand-ins. torch itself stays what it is
 for every other library: a program may use both in one process. ``Tensor.cuda()`` and
 ``Module.cuda()`` belong to classes that all share, so these two look at their caller, and do what
 torch does unless it is one of those modules.
