@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from pathlib import Path
 
@@ -69,6 +70,23 @@ def test_ranks_share_gpus_in_turn(
 
 
 @without_gpu
+def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> None:
+    """A new thread's current device is GPU 0, whichever the process computes on."""
+    gpu = torch.device("cuda", 1)
+    threads = [
+        threading.Thread(target=call, args=given)
+        for call, *given in (
+            (Accelerator(device=gpu, backend="nccl", name="GPU").make_current,),
+            (accelerator.make_current, gpu),
+            (accelerator.make_current, torch.device("cpu")),
+        )
+    ]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert two_gpus == [gpu, gpu]
+
+
 def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     cpu = detect(0)
     before = cpu.memory_in_use_bytes()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import os
 import resource
 import time
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from megatron.adaptive import device_collectives
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.without_cuda import install, install_for_trainer
 
@@ -36,8 +38,11 @@ __all__ = [
     "install_for_trainer",
     "keep_freed_memory",
     "lock_pages",
+    "locked_memory",
+    "make_current",
     "quiet_imports",
     "quiet_libraries",
+    "why_no_gpu",
 ]
 
 _CPU = torch.device("cpu")
@@ -61,16 +66,27 @@ class Accelerator:
         device: the ``torch.device`` of parameters and activations.
         backend: the ``torch.distributed`` backend of collectives, ``nccl`` or ``gloo``.
         name: the part's marketing name, ``CPU`` without CUDA.
+        shares: Number of this node's ranks that compute on the GPU, 1 on a CPU.
     """
 
     device: torch.device
     backend: str
     name: str
+    shares: int = 1
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks compute on the same GPU: times are then slices of it."""
+        return self.shares > 1
 
     @property
     def is_cuda(self) -> bool:
         """Whether the device is a CUDA GPU."""
         return self.device.type == "cuda"
+
+    def make_current(self) -> None:
+        """Makes the device current in the calling thread, see :func:`make_current`."""
+        make_current(self.device)
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done; does nothing on a CPU."""
@@ -193,6 +209,52 @@ def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
     return False
 
 
+class _LockedMemory(mmap.mmap):
+    """Memory of the host whose pages are locked until nothing refers to it."""
+
+    address = 0  # 0 while nothing is locked
+
+    def __del__(self) -> None:
+        if self.address:
+            with contextlib.suppress(Exception):  # at the end of the process CUDA may be gone
+                torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Returns memory of the host that a GPU copies to and from by itself.
+
+    It takes the size that is asked for: torch's own pinned memory takes the next power of two.
+
+    Args:
+        size_bytes: Number of bytes.
+        device: The GPU, which must be current.
+
+    Returns:
+        ``[size_bytes] uint8``; its pages are locked as far as the driver allows, for as long as the
+        tensor or a view of it lives.
+    """
+    if not size_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = _LockedMemory(-1, size_bytes)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    if lock_pages(tensor.data_ptr(), size_bytes, device):
+        memory.address = tensor.data_ptr()
+    return tensor
+
+
+def make_current(device: torch.device) -> None:
+    """Makes a GPU current in the calling thread; does nothing for a CPU.
+
+    Every thread that touches CUDA calls this first. A new thread starts with GPU 0, and leaving
+    ``torch.cuda.stream()`` there makes a context on GPU 0: about 0.5 GB of its memory per process.
+
+    Args:
+        device: The process's device, with its index where it is a GPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def current_device() -> torch.device:
     """Return the device that this process computes on, as megatron-core sees it."""
     if not torch.cuda.is_available():
@@ -219,24 +281,86 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
         backend: ``nccl`` or ``gloo``; chosen from the hardware where ``None``.
 
     Raises:
-        SetupError: ``nccl`` was asked for on a machine without CUDA.
+        SetupError: ``nccl`` was asked for without a GPU for each rank, or
+            ``CUDA_VISIBLE_DEVICES`` names GPUs and there are none.
     """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    _require_devices(backend, ranks)
     if not torch.cuda.is_available():
-        if backend == "nccl":
-            raise SetupError(
-                "--distributed-backend nccl: this machine has no CUDA device and NCCL needs one; "
-                "leave the flag out or use gloo"
-            )
         return Accelerator(device=_CPU, backend="gloo", name="CPU")
     count = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
-    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > count
+    backend = backend or ("gloo" if ranks > count else "nccl")
+    if backend == "gloo":
+        device_collectives.install()
     return Accelerator(
         device=device,
-        backend=backend or ("gloo" if shared else "nccl"),
+        backend=backend,
         name=torch.cuda.get_device_name(device),
+        shares=len(range(local_rank % count, max(ranks, local_rank + 1), count)),
     )
+
+
+def _require_devices(backend: str | None, ranks: int) -> None:
+    """Checks that the machine has the GPUs that were asked for.
+
+    Args:
+        backend: Backend that the user asked for, ``None`` without one.
+        ranks: Number of this node's ranks.
+
+    Raises:
+        SetupError: It has not.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = None if torch.cuda.is_available() else why_no_gpu()
+    names_gpus = torch.version.cuda is not None and (visible or "").strip() not in ("", "-1")
+    if why is not None and (backend == "nccl" or names_gpus):
+        asked = f"CUDA_VISIBLE_DEVICES={visible}"
+        if backend == "nccl":
+            asked = "--distributed-backend nccl"
+        raise SetupError(f"{asked}: there is no GPU to use here: {why}")
+    count = torch.cuda.device_count() if why is None else 0
+    if backend == "nccl" and ranks > count:
+        raise SetupError(
+            f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
+            f"GPU{'' if count == 1 else 's'}, and NCCL refuses two ranks on one: start at most "
+            f"{count} ranks per node, or leave the flag out or use gloo, with which ranks share"
+        )
+
+
+def why_no_gpu() -> str:
+    """Returns why torch sees no GPU, and what to do about it, in one line."""
+    if torch.version.cuda is None:
+        return (
+            f"torch {torch.__version__} is built without CUDA: install one with it "
+            "(requirements-gpu.txt), or leave the setting out or use gloo on CPUs"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        return (
+            "CUDA_VISIBLE_DEVICES is empty: unset it, or name GPUs in it as nvidia-smi numbers them"
+        )
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        if "driver" in said and ("too old" in said or "insufficient" in said):
+            return (
+                f"the NVIDIA driver is older than CUDA {torch.version.cuda}, which torch "
+                f"{torch.__version__} was built with ({said}): update the driver, or install a "
+                "torch for an older CUDA"
+            )
+        if "driver" in said or "NVML" in said:
+            return f"no NVIDIA driver answers ({said}): see whether nvidia-smi lists a GPU"
+        if visible is None:
+            return f"{said}: see whether nvidia-smi lists a GPU"
+    if visible is not None:
+        return (
+            f"CUDA_VISIBLE_DEVICES={visible} names no GPU of this machine: give numbers that "
+            "nvidia-smi lists, or unset it"
+        )
+    return "the NVIDIA driver lists none: see nvidia-smi"
 
 
 def keep_freed_memory() -> None:

@@ -133,7 +133,7 @@ class ModelConfig:
     attention_dropout: Share = flag("Dropout of attention probabilities.", 0.1)
     hidden_dropout: Share = flag("Dropout of the hidden state.", 0.1)
     use_cpu_initialization: bool = switch(
-        "Draw the initial weights on the CPU, equal for every tensor parallel size."
+        "Draw the initial weights on the CPU, equal in every layout; GPUs draw others in each."
     )
     perform_initialization: bool = switch(
         "Skip drawing initial weights, for runs that load a checkpoint.", off="--no-initialization"
@@ -146,7 +146,8 @@ class ModelConfig:
         derived="transformer_engine where it is installed, else local",
     )
     attention_backend: str = flag(
-        "Attention kernel; flash and fused need Transformer Engine.",
+        "Attention kernel. Local layers take torch's on a GPU with auto, also on a CPU with fused, "
+        "and write scores out with unfused and local; flash needs Transformer Engine.",
         "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
@@ -192,6 +193,11 @@ class ModelConfig:
     def is_gated(self) -> bool:
         """Whether the feed-forward block has a gate, and so three matrices."""
         return self.swiglu or self.quick_geglu or self.geglu
+
+    @property
+    def local_attention(self) -> str:
+        """Kernel that attention of local layers takes, as ``--attention-backend`` names it."""
+        return self.attention_backend
 
     @property
     def query_groups(self) -> int:

@@ -371,8 +371,8 @@ class Pipeline:
         """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
 
         Collective; after :meth:`set_optimizer`. Each turn of a loop over them calls :meth:`step`
-        once. On SIGTERM, SIGINT or SIGUSR1 to any process all save after the same step and the
-        program ends there, with status 0. See ``docs/elastic.md``.
+        once. On SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any process all save after the same step and
+        the program ends there, with status 0. See ``docs/elastic.md``.
 
         Args:
             total_steps: of the whole training, those before a checkpoint included.

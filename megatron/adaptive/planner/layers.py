@@ -30,6 +30,10 @@ from megatron.adaptive.schedule.action import ActionKind
 from megatron.adaptive.schedule.memory import default_cap
 from megatron.adaptive.schedule.validate import peak_units
 
+CHANNELS_BYTES = 4 * 0.1e9
+"""Memory that NCCL takes for a rank's channels: a communicator to and from each of two neighbours
+in the pipeline, about 100 MB each. Ranks at its ends and those of two stages take half of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
@@ -40,7 +44,7 @@ class Runtime:
 
     Attributes:
         context_bytes: memory that no tensor accounts for: the context of the device, buffers and
-            code of its libraries.
+            code of its libraries, and NCCL's channels.
         parameter_copies_bytes: for each parameter that a rank holds, bytes of copies that are made
             while gradients are reduced and while the optimizer runs.
         sliced_messages: whether tensor-parallel ranks send a part of a stage's output each, and
@@ -50,7 +54,7 @@ class Runtime:
             the planner.
     """
 
-    context_bytes: float = 0.5e9
+    context_bytes: float = 0.5e9 + CHANNELS_BYTES
     parameter_copies_bytes: float = 0.0
     sliced_messages: bool = False
     pipeline: Callable[[Any, Any], Any] | None = None
@@ -227,12 +231,12 @@ def layer_table(
         if tp > 1 and not times.tp_included and kind.tp_bytes:
             once += all_reduce_s(link_within(inputs, node, tp), kind.tp_bytes * samples, tp)
         attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
-        fused = not kind.attention_bytes
-        # Fused attention sends a part while it attends to the one before; a backward sends twice as
-        # much and computes so. Others gather all parts first, and add up as many gradients.
+        is_ring = not kind.attention_bytes and not inputs.model.has_own_kernels
+        # Transformer Engine sends a part while it attends to the one before; a backward sends twice
+        # as much and computes so. Others gather all parts first, and add up as many gradients.
         turns = context_ranks - 1
-        passed = turns * (max(part_s - attention / context_ranks, 0.0) if fused else part_s)
-        passed_back = passed * (2 if fused else 1)
+        passed = turns * (max(part_s - attention / context_ranks, 0.0) if is_ring else part_s)
+        passed_back = passed * (2 if is_ring else 1)
         forward = times.forward_s + once + passed
         backward = times.backward_input_s + once + passed_back
         comm = 2 * once + passed + passed_back
@@ -248,8 +252,8 @@ def layer_table(
             # Models with experts were measured with sequence parallelism.
             whole = kind.kept_bytes(tp) * samples if whole is None else whole
             whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
-        # Parts that were gathered are kept as the scores are.
-        whole += 0.0 if fused else kind.context_bytes / tp * samples * turns
+        # Parts that were gathered are kept as the scores are, or would be.
+        whole += 0.0 if is_ring else kind.context_bytes / tp * samples * turns
         kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * samples
         if recompute == "none" or not kind.counted:
             kept = whole

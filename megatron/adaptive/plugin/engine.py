@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.adaptive import device_collectives
 from megatron.adaptive.accelerator import Accelerator, current_device, keep_freed_memory
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.build import (
@@ -411,6 +412,8 @@ def _this_device() -> Accelerator:
         keep_freed_memory()
         return Accelerator(device=device, backend="gloo", name="CPU")
     backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
+    if backend == "gloo":
+        device_collectives.install()
     return Accelerator(device=device, backend=backend, name=torch.cuda.get_device_name(device))
 
 
