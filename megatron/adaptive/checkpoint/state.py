@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from megatron.adaptive.accelerator import current_device, default_generator
 from megatron.adaptive.checkpoint.torch_dist import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
@@ -478,7 +479,7 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
+        "device": default_generator(current_device()).get_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     return ShardedObject(RNG, state, shape, place, replica_id=0)
@@ -493,7 +494,8 @@ def load_rng(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    now = torch.cuda.get_rng_state()
+    generator = default_generator(current_device())
+    now = generator.get_state()
     if state["device"].numel() != now.numel():  # one of a GPU has 16 bytes, one of a CPU 5056
         kinds = [
             "GPU" if one.numel() <= _GPU_STATE_BYTES else "CPU" for one in (state["device"], now)
@@ -504,7 +506,7 @@ def load_rng(state: Mapping[str, Any]) -> None:
             *kinds,
         )
         return
-    torch.cuda.set_rng_state(state["device"])
+    generator.set_state(state["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 

@@ -56,6 +56,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     require_hardware_queues(config, environment, accelerator)
     device.install()
     device.quiet_libraries()
+    device.keep_freed_memory()
     keep_printing()
     # megatron-core may only be imported from here on.
     from megatron.adaptive.gpt.initialize import end_job, start_job
@@ -69,7 +70,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         job = start_job(config, environment, accelerator)
     except (dist.DistError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
-    threading.excepthook = _thread_failed
+    former_hook, threading.excepthook = threading.excepthook, _thread_failed
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
     schedule = config.schedule
     guard = HangGuard(
@@ -104,6 +105,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         job.end_leases()
         guard.close()
         watcher.close()
+        threading.excepthook = former_hook
 
 
 def require_hardware_queues(
