@@ -5,14 +5,17 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.adaptive import accelerator
-from megatron.adaptive.accelerator import Accelerator, CpuClock, CudaClock, detect
+from megatron.adaptive import accelerator, device_collectives
+from megatron.adaptive.accelerator import Accelerator, CpuClock, CudaClock, agree_on_sharing, detect
 from megatron.adaptive.errors import SetupError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -187,3 +190,48 @@ def test_cuda_clock_waits_until_the_device_has_passed_a_mark() -> None:
     mark = clock.mark()
     clock.wait(mark)
     assert clock.is_passed(mark)
+
+
+def agreed(
+    gpus: list[str], monkeypatch: pytest.MonkeyPatch, asked: str | None = None
+) -> list[Accelerator | SetupError]:
+    """Lets ranks that see one GPU each agree; ``gpus`` are the identities of these."""
+    own = threading.local()
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=own.identity)
+    )
+    monkeypatch.setattr(device_collectives, "install", lambda: None)
+    store = dist.HashStore()
+
+    def agree(rank: int) -> Accelerator | SetupError:
+        own.identity = gpus[rank]
+        here = Accelerator(
+            device=torch.device("cuda", 0), backend="gloo", name="GPU", asked_backend=asked
+        )
+        try:
+            return agree_on_sharing(here, store, rank=rank, world_size=len(gpus))
+        except SetupError as error:
+            return error
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return list(pool.map(agree, range(len(gpus))))
+
+
+def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    apart = agreed(["a", "b", "c"], monkeypatch)
+    assert [(one.backend, one.shares) for one in apart] == [("nccl", 1)] * 3  # type: ignore[union-attr]
+    # One backend for the whole job, also for a rank that has its GPU to itself.
+    mixed = agreed(["a", "b", "a"], monkeypatch)
+    expected = [("gloo", 2), ("gloo", 1), ("gloo", 2)]
+    assert [(one.backend, one.shares) for one in mixed] == expected  # type: ignore[union-attr]
+
+
+def test_nccl_on_a_shared_gpu_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = agreed(["a", "b", "a"], monkeypatch, "nccl")
+    assert {str(one) for one in refused} == {
+        "--distributed-backend nccl: ranks 0, 2 have one GPU, and NCCL refuses two ranks on one: "
+        "start 2 ranks, or leave the flag out or use gloo, with which ranks share"
+    }
+    assert all(one.backend == "nccl" for one in agreed(["a", "b"], monkeypatch, "nccl"))  # type: ignore[union-attr]

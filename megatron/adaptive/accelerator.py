@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import mmap
 import os
 import resource
+import socket
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -66,13 +68,15 @@ class Accelerator:
         device: the ``torch.device`` of parameters and activations.
         backend: the ``torch.distributed`` backend of collectives, ``nccl`` or ``gloo``.
         name: the part's marketing name, ``CPU`` without CUDA.
-        shares: Number of this node's ranks that compute on the GPU, 1 on a CPU.
+        shares: Number of ranks that compute on the GPU, 1 on a CPU.
+        asked_backend: Backend that the user asked for, ``None`` without one.
     """
 
     device: torch.device
     backend: str
     name: str
     shares: int = 1
+    asked_backend: str | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -274,7 +278,8 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
     """Pick the device of this process and make it current.
 
     Processes beyond the number of GPUs share them in turn (two pipeline stages on one GPU work,
-    with gloo between them, for NCCL refuses two ranks on one device).
+    with gloo between them, for NCCL refuses two ranks on one device). Who shares a GPU with whom is
+    only known when all ranks have met: :func:`agree_on_sharing` has the last word.
 
     Args:
         local_rank: index of the process on its node.
@@ -291,15 +296,63 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
     count = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
-    backend = backend or ("gloo" if ranks > count else "nccl")
-    if backend == "gloo":
+    chosen = backend or ("gloo" if ranks > count else "nccl")
+    if chosen == "gloo":
         device_collectives.install()
     return Accelerator(
         device=device,
-        backend=backend,
+        backend=chosen,
+        asked_backend=backend,
         name=torch.cuda.get_device_name(device),
         shares=len(range(local_rank % count, max(ranks, local_rank + 1), count)),
     )
+
+
+def agree_on_sharing(
+    accelerator: Accelerator, store: Any, *, rank: int, world_size: int
+) -> Accelerator:
+    """Counts the ranks on this rank's GPU and picks the job's backend. Collective over all ranks.
+
+    A launcher may show each rank one GPU alone, as Slurm does with ``--gpus-per-task``, so that no
+    rank can tell by itself whether others have the same one.
+
+    Args:
+        accelerator: Device of this rank, from :func:`detect`.
+        store: The job's store; waits in it end by its own limit.
+        rank: Global rank of this process.
+        world_size: Number of ranks of the job.
+
+    Raises:
+        SetupError: ``nccl`` was asked for and two ranks have one GPU; on all ranks alike.
+    """
+    own = _identity(accelerator.device) if accelerator.is_cuda else f"no GPU at rank {rank}"
+    keys = [f"gpu-of-rank/{other}" for other in range(world_size)]
+    store.set(keys[rank], own)
+    if not accelerator.is_cuda:
+        return accelerator
+    owners: dict[str, list[int]] = {}
+    for other, gpu in enumerate(store.multi_get(keys)):  # waits for all of them
+        owners.setdefault(gpu.decode(), []).append(other)
+    shared = next((ranks for ranks in owners.values() if len(ranks) > 1), None)
+    if shared is not None and accelerator.asked_backend == "nccl":
+        raise SetupError(
+            f"--distributed-backend nccl: ranks {', '.join(map(str, shared))} have one GPU, and "
+            f"NCCL refuses two ranks on one: start {len(owners)} ranks, or leave the flag out or "
+            "use gloo, with which ranks share"
+        )
+    chosen = accelerator.asked_backend or ("nccl" if shared is None else "gloo")
+    if chosen == "gloo":
+        device_collectives.install()
+    return dataclasses.replace(accelerator, backend=chosen, shares=len(owners[own]))
+
+
+def _identity(device: torch.device) -> str:
+    """Returns a text that only this GPU has, on all machines."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if hasattr(properties, "uuid"):
+        return str(properties.uuid)
+    place = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
+    return f"{socket.gethostname()} {place}"
 
 
 def _require_devices(backend: str | None, ranks: int) -> None:
@@ -321,7 +374,7 @@ def _require_devices(backend: str | None, ranks: int) -> None:
             asked = "--distributed-backend nccl"
         raise SetupError(f"{asked}: there is no GPU to use here: {why}")
     count = torch.cuda.device_count() if why is None else 0
-    if backend == "nccl" and ranks > count:
+    if backend == "nccl" and ranks > count and visible is None:  # every rank sees all GPUs
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
             f"GPU{'' if count == 1 else 's'}, and NCCL refuses two ranks on one: start at most "

@@ -127,6 +127,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
     except (dist.DistError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
     try:
+        accelerator = job.accelerator
         gpu = gpu_name(accelerator)
         facts = node_facts(accelerator, environment.local_world_size)
         nodes = job.gather({"name": options.node or gpu, **facts})
