@@ -314,7 +314,7 @@ def agree_on_sharing(
     """Counts the ranks on this rank's GPU and picks the job's backend. Collective over all ranks.
 
     A launcher may show each rank one GPU alone, as Slurm does with ``--gpus-per-task``, so that no
-    rank can tell by itself whether others have the same one.
+    rank knows by itself whether others have the same one.
 
     Args:
         accelerator: Device of this rank, from :func:`detect`.
