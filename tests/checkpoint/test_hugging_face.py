@@ -326,6 +326,28 @@ def _cut(folder: Path) -> None:
     (folder / SINGLE).write_bytes(data[:-100])
 
 
+def _lengthen(folder: Path) -> None:
+    with (folder / SINGLE).open("ab") as file:
+        file.write(bytes(64))
+
+
+def _overlap(folder: Path) -> None:
+    """Lets two matrices of one shape lie at the same bytes, and cuts those that are free then."""
+    raw = (folder / SINGLE).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    last = max(
+        (name for name in header if name != "__metadata__"),
+        key=lambda name: header[name]["data_offsets"][1],
+    )
+    same = [name for name, entry in header.items() if entry.get("shape") == header[last]["shape"]]
+    other = next(name for name in same if name != last)
+    begin = header[last]["data_offsets"][0]
+    header[last]["data_offsets"] = header[other]["data_offsets"]
+    text = json.dumps(header).encode()
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data[:begin])
+
+
 def _pickle(folder: Path) -> None:
     (folder / SINGLE).rename(folder / "pytorch_model-00001-of-00001.bin")
 
@@ -344,6 +366,8 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
     [
         (_miss_a_shard, "model-00002-of-00002.safetensors is missing, and 1 tensors are in it"),
         (_cut, "model.safetensors is cut or damaged .*copy it again"),
+        (_lengthen, "model.safetensors is cut or damaged .*behind them nothing may follow"),
+        (_overlap, "model.safetensors is cut or damaged .* overlaps .*copy it again"),
         (_pickle, "pytorch_model-00001-of-00001.bin, a pickle, .* save_pretrained"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY][:8].clone()})), r"q_proj.weight with shape"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY].to(torch.int8)})), "q_proj.* is of type I8"),

@@ -12,20 +12,20 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.adaptive.config.outside import read_json
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.config.safetensors_header import read_header
+from megatron.adaptive.errors import ConfigError, DamagedCheckpointError
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
 
-_LONGEST_HEADER = 100_000_000  # the limit of the format of weights
 _LONGEST = 4096
 """Tokens of a sample where none are given, if the model takes as many."""
 _GATED = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
@@ -337,15 +337,15 @@ def _trained(
 
 def _holds(folder: Path, layer: int) -> bool:
     """Returns whether a folder has weights of a layer, by its index or the header of its file."""
-    try:
-        if (folder / INDEX).is_file():
-            text = (folder / INDEX).read_bytes()
-        else:
-            with (folder / SINGLE).open("rb") as file:
-                text = file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
-    except OSError:
-        return False
-    return f'"model.layers.{layer}.'.encode() in text
+    prefix = f"model.layers.{layer}."
+    names: Iterable[str] = ()
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX, "copy it again", DamagedCheckpointError)
+        table = index.get("weight_map") if isinstance(index, dict) else None
+        names = table if isinstance(table, dict) else ()
+    elif (folder / SINGLE).is_file():
+        names = read_header(folder / SINGLE)
+    return any(name.startswith(prefix) for name in names)
 
 
 def _refuse(

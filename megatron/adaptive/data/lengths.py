@@ -145,6 +145,21 @@ class Conversations:
         return self._taught[start : start + length]
 
     @staticmethod
+    def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
+        """Returns which rule the three arrays of a file break, empty for none."""
+        ids, taught, ends = arrays
+        is_ids = ids.dtype == np.int32 and ids.ndim == 1
+        if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
+            return "tokens and marks do not belong together"
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            return "a token is outside the vocabulary"
+        if ends.dtype != np.int64 or ends.ndim != 1 or not ends.size:
+            return "the ends of conversations are no whole numbers"
+        if int(ends[0]) or int(ends[-1]) != ids.size or bool(np.any(np.diff(ends) < 0)):
+            return "the ends of conversations do not rise to the number of tokens"
+        return ""
+
+    @staticmethod
     def read(path: str, tokenizer: Tokenizer) -> tuple[npt.NDArray[Any], ...]:
         """Tokenizes JSON lines, each ``{"messages": [{"role": ..., "content": ...}, ...]}``.
 
