@@ -130,6 +130,16 @@ def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -
         assert (tmp_path / "out" / file).read_bytes() == (models / name / file).read_bytes()
 
 
+def test_kimi_k2_is_read_and_written_as_deepseek_v3(models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kimi"
+    shutil.copytree(models / "deepseek_v3", folder)
+    _change(folder, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    import_hf([str(folder), "--output", str(tmp_path / "checkpoint")])
+    export_hf([str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")])
+    for file in (SINGLE, "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
+
+
 def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
     folder, expected = tmp_path / "model", {}
     tiny_models.make(folder, "llama", hidden_size=160, head_dim=40)
@@ -404,7 +414,11 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"mlp_bias": True}, "mlp_bias True asks for"),
         ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5': it must be a number"),
         ("llama", {"rope_parameters": [1]}, "config.json: a value is of another kind than trans"),
-        ("mistral", {"sliding_window": "x"}, "config.json: a value is of another kind than tran"),
+        (
+            "mistral",
+            {"sliding_window": "x"},
+            "config.json: sliding_window is 'x': it must be a whole",
+        ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -413,8 +427,13 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"rope_parameters": {"type": "linear", "factor": 1.5}}, "linear rotation"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights.*dequantize the model"),
-        ("llama", {"model_type": "lama"}, "'lama' is not known; the nearest is llama; deep"),
-        ("llama", {"model_type": "mpt", "alibi": True}, "nearest is llama, which lacks alibi; "),
+        ("llama", {"model_type": "lama"}, "nearest is llama, which has all its keys: write llama"),
+        ("llama", {"model_type": "qwen2_vl", "vision_config": {"a": 1}}, "text part are not apart"),
+        (
+            "llama",
+            {"model_type": "mpt", "alibi": True},
+            "nearest is llama, which lacks positions by a bias of the scores; alibi; ",
+        ),
         ("gemma", {"use_bidirectional_attention": True}, "True asks for attention to later tokens"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' .* nearest is gelu"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' .* gelu_pytorch_tanh"),

@@ -33,13 +33,8 @@ from megatron.adaptive.checkpoint.folder import CheckpointFolder, write_files
 from megatron.adaptive.checkpoint.safetensors import DTYPES, FP8, TensorFolder
 from megatron.adaptive.checkpoint.torch_dist import Entry, common_files, indices_of, write_file
 from megatron.adaptive.config.core import LATENT_SETTINGS
-from megatron.adaptive.config.hugging_face import (
-    CONFIG,
-    NAMES,
-    PREDICTION,
-    FamilyNames,
-    load_config,
-)
+from megatron.adaptive.config.hugging_face import CONFIG, load_config
+from megatron.adaptive.config.hugging_face_names import NAMES, PREDICTION, FamilyNames
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.tokenizer import padded_vocab_size
 from megatron.adaptive.errors import CheckpointError, ConfigError
