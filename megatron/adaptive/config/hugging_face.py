@@ -383,7 +383,7 @@ def _refuse_other_input(document: Mapping[str, Any], where: str) -> None:
     text, kind = _text_part(document), document["model_type"]
     if kind in _FAMILIES or (text is None and not any(document.get(key) for key in _OTHER_INPUT)):
         return
-    part = kind if text is None else text.get("model_type")
+    part = str(kind if text is None else text.get("model_type"))
     if text is None:
         rule = "the keys of its text part are not apart"
     elif part in _FAMILIES and not _FAMILIES[part].differs:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -273,6 +274,8 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); check --data-path"
             ) from None
+        if not S_ISREG(stat.st_mode):
+            raise DataError(f"{path}: is no regular file; name one of JSON lines")
         identity = f"{path}{stat.st_size}{stat.st_mtime_ns}{self.tokenizer.unique_identifiers}"
         key = hashlib.sha256(identity.encode()).hexdigest()[:24]
         names = [f"{key}-{part}" for part in ("tokens", "taught", "ends")]
