@@ -59,7 +59,7 @@ def read_table(path: Path) -> RunTrace:
 
 
 def _csv_columns(path: Path) -> dict[str, Any]:
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = csv.reader(file)
         names = next(rows, [])
         cells = list(zip(*rows, strict=False))
