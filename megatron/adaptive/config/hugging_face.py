@@ -25,6 +25,8 @@ from megatron.adaptive.errors import ConfigError, DamagedCheckpointError
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOAD_FLAG = "--load-hf"
+FLAGS_FILE = "model_flags.txt"
+"""File among checkpoints with the flags of their model, for ``evaluate``."""
 
 _LONGEST = 4096
 """Tokens of a sample where none are given, if the model takes as many."""
@@ -216,6 +218,24 @@ _WHOLE = frozenset(
     max_window_layers
     """.split()
 )
+MODEL_FLAGS = frozenset(
+    flag
+    for table in (_NEEDED, _OPTIONAL, _OF_HEADS, _OF_LATENT, _OF_EXPERTS, _OF_ROUTER)
+    for flag in table
+    if flag not in ("--attention-dropout", "--hidden-dropout")
+).union(
+    (word for family in _FAMILIES.values() for word in family.arguments.split() if word[0] == "-"),
+    (flag for family in _FAMILIES.values() for flag in family.optional),
+    """
+    --q-lora-rank --group-query-attention --num-query-groups --add-qkv-bias --openai-gelu
+    --untie-embeddings-and-output-weights --parallel-residual --moe-layer-freq
+    --moe-router-pre-softmax --moe-router-enable-expert-bias --moe-router-group-best --window-size
+    --window-attn-skip-freq --rope-type --rotary-scaling-factor --original-max-position-embeddings
+    --beta-fast --beta-slow --mscale --mscale-all-dim --use-rope-scaling --rope-scaling-factor
+    --rotary-seq-len-interpolation-factor
+    """.split(),
+)
+"""Flags that say what a model is, all of which a folder of Hugging Face stands for."""
 _OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
 _OF_ROTATION = (*_OF_YARN, "mscale_all_dim", "low_freq_factor", "high_freq_factor")
 _DEFAULTS = {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}

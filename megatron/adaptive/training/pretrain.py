@@ -104,7 +104,11 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
-    from megatron.adaptive.checkpoint.training import Checkpoints, prepare_folder
+    from megatron.adaptive.checkpoint.training import (
+        Checkpoints,
+        check_model_folder,
+        prepare_folder,
+    )
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
@@ -116,6 +120,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
             print(startup_line(config), flush=True)
+        check_model_folder(job, config)
         local = prepare_folder(job, config)
         job = resume_partition(job)
         run = build_run(job)
