@@ -196,3 +196,25 @@ def test_a_name_stands_for_bytes_that_are_on_the_disk(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     expected = ["fsync a", "os.rename a", "fsync b", "os.rename b", "fsync folder"]
     assert done.stdout.split("\n")[:-1] == expected
+
+
+FULL = """
+import resource, sys
+import numpy as np
+from megatron.adaptive.data.cache import kept
+from megatron.adaptive.errors import DataError
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    kept(sys.argv[1], ["a"], lambda: [np.arange(100_000)])
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_said_in_the_words_of_the_system(tmp_path: Path) -> None:
+    """numpy would count bytes that were requested and written."""
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "cannot be kept there (File too large); give a writable folder" in done.stdout
+    assert not list(tmp_path.glob("*.npy"))
+    assert not list(tmp_path.glob(".*.tmp"))
