@@ -134,8 +134,8 @@ def literature_run(
         {"format": 1, "nodes": [node], "network": cluster["network"]}, "literature", {}
     )
     words = run["model"].split()
-    fused = "--use-flash-attn" in words
-    model = arguments_model(words, run["name"], run["precision"], fused=fused)
+    attention = "fused" if "--use-flash-attn" in words else "unfused"
+    model = arguments_model(words, run["name"], run["precision"], attention=attention)
     # Stages at both ends have the fewest layers, and embedding and head besides.
     each, more = divmod(model.num_counted, pp * chunks)
     full = range((pp * chunks - more) // 2, (pp * chunks - more) // 2 + more)

@@ -62,7 +62,7 @@ class MemoryRun(Shape):
 
     def planned(self, context_bytes: float = 0.0) -> tuple[Plan, PlanInputs]:
         """The same as the planner has it."""
-        model = arguments_model(self.model_flags(), "small gpt", fused=False)
+        model = arguments_model(self.model_flags(), "small gpt", attention="unfused")
         plan, cluster = self.plan(model, BATCH * self.dp)
         # Memory alone counts here: any duration will do.
         one = LayerTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)

@@ -355,7 +355,9 @@ def measure(
     """
     plans = EXPERT_PLANS if experts else PLANS
     plans = plans[::3] if quick else plans
-    model = arguments_model(EXPERT_FLAGS if experts else MODEL_FLAGS, "small gpt", fused=False)
+    model = arguments_model(
+        EXPERT_FLAGS if experts else MODEL_FLAGS, "small gpt", attention="unfused"
+    )
     seen: dict[Shape, list[tuple[float, float]]] = {shape: [] for shape in plans}
     rounds = (1 if quick else 3) if again else len(list(folder.glob("round-*")))
     for number in range(1, rounds + 1):

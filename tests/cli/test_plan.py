@@ -84,7 +84,7 @@ def test_table_and_explanation(cluster: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert said.startswith("gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples for a step")
     assert re.search(
-        r"tp  dp  pp  batch .* tokens/s  per GPU +MFU  bubble .*price/step .*price/run", said
+        r"tp +dp +pp +batch .* tokens/s  per GPU +MFU  bubble .*price/step .*price/run", said
     )
     assert re.search(r"\n1 .*\n +layers [-0-9]+ on .*\n2 .*\n +layers", said)
     assert "estimated from data sheets, not measured: a100-40, t4" in said
@@ -370,6 +370,8 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
 
     assert schedules("--attention unfused") == {"zb-v"}
     assert schedules("--attention fused") <= {"1f1b", "interleaved"}
+    # The trainer's own layers split backwards, with kernels too, which GPUs have by default.
+    assert schedules("--attention kernel") == schedules("") <= {"zb-v", "zb-h1", "adaptive"}
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
         assert schedules(f"--schedules {name}") == {name}
     with pytest.raises(ConfigError, match="--schedules interleaved: no plan that fits can be run"):

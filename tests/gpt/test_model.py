@@ -12,7 +12,17 @@ from megatron.adaptive import accelerator
 
 accelerator.install()
 
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm  # noqa: E402
+from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.tensor_parallel import layers as parallel_layers  # noqa: E402
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.moe import grouped_gemm_util  # noqa: E402
+
 from megatron.adaptive.config.arguments import parse  # noqa: E402
+from megatron.adaptive.config.environment import Installed  # noqa: E402
+from megatron.adaptive.errors import ConfigError  # noqa: E402
+from megatron.adaptive.gpt import local_layers  # noqa: E402
 from megatron.adaptive.gpt.forward import HalfPrecisionChunk  # noqa: E402
 from megatron.adaptive.gpt.model import KeyedInit, transformer_config  # noqa: E402
 
@@ -146,6 +156,64 @@ def test_settings_reach_megatron_core() -> None:
     assert (core.hidden_dropout, core.attention_dropout) == (0.2, 0.3)
     assert core.recompute_granularity == "full"
     assert (core.recompute_method, core.recompute_num_layers) == ("block", 2)
+
+
+@pytest.fixture
+def fusions(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that returns the configuration of a GPU with Transformer Engine."""
+
+    def run(flags: str = "", *, apex: bool, engine_rotates: bool = True) -> Any:
+        monkeypatch.setattr(parallel_layers, "_grad_accum_fusion_available", apex)
+        rotation = (lambda *_: None) if engine_rotates else None
+        monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", rotation)
+        gpu = accelerator.Accelerator(device=torch.device("cuda"), backend="nccl", name="GPU")
+        words = f"{SMALL} --transformer-impl transformer_engine --use-cpu-initialization {flags}"
+        installed = Installed(transformer_engine=True)
+        return transformer_config(parse(words.split(), world_size=1, installed=installed), gpu)
+
+    return run
+
+
+@pytest.mark.parametrize("apex", [False, True])
+def test_gradient_accumulation_is_fused_only_where_its_kernels_are(
+    apex: bool, fusions: Callable[..., Any]
+) -> None:
+    """The output layer is megatron-core's, and refused to be built without apex."""
+    core = fusions(apex=apex)
+    assert core.gradient_accumulation_fusion == apex
+    layer = ColumnParallelLinear(
+        8, 8, config=core, init_method=torch.nn.init.zeros_, bias=False, skip_bias_add=False
+    )
+    assert layer.gradient_accumulation_fusion == apex
+    assert not fusions("--no-gradient-accumulation-fusion", apex=True).gradient_accumulation_fusion
+
+
+def test_rotation_is_fused_only_where_its_kernel_is(fusions: Callable[..., Any]) -> None:
+    rope = "--position-embedding-type rope"
+    assert fusions(rope, apex=False).apply_rope_fusion
+    assert not fusions(rope, apex=False, engine_rotates=False).apply_rope_fusion
+    assert not fusions(f"{rope} --no-rope-fusion", apex=False).apply_rope_fusion
+
+
+@pytest.mark.parametrize("flags", ["", "--norm-block-outputs"])
+def test_apex_norms_no_model_that_it_refuses(
+    flags: str, build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With apex and without Transformer Engine a model with RMSNorm could not be built."""
+    monkeypatch.setattr(local_layers, "LayerNormImpl", FusedLayerNorm)
+    (chunk,) = build(f"--normalization RMSNorm {flags}")
+    norms = [one for name, one in chunk.named_modules() if name.endswith("layernorm")]
+    assert {type(norm) for norm in norms} - {IdentityOp} == {torch.nn.RMSNorm}
+
+
+def test_grouped_products_without_their_package_are_refused(
+    build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = "--bf16 --disable-bias-linear --num-experts 2 --moe-grouped-gemm"
+    assert build(flags)
+    monkeypatch.setattr(grouped_gemm_util, "grouped_gemm", None)
+    with pytest.raises(ConfigError, match="--moe-grouped-gemm .* needs the package grouped_gemm"):
+        build(flags)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

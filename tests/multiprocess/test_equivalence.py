@@ -63,6 +63,8 @@ GEMMA = (
     "--window-attn-skip-freq ([1]*3+[0])*2 --window-rotary-base 100"
 )
 GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
+# Three of four layers see the last tokens alone.
+WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
 # Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
 UNLIKE = f"{MODERN} {UNLIKE_LAYERS}"
 # Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
@@ -98,6 +100,7 @@ MODEL_NAMES = {
     DEEPSEEK: "deepseek",
     GEMMA: "gemma",
     GEMMA_LENGTHS: "gemma-lengths",
+    WINDOWS: "windows",
     UNLIKE: "unlike",
     DEEPSEEK_EXPERTS: "deepseek-experts",
     EXPERTS: "experts",
@@ -364,6 +367,18 @@ TODAY = (
     Case("interleaved", cp=2, pp=2, chunks=2, model=MODERN),
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
     Case("adaptive", pp=2, chunks=2, extra="--decoder-first-pipeline-num-layers 2 " + LOOP),
+)
+# Attention by a kernel, as on GPUs, against scores that are written out.
+KERNEL = "--attention-backend fused"
+BY_KERNELS = (
+    Case("adaptive", pp=2, chunks=2, model=MODERN, extra=f"{V} {KERNEL}"),
+    Case("adaptive", pp=2, model=MODERN, extra=f"{RECOMPUTE} --partition 5-3 {KERNEL}"),
+    Case("adaptive", pp=2, model=WINDOWS, extra=f"--recompute-granularity selective {KERNEL}"),
+    Case("1f1b", cp=2, model=MODERN, extra=KERNEL),
+    Case("adaptive", pp=2, model=MODERN_LENGTHS, extra=f"--pack-to 100 {KERNEL}"),
+    Case("adaptive", pp=2, model=DEEPSEEK, extra=KERNEL),
+    Case("zb-h1", tp=2, pp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
+    Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
 )
 STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 WITH_EXPERTS = tuple(
@@ -641,6 +656,11 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=rel, abs=0)
+
+
+@pytest.mark.parametrize("case", each(BY_KERNELS), ids=str)
+def test_kernels_of_attention_equal_scores_written_out(case: Case, outcome: Outcome) -> None:
+    require_same_numbers(case, outcome, REL)
 
 
 @pytest.mark.parametrize("cases", [RESUMED], ids=["v-1f1b-v"])

@@ -116,7 +116,7 @@ PUBLISHED = {
 
 def read(config: Any, folder: Path, **more: Any) -> Model:
     (folder / "config.json").write_text(json.dumps(config))
-    return read_model(str(folder), fused=True, **more)
+    return read_model(str(folder), attention="fused", **more)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -145,14 +145,19 @@ def test_a_layer_that_predicts_further_goes_with_the_head(tmp_path: Path) -> Non
 
 
 def test_windows_shorten_the_layers_that_have_them(tmp_path: Path) -> None:
-    model = read(GEMMA, tmp_path, sequence=8192)
+    # Bounded scores would be written out, those outside of the window too.
+    gemma = {**GEMMA, "attn_logit_softcapping": None}
+    model = read(gemma, tmp_path, sequence=8192)
     near, far = model.kinds["transformer-window"], model.kinds["transformer"]
     assert model.layers[1:5] == ("transformer-window", "transformer") * 2
     # 4,096 of 8,192 tokens: three quarters of the masked half.
     assert near.attention_flops == pytest.approx(0.75 * far.attention_flops)
     assert near.parameters == far.parameters
-    short = read(GEMMA, tmp_path, sequence=1024).kinds
+    short = read(gemma, tmp_path, sequence=1024).kinds
     assert short["transformer-window"].attention_flops == short["transformer"].attention_flops
+    bounded = read(GEMMA, tmp_path, sequence=8192).kinds
+    assert bounded["transformer-window"].attention_flops == 2 * far.attention_flops
+    assert bounded["transformer"].attention_bytes > 0
 
 
 def test_experts_compute_by_their_tokens_and_lie_on_ranks(tmp_path: Path) -> None:
@@ -171,7 +176,7 @@ def test_experts_compute_by_their_tokens_and_lie_on_ranks(tmp_path: Path) -> Non
     more = skewed.kinds["experts/8"].forward_flops - layer.forward_flops
     assert more == pytest.approx(0.5 * products)
     words = [*even.arguments, "--moe-expert-capacity-factor", "1.25"]
-    capped = arguments_model(words, "m", fused=True, imbalance=1.5).kinds["experts/8"]
+    capped = arguments_model(words, "m", attention="fused", imbalance=1.5).kinds["experts/8"]
     assert capped.forward_flops - layer.forward_flops == pytest.approx(0.25 * products)
 
 

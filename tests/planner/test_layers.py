@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.adaptive.config.model import MODELS
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType, make_cluster
 from megatron.adaptive.planner.layers import (
@@ -31,7 +32,7 @@ def test_a_part_without_bfloat16_is_refused_for_it() -> None:
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recompute: str) -> None:
-    model = preset("gpt3-175b", "fp16", fused=False)
+    model = preset("gpt3-175b", "fp16", attention="unfused")
     node = NodeType(
         name="n", gpu="a100-80", gpus=8, memory_bytes=8e10, intra=LinkSpeed(bytes_per_s=3e11)
     )
@@ -60,7 +61,7 @@ def test_estimates_are_near_what_others_measured() -> None:
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
         "--max-position-embeddings 2048 --vocab-size 50304".split(),
         "opt-350m",
-        fused=False,
+        attention="unfused",
     )
     estimate = make_estimator(model)
     measured = {
@@ -126,7 +127,7 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
 
 
 def test_weights_in_fp8_are_kept_twice_more_and_products_take_half_as_long() -> None:
-    model = preset("gpt3-6.7b", "bf16", fused=True)
+    model = preset("gpt3-6.7b", "bf16", attention="fused")
     small = replace(model, precision=model.precision.with_fp8())
     whole, half = (make_estimator(one)("transformer", "h100", 1, 4) for one in (model, small))
     saved = whole.backward_weight_s - half.backward_weight_s
@@ -138,3 +139,23 @@ def test_weights_in_fp8_are_kept_twice_more_and_products_take_half_as_long() -> 
     sizes = {"kept_bytes": 0.0, "held": 1.0, "workspace_bytes": 0.0, "dp": 1, "limit_bytes": 1.0}
     held = [stage_memory(one, parameters=1e9, **sizes).parameter_bytes for one in (model, small)]
     assert held == [2e9, 4e9]
+
+
+def test_own_kernels_gather_the_parts_of_a_sequence_that_a_ring_would_pass_on() -> None:
+    words = f"{MODELS['llama3-8b'].replace('8192', '65536')} --num-layers 4".split()
+    node = NodeType(
+        name="n", gpu="h100-80", gpus=8, memory_bytes=80e9, intra=LinkSpeed(bytes_per_s=1e10)
+    )
+    cluster = Cluster(groups=(NodePool(type=node, count=1),), network=LinkSpeed(bytes_per_s=5e10))
+    tables = {}
+    for attention in ("fused", "kernel"):
+        model = arguments_model(words, "long", "bf16", attention=attention)
+        inputs = PlanInputs(model, cluster, complete_profile(None, model, cluster))
+        shared = StageSettings(context_ranks=4)
+        tables[attention] = layer_table(inputs, node, tp=1, micro_batch=1, settings=shared)
+    ring, gathered = (tables[name] for name in ("fused", "kernel"))
+    # Of four parts, three come from others: they are waited for, and kept.
+    part = model.kinds["transformer"].context_bytes / 4
+    kept = gathered.kept_bytes[1] - ring.kept_bytes[1]
+    assert kept == pytest.approx(3 * part)
+    assert gathered.forward_s[1] > ring.forward_s[1]

@@ -104,7 +104,7 @@ def test_long_sequences_are_shared_and_the_trainer_takes_such_plans() -> None:
     model = arguments_model(
         f"{MODELS['llama3-8b'].replace('8192', '65536')} --num-layers 4".split(),
         *("long", "bf16"),
-        fused=True,
+        attention="fused",
     )
     node = NodeType(
         name="n", gpu="h100-80", gpus=8, memory_bytes=80e9, intra=LinkSpeed(bytes_per_s=450e9)

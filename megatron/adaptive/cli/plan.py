@@ -191,7 +191,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", metavar="1,2", help=text)
     add("--partition", metavar="8-8-8", help="layers of each stage")
     add("--recompute", metavar="none,full", help=f"of {', '.join(RECOMPUTE)}")
-    known = f"{','.join(SCHEDULES)}; 1f1b,interleaved with fused attention"
+    known = f"{','.join(SCHEDULES)}; 1f1b,interleaved with --attention fused"
     add("--schedules", metavar="A,B", help=known)
     switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}
     add("--distributed-optimizer", **switch, help="%(default)s")
@@ -208,8 +208,10 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
         if name not in RECOMPUTE:
             raise ConfigError(f"--recompute {name}: choose of {', '.join(RECOMPUTE)}")
     schedules: tuple[str, ...] = SCHEDULES
-    whole = any(kind.attention_flops and not kind.attention_bytes for kind in model.kinds.values())
-    if whole or model.name in PRESETS:
+    is_fused = any(
+        kind.attention_flops and not kind.attention_bytes for kind in model.kinds.values()
+    )
+    if (is_fused and not model.has_own_kernels) or model.name in PRESETS:
         # Transformer Engine's layers compute weight gradients within the backward; BERT and T5 are
         # for Megatron-LM's own programs, which know no other schedule.
         schedules = _WHOLE

@@ -25,8 +25,8 @@ from megatron.adaptive.planner.cluster import (
     known_gpu,
     read_cluster,
 )
-from megatron.adaptive.planner.model import Model
-from megatron.adaptive.planner.model_file import read_model
+from megatron.adaptive.planner.model import ATTENTIONS, Model
+from megatron.adaptive.planner.model_file import read_model, usual_attention
 from megatron.adaptive.planner.plan import FP8_FLAGS
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
@@ -49,7 +49,8 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     times = number(float, 1, 1000)
     text = "tokens of the busiest rank of experts over the average (%(default)s)"
     add("--expert-imbalance", type=times, default=1.0, metavar="X", help=text)
-    add("--attention", choices=("fused", "unfused"), help="fused with Transformer Engine")
+    text = "fused with Transformer Engine, kernel by torch's on GPUs, unfused with scores kept"
+    add("--attention", choices=ATTENTIONS, help=text)
     share = number(float, 0, 0.9)
     text = "share of each GPU's memory that plans leave alone (%(default)s)"
     add("--memory-margin", type=share, default=MEMORY_MARGIN, metavar="X", help=text)
@@ -94,18 +95,19 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
     """Reads the model, in the precision of the profile, or the best that all GPUs have."""
-    fused = options.fp8 or None if options.attention is None else options.attention == "fused"
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
     if any(part is not None and "bf16" not in part.flops for part in parts):
         default = "fp16"
     if document is not None:
         default = profile_file.precision_of(document["model"])
+    attention = options.attention or ("fused" if options.fp8 else None)
+    attention = attention or usual_attention(on_gpus=cluster.has_known_gpus)
     return read_model(
         options.model,
         options.precision,
         default=default,
-        fused=fused,
+        attention=attention,
         sequence=options.seq_length,
         imbalance=options.expert_imbalance,
     )

@@ -15,7 +15,7 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.calibrate import calibrate
 from megatron.adaptive.planner.cluster import read_cluster
-from megatron.adaptive.planner.model_file import read_model
+from megatron.adaptive.planner.model_file import read_model, usual_attention
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,7 +93,8 @@ def _of_runs(options: argparse.Namespace) -> dict[str, Any]:
     cluster = read_cluster(options.cluster)
     known = profile_file.load(options.output) if options.output.exists() else None
     default = "bf16" if known is None else profile_file.precision_of(known["model"])
-    model = read_model(options.model, options.precision, default=default)
+    attention = usual_attention(on_gpus=cluster.has_known_gpus)
+    model = read_model(options.model, options.precision, default=default, attention=attention)
     if known is not None:
         profile_file.check_model(known, model, str(options.output))
     elif not model.arguments:
@@ -117,7 +118,8 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
 
     accelerator = detect(environment.local_rank, backend=options.distributed_backend)
     default = "bf16" if accelerator.is_cuda else "fp32"
-    model = read_model(options.model, options.precision, default=default)
+    attention = usual_attention(on_gpus=accelerator.is_cuda)
+    model = read_model(options.model, options.precision, default=default, attention=attention)
     if not model.arguments:
         raise ConfigError(
             f"--model {options.model}: the trainer builds GPT and Llama models alone; time its"

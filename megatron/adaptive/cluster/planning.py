@@ -62,7 +62,7 @@ from megatron.adaptive.planner.cluster import (
 )
 from megatron.adaptive.planner.measured_module import MeasuredModule, measured_cluster, node_numbers
 from megatron.adaptive.planner.model import RECOMPUTE
-from megatron.adaptive.planner.model_file import arguments_model
+from megatron.adaptive.planner.model_file import arguments_model, usual_attention
 from megatron.adaptive.planner.plan import PlanRow, plan_document
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import Request, complete_profile, propose
@@ -177,13 +177,14 @@ class Planning:
                 f"--context-parallel-size {self._config.parallel.context_parallel_size}: the"
                 f" planner of {PLAN_WITH} does not know it; leave one of them out"
             )
-        self._model = arguments_model(arguments, "model")
+        cluster, document = read_inputs(paths)
+        attention = usual_attention(on_gpus=cluster.has_known_gpus)
+        self._model = arguments_model(arguments, "model", attention=attention)
         if self._model.has_experts or self._config.model.mtp_num_layers:
             raise ConfigError(
                 f"{PLAN_WITH} with experts or layers that predict further tokens: a job that"
                 " changes shape moves dense layers alone; start the run without it"
             )
-        cluster, document = read_inputs(paths)
         self._where = ", ".join(map(str, paths))
         cluster = cluster.with_memory(1 - MEMORY_MARGIN)
         measured = None

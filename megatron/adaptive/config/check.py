@@ -130,7 +130,7 @@ moe_grouped_gemm+transformer_impl=local moe_shared_expert_intermediate_size
 num_moe_experts+tensor_model_parallel_size>1 needs sequence_parallel
     | the ranks share the tokens of a sequence between them
 attention_softcap excludes use_flash_attn attention_backend=flash,fused | they bound no scores
-attention_backend=flash,fused use_flash_attn cross_entropy_fusion_impl=te moe_latent_size
+attention_backend=flash use_flash_attn cross_entropy_fusion_impl=te moe_latent_size
     needs {_ENGINE}
 attention_backend=local needs transformer_impl=local
 window_rotary_base needs window_size position_embedding_type=rope

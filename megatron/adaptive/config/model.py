@@ -146,7 +146,8 @@ class ModelConfig:
         derived="transformer_engine where it is installed, else local",
     )
     attention_backend: str = flag(
-        "Attention kernel; flash and fused need Transformer Engine.",
+        "Attention kernel. Local layers take torch's on a GPU with auto, also on a CPU with fused, "
+        "and write scores out with unfused and local; flash needs Transformer Engine.",
         "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
@@ -192,6 +193,11 @@ class ModelConfig:
     def is_gated(self) -> bool:
         """Whether the feed-forward block has a gate, and so three matrices."""
         return self.swiglu or self.quick_geglu or self.geglu
+
+    @property
+    def local_attention(self) -> str:
+        """Kernel that attention of local layers takes, as ``--attention-backend`` names it."""
+        return self.attention_backend
 
     @property
     def query_groups(self) -> int:

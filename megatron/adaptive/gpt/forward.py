@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 
 from megatron.adaptive.accelerator import Accelerator
-from megatron.adaptive.gpt.local_layers import Documents
+from megatron.adaptive.gpt.attention import Documents
 
 Microbatch = Mapping[str, torch.Tensor]
 LOSS_NAME = "lm loss"

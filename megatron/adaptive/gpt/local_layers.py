@@ -1,42 +1,22 @@
 """Completes the layers that megatron-core builds without Transformer Engine.
 
-Its own attention takes neither keys and values of different widths (latent attention) nor a part of
-a sequence (context parallelism), and does not bound scores; its norms take no sequence parallelism
-and keep no weights around zero. Its layers have no norms behind their blocks, nor two bases of
-rotation.
-
-**Context parallelism.** A sequence is cut into two parts for each rank, and rank r of n holds parts
-r and 2n-1-r, so that causal attention is as much work on every rank::
-
-    2 ranks     part 0   part 1   part 2   part 3
-    rank 0      x                          x
-    rank 1               x        x
-
-Keys and values are gathered from all ranks, put in order, and a rank's queries attend to those
-before them. Numbers are those of one rank; a ring would keep less memory.
-
-**Packed documents.** Several documents in one row are attended to each within itself. Transformer
-Engine has kernels for that, torch one for GPUs in half precision. Elsewhere the documents of a row
-are attended to one after the other: the blocks of a block-diagonal mask, without the rest of the
-square.
+Its norms take no sequence parallelism and keep no weights around zero. Its layers have no norms
+behind their blocks, nor two bases of rotation. Attention is ``attention.py``'s.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -53,11 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.adaptive.errors import ConfigError
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # an older torch
-    varlen_attn = None  # type: ignore[assignment]
+from megatron.adaptive.gpt.attention import LocalAttention, bound_first
 
 if not transformer_engine.HAVE_TE:
     # It takes its own import of the extension for the package, and asks for classes of it.
@@ -66,144 +42,9 @@ if not transformer_engine.HAVE_TE:
     moe_utils.te_general_gemm = None
 
 
-class LocalAttention(DotProductAttention):  # type: ignore[misc]
-    """megatron-core's attention, for values of another width and for parts of sequences.
-
-    Args:
-        config: of the model.
-        k_channels: width of a head's keys; its base class needs only the scale.
-        v_channels: width of a head's values, by default that of its queries.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *args: Any,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._parts = config.context_parallel_size
-        config.context_parallel_size = 1  # all that the base class accepts
-        try:
-            super().__init__(config, *args, **kwargs)
-        finally:
-            config.context_parallel_size = self._parts
-        if cap := getattr(config, "attention_softcap", None):
-            self.scale_mask_softmax.register_forward_pre_hook(functools.partial(_bound_first, cap))
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Attends to all tokens before each.
-
-        Args:
-            query, key, value: ``[s / n, b, heads, width]``, the parts of this of n ranks.
-            *args, **kwargs: the mask, which is causal, and more; see megatron-core.
-        """
-        if self._parts == 1:
-            return super().forward(query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
-        group = parallel_state.get_context_parallel_group()
-        here = torch.arange(query.shape[0], device=query.device)
-        size, half = 2 * self._parts, query.shape[0] // 2
-        first = group.rank() * half
-        second = (size - 1 - group.rank()) * half - half
-        here = here + torch.where(here < half, first, second)
-        everywhere = torch.arange(size * half, device=query.device)
-        mask = (everywhere[None, :] > here[:, None])[None, None]
-        kwargs["attention_mask"] = mask
-        return super().forward(  # type: ignore[no-any-return]
-            query, self._all(key, group), self._all(value, group), *args[1:], **kwargs
-        )
-
-    def _all(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Gathers all parts in their order; gradients are added up on the way back."""
-        parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
-        return torch.cat([*parts[::2], *parts[1::2][::-1]])
-
-
-@dataclasses.dataclass
-class Documents(PackedSeqParams):  # type: ignore[misc]
-    """megatron-core's parameters of a packed row, with the lengths on the host.
-
-    Attributes:
-        lengths: tokens of each document, in order.
-    """
-
-    lengths: tuple[int, ...] = ()
-
-    @classmethod
-    def of(
-        cls, lengths: torch.Tensor, to_device: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Documents:
-        """Returns the parameters of documents of ``lengths [n]``, a tensor of the host."""
-        ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        ends, longest = to_device(ends), int(lengths.max())
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            lengths=tuple(lengths.tolist()),
-        )
-
-
-class PackedAttention(LocalAttention):
-    """megatron-core's own attention, for packed rows as well."""
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        *more: Any,
-        packed_seq_params: Documents | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Attends; packed where queries, keys and values are ``[t, heads, width]``."""
-        attend = super().forward
-        if packed_seq_params is None:
-            return attend(query, key, value, attention_mask, *more, **options)
-        if self._has_kernel(query):
-            return self._by_kernel(query, key, value, packed_seq_params)
-        lengths = list(packed_seq_params.lengths)
-        rows = zip(*(one.unsqueeze(1).split(lengths) for one in (query, key, value)), strict=True)
-        return torch.cat([attend(*row, None, *more, **options) for row in rows])
-
-    def _has_kernel(self, query: torch.Tensor) -> bool:
-        drops = self.training and self.attention_dropout.p > 0
-        is_half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-        plain = self.softmax_offset is None and self.scale_mask_softmax.window_size is None
-        plain = plain and not getattr(self.config, "attention_softcap", None)
-        return varlen_attn is not None and is_half and plain and not drops
-
-    def _by_kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Documents
-    ) -> torch.Tensor:
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
-        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
-        ends, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        found: Any = varlen_attn(
-            *(query, key, value, ends, ends, longest, longest), scale=scale, window_size=(-1, 0)
-        )
-        return found.flatten(1).unsqueeze(1)  # type: ignore[no-any-return]
-
-
-def _bound_first(cap: float, module: Any, *given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Presses the first of what a module is given, or gives, between ``-cap`` and ``cap``."""
-    first, *others = given[-1]
-    return cap * torch.tanh(first / cap), *others
-
-
 def bound_output(layer: torch.nn.Module, cap: float) -> None:
     """Bounds what an output layer gives by ``cap``, with a hyperbolic tangent."""
-    layer.register_forward_hook(functools.partial(_bound_first, cap))
+    layer.register_forward_hook(functools.partial(bound_first, cap))
 
 
 def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> None:
@@ -260,6 +101,17 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
         return torch.cat([latent, rotated], dim=-1), output[1]
 
 
+def norm_of(config: TransformerConfig) -> Any:
+    """Returns the class of norms outside of what megatron-core describes, such as the last one.
+
+    With apex megatron-core would take apex's for every model, and that refuses RMSNorm.
+    """
+    is_apex = LayerNormImpl.__name__ == "FusedLayerNorm"
+    return (
+        LocalNorm if is_apex and config.normalization != "LayerNorm" else completed(LayerNormImpl)
+    )
+
+
 class LocalNorm:
     """A norm of torch whose weights' gradients megatron-core adds up over parts of a sequence."""
 
@@ -284,7 +136,7 @@ class LocalNorm:
 
 LAYER_SETTINGS = (
     *("parallel_residual", "norm_block_outputs", "attention_softcap", "window_rotary_base"),
-    *("rotary_percent", "moe_router_group_best"),
+    *("rotary_percent", "moe_router_group_best", "local_attention"),
 )
 """Settings of ours that layers read of megatron-core's configuration, which lacks them."""
 
@@ -333,7 +185,7 @@ class VariedLayer(TransformerLayer):  # type: ignore[misc]
         self._own_input: torch.Tensor | None = None
         self.window_rotation: torch.nn.Module | None = None
         if config.norm_block_outputs:
-            norm = completed(LayerNormImpl)
+            norm = norm_of(config)
             for name, block in (("attention", self.self_attention), ("mlp", self.mlp)):
                 last = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
                 self.add_module(f"post_{name}_layernorm", last)

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
@@ -32,17 +33,18 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     HeterogeneousTransformerConfig,
 )
+from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
-    LayerNormImpl,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
@@ -59,14 +61,15 @@ from megatron.adaptive.config.layers import unlike_layers
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data import tokenizer as tokenizers
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.gpt.attention import LocalAttention
 from megatron.adaptive.gpt.forward import HalfPrecisionChunk
 from megatron.adaptive.gpt.local_layers import (
     LAYER_SETTINGS,
     GroupRouter,
-    PackedAttention,
     VariedLayer,
     bound_output,
     completed,
+    norm_of,
     scale_output,
 )
 from megatron.adaptive.gpt.lora import freeze
@@ -240,7 +243,8 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     """Translate the run's settings into megatron-core's configuration."""
     model, parallel, precision = config.model, config.parallel, config.precision
     # On a CPU there are no fused kernels, and torch.compile takes longer than it saves.
-    fused = model.transformer_impl == "transformer_engine" and accelerator.is_cuda
+    has_engine = model.transformer_impl == "transformer_engine"
+    fused = has_engine and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
     kind = MLATransformerConfig if config.core.multi_latent_attention else TransformerConfig
     if config.core.heterogeneous_layers_config_encoded_json:
@@ -252,16 +256,24 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
         "layernorm_epsilon": model.norm_epsilon,
         "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         "use_cpu_initialization": model.use_cpu_initialization or not accelerator.is_cuda,
-        "attention_backend": AttnBackend[model.attention_backend],
+        # megatron-core sets environment variables of Transformer Engine by it, and refuses another
+        # value in the same process.
+        "attention_backend": AttnBackend[model.attention_backend if has_engine else "auto"],
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU, and the
-        # fused softmax and gradient accumulation are CUDA kernels of apex.
-        "masked_softmax_fusion": model.masked_softmax_fusion and fused,
+        # torch.compile behind megatron-core's jit fusions costs half a minute on a CPU. The kernels
+        # of gradient accumulation are apex's: layers of megatron-core, such as the output layer of
+        # a model of Transformer Engine's, refuse the setting where these cannot be imported.
         "bias_dropout_fusion": model.bias_dropout_fusion and accelerator.is_cuda,
-        "gradient_accumulation_fusion": model.gradient_accumulation_fusion and fused,
-        "apply_rope_fusion": model.apply_rope_fusion and fused,
+        "gradient_accumulation_fusion": model.gradient_accumulation_fusion
+        and fused
+        and parallel_layers._grad_accum_fusion_available,
+        "apply_rope_fusion": model.apply_rope_fusion
+        and fused
+        and rope_utils.fused_apply_rotary_pos_emb is not None,
+        # Attention of local layers has kernels of its own, and so has Transformer Engine's.
+        "masked_softmax_fusion": False,
         "persist_layer_norm": fused and not model.no_persist_layer_norm,
         "cross_entropy_loss_fusion": model.cross_entropy_loss_fusion and accelerator.is_cuda,
     }
@@ -495,7 +507,7 @@ def _block_spec(
     first = get_transformer_layer_offset(core, vp_stage)
     count = get_num_layers_to_build(core, vp_stage)
     specs = _layer_specs(config, core)[first : first + count]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=completed(LayerNormImpl))
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_of(core))
 
 
 def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleSpec]:
@@ -510,9 +522,12 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     else:
         specs = get_gpt_decoder_layer_specs(core, has_engine, model.normalization, core.qk_l2_norm)
     if model.transformer_impl == "local":
+        if core.moe_grouped_gemm and not grouped_gemm_util.grouped_gemm_is_available():
+            raise ConfigError(
+                "--moe-grouped-gemm with --transformer-impl local needs the package grouped_gemm,"
+                " which is not installed: install it, or drop the flag"
+            )
         specs = [completed(spec) for spec in specs]
-        for spec in specs if config.data.pack_to is not None else ():
-            spec.submodules.self_attention.submodules.core_attention = PackedAttention
     keyed = core.use_cpu_initialization
     kinds: dict[type, type] = dict(_KEYED if keyed else _EXPERTS)
     if model.parallel_residual or model.norm_block_outputs or model.window_rotary_base is not None:
@@ -520,7 +535,7 @@ def _layer_specs(config: TrainerConfig, core: TransformerConfig) -> list[ModuleS
     if model.moe_router_group_best is not None:
         kinds[TopKRouter] = GroupRouter
     if has_engine and model.attention_softcap is not None:
-        kinds[TEDotProductAttention] = PackedAttention  # the engine's bounds no scores
+        kinds[TEDotProductAttention] = LocalAttention  # the engine's bounds no scores
     return [completed(spec, kinds) for spec in specs]
 
 

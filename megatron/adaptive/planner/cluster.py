@@ -310,6 +310,11 @@ class Cluster:
         """GPUs of all nodes."""
         return sum(group.count * group.type.gpus for group in self.groups)
 
+    @property
+    def has_known_gpus(self) -> bool:
+        """Whether all nodes have GPUs of the table."""
+        return all(known_gpu(node.gpu) is not None for node in self.types)
+
     def with_memory(self, times: float = 1.0, more_bytes: float = 0.0) -> Cluster:
         """Returns the cluster with so many times the memory of each GPU, and so much more."""
         groups = tuple(

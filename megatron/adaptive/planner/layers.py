@@ -227,12 +227,12 @@ def layer_table(
         if tp > 1 and not times.tp_included and kind.tp_bytes:
             once += all_reduce_s(link_within(inputs, node, tp), kind.tp_bytes * samples, tp)
         attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
-        fused = not kind.attention_bytes
-        # Fused attention sends a part while it attends to the one before; a backward sends twice as
-        # much and computes so. Others gather all parts first, and add up as many gradients.
+        is_ring = not kind.attention_bytes and not inputs.model.has_own_kernels
+        # Transformer Engine sends a part while it attends to the one before; a backward sends twice
+        # as much and computes so. Others gather all parts first, and add up as many gradients.
         turns = context_ranks - 1
-        passed = turns * (max(part_s - attention / context_ranks, 0.0) if fused else part_s)
-        passed_back = passed * (2 if fused else 1)
+        passed = turns * (max(part_s - attention / context_ranks, 0.0) if is_ring else part_s)
+        passed_back = passed * (2 if is_ring else 1)
         forward = times.forward_s + once + passed
         backward = times.backward_input_s + once + passed_back
         comm = 2 * once + passed + passed_back
@@ -248,8 +248,8 @@ def layer_table(
             # Models with experts were measured with sequence parallelism.
             whole = kind.kept_bytes(tp) * samples if whole is None else whole
             whole -= kind.replicated_activation_bytes * samples * (1 - 1 / shared)
-        # Parts that were gathered are kept as the scores are.
-        whole += 0.0 if fused else kind.context_bytes / tp * samples * turns
+        # Parts that were gathered are kept as the scores are, or would be.
+        whole += 0.0 if is_ring else kind.context_bytes / tp * samples * turns
         kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * samples
         if recompute == "none" or not kind.counted:
             kept = whole

@@ -6,9 +6,9 @@ the whole layer, before tensor parallelism divides it.
 Sources: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for operations; Korthikanti et al. 2022
 (arXiv:2205.05198), section 4, for activations, with grouped queries and gated feed-forward blocks
 added and each element at its own size. Attention scores are counted whole unless the attention is
-fused, which skips the masked half of a causal model, what lies outside of a window, and keeps no
-scores. Latent attention and layers that predict further tokens: DeepSeek-AI 2024
-(arXiv:2412.19437), section 2.
+fused, which skips the masked half of a causal model, what lies outside of a window, and keeps one
+number for each row of scores. Latent attention and layers that predict further tokens: DeepSeek-AI
+2024 (arXiv:2412.19437), section 2.
 
 Experts are counted with as many as a token goes to. Kinds of layers with experts are there once
 for each number of ranks that experts can be spread over, as in ``experts/8``: that with the most to
@@ -25,6 +25,9 @@ from itertools import accumulate
 
 from megatron.adaptive.errors import ConfigError
 
+ATTENTIONS = ("fused", "kernel", "unfused")
+"""Ways of attention: Transformer Engine's and that of the trainer's own layers by torch's kernels,
+neither of which keeps scores; with scores written out and kept."""
 RECOMPUTE = ("none", "selective", "full")
 """The parts that a backward repeats: nothing, the attention core, or the whole layer."""
 
@@ -179,6 +182,8 @@ class Model:
         arguments: the Megatron arguments that it was made of, for plan files; may be empty.
         expert_ranks: numbers of ranks that its experts can be spread over, 1 included.
         sequence: tokens of a sample that ranks can divide; 1 where they cannot.
+        has_own_kernels: whether attention that keeps no scores is that of the trainer's own layers.
+            These split backwards, and gather keys and values of sequences that ranks share.
     """
 
     name: str
@@ -192,6 +197,7 @@ class Model:
     arguments: tuple[str, ...] = ()
     expert_ranks: tuple[int, ...] = (1,)
     sequence: int = 1
+    has_own_kernels: bool = False
 
     def __post_init__(self) -> None:
         for index in self.tied_layers:
@@ -209,6 +215,13 @@ class Model:
     def num_counted(self) -> int:
         """Layers as ``--num-layers`` counts them."""
         return sum(self.kinds[name].counted for name in self.layers)
+
+    @property
+    def attention(self) -> str:
+        """Way of its attention, one of ``ATTENTIONS``."""
+        if self.has_own_kernels:
+            return "kernel"
+        return "unfused" if any(kind.attention_bytes for kind in self.kinds.values()) else "fused"
 
     @property
     def has_experts(self) -> bool:
@@ -306,6 +319,7 @@ class TransformerShape:
         tied: embedding and head share their weights.
         dropout: dropout keeps its masks.
         fused_attention: attention keeps no scores (FlashAttention and the like).
+        own_attention: whether it is that of the trainer's own layers, by torch's kernels.
         precision: bytes of numbers.
         arguments: Megatron arguments of the same model; may be empty.
         query_biases: queries, keys and values have biases though other layers have none.
@@ -347,6 +361,7 @@ class TransformerShape:
     tied: bool = True
     dropout: bool = True
     fused_attention: bool = False
+    own_attention: bool = False
     precision: Precision = field(default_factory=Precision)
     arguments: tuple[str, ...] = ()
     query_biases: bool = False
@@ -482,6 +497,7 @@ def build_model(shape: TransformerShape) -> Model:
         arguments=shape.arguments,
         expert_ranks=tuple(spreads),
         sequence=1 if shape.family == "t5" else tokens,
+        has_own_kernels=shape.fused_attention and shape.own_attention,
     )
 
 
@@ -562,6 +578,8 @@ def _layer(
     both = queries + outputs
     kept: float = attentions * tokens * both * element + tokens * pairs * element
     kept += crossed * pairs * element + (gates if shape.gated else 2) * tokens * inner * element
+    if shape.fused_attention:  # of each row of scores the logarithm of its sum
+        kept += attentions * shape.heads * tokens * _FLOAT_BYTES
     # A backward holds the gradients of what it goes through: of scores before and after a softmax,
     # whose kernel has masks within it for 16 bits alone.
     masked = causal and not shape.fused_attention and element > 2
@@ -569,6 +587,7 @@ def _layer(
     attention_work += 0 if shape.fused_attention else (3 if masked else 2) * score_area
     biases = split_biases if shape.biases else (queries + pairs) * shape.query_biases
     experts = shape.experts * expert / spread
+    has_own = shape.own_attention or not shape.fused_attention
     # Of latent attention, what queries, keys and values are made of is normalized.
     norms += 2 * shape.head_width * shape.query_norms if not latent else 0
     norms += shape.query_rank + shape.latent_rank
@@ -591,7 +610,7 @@ def _layer(
         expert_parameters=experts,
         # The trainer's own attention knows no windows in parts of a sequence.
         context_bytes=0.0
-        if not causal or shape.experts or (shape.window and not shape.fused_attention)
+        if not causal or shape.experts or (shape.window and has_own)
         else tokens * pairs * element,
         routed_bytes=routed * width * element,
         group=group,

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.adaptive.config.adapters import adapted_parts
 from megatron.adaptive.config.arguments import only_groups, parse
+from megatron.adaptive.config.attention import AttentionCase, Kernel, kernel_for
 from megatron.adaptive.config.core import CoreConfig, parse_pattern
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.forms import check_form, read_file
@@ -89,14 +90,14 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(
-    name: str, precision: str = "bf16", *, fused: bool | None = None, imbalance: float = 1.0
+    name: str, precision: str = "bf16", *, attention: str | None = None, imbalance: float = 1.0
 ) -> Model:
     """Returns a model by its name.
 
     Args:
         name: one of :func:`preset_names`; capitals and hyphens do not count.
         precision: ``fp32``, ``fp16`` or ``bf16``.
-        fused: as in :func:`arguments_model`, likewise ``imbalance``.
+        attention: as in :func:`arguments_model`, likewise ``imbalance``.
 
     Raises:
         ConfigError: no such model; names the nearest.
@@ -105,7 +106,8 @@ def preset(
     name = alike.get(name.lower().replace("-", ""), name)
     if name in PRESETS:
         shape = replace(PRESETS[name], precision=Precision.named(precision))
-        return build_model(replace(shape, fused_attention=bool(fused)))
+        # Those run in Megatron-LM's own programs, without the trainer's layers.
+        return build_model(replace(shape, fused_attention=attention == "fused"))
     if name not in MODELS:
         names = preset_names()
         nearest = difflib.get_close_matches(name.lower(), names, n=1)
@@ -114,7 +116,7 @@ def preset(
     family = name.partition("-")[0]
     vocabulary = _VOCABULARY.get("gpt" if family.startswith("gpt") else family, _SMALL_VOCABULARY)
     flags = [*MODELS[name].split(), "--vocab-size", str(vocabulary)]
-    return arguments_model(flags, name, precision, fused=fused, imbalance=imbalance)
+    return arguments_model(flags, name, precision, attention=attention, imbalance=imbalance)
 
 
 def arguments_model(
@@ -122,7 +124,7 @@ def arguments_model(
     name: str,
     precision: str | None = None,
     *,
-    fused: bool | None = None,
+    attention: str | None = None,
     imbalance: float = 1.0,
 ) -> Model:
     """Returns the model that a list of the trainer's arguments describes.
@@ -135,8 +137,9 @@ def arguments_model(
         arguments: as ``pretrain_gpt.py`` takes them.
         name: of the model, for people and for matching profiles.
         precision: wins over ``--fp16`` and ``--bf16``; without any of them it is fp32, as in a run.
-        fused: whether attention keeps no scores, where the arguments do not say it; by default
-            what a run on this machine would do: yes with Transformer Engine.
+        attention: Way of attention where the arguments do not say it, one of ``ATTENTIONS``; by
+            default that of a run without GPUs. With ``kernel`` scores are counted where no kernel
+            takes the model's attention.
         imbalance: see ``TransformerShape``.
 
     Raises:
@@ -153,9 +156,10 @@ def arguments_model(
     if "--vocab-size" not in names:
         kept += ["--vocab-size", str(_vocabulary(only_groups(arguments, (), ("vocab_file",))))]
     more = [*kept, *adapters, *ANY_RUN]
+    attention = attention or usual_attention(on_gpus=False)
     if not names & {"--transformer-impl", "--use-flash-attn", "--attention-backend"}:
-        engine = Installed.detect().transformer_engine if fused is None else fused
-        more += ["--transformer-impl", "transformer_engine" if engine else "local"]
+        is_engine = attention == "fused"
+        more += ["--transformer-impl", "transformer_engine" if is_engine else "local"]
     config = parse(
         more,
         world_size=1,
@@ -168,11 +172,24 @@ def arguments_model(
             f"{name}: --heterogeneous-layers-config-path makes layers unlike, which the planner"
             " does not count yet: drop it, or start the run without a plan"
         )
-    model = build_model(replace(trainer_shape(config, name, kept), imbalance=imbalance))
+    device = "cpu" if attention == "unfused" else "cuda"
+    shape = trainer_shape(config, name, kept, device=device)
+    model = build_model(replace(shape, imbalance=imbalance))
     if not config.lora.is_on:
         return model
     share = _adapter_parameters(config) / model.parameters
     return replace(model, precision=model.precision.beside_frozen(share))
+
+
+def usual_attention(*, on_gpus: bool) -> str:
+    """Returns the way of attention, one of ``ATTENTIONS``, of runs with what is installed here.
+
+    Args:
+        on_gpus: whether they run on GPUs.
+    """
+    if Installed.detect().transformer_engine:
+        return "fused"
+    return "kernel" if on_gpus else "unfused"
 
 
 def _adapter_parameters(config: TrainerConfig) -> int:
@@ -210,9 +227,20 @@ def _vocabulary(words: Sequence[str]) -> int:
 
 
 def trainer_shape(
-    config: TrainerConfig, name: str = "model", arguments: Sequence[str] = ()
+    config: TrainerConfig,
+    name: str = "model",
+    arguments: Sequence[str] = (),
+    *,
+    device: str = "cpu",
 ) -> TransformerShape:
-    """Returns the shape of the model that a run with these settings builds."""
+    """Returns the shape of the model that a run with these settings builds.
+
+    Args:
+        config: Settings of the run.
+        name: Name of the model.
+        arguments: Arguments that the settings were read from.
+        device: Type of the devices, ``cuda`` or ``cpu``, on which kernels of attention depend.
+    """
     model = config.model
     core = config.core
     layers = range(model.num_layers)
@@ -254,9 +282,8 @@ def trainer_shape(
         norm_biases=model.normalization == "LayerNorm",
         tied=not model.untie_embeddings_and_output_weights,
         dropout=model.hidden_dropout > 0 or model.attention_dropout > 0,
-        fused_attention=model.attention_backend in ("flash", "fused")
-        or model.use_flash_attn
-        or model.transformer_impl == "transformer_engine",
+        fused_attention=_has_kernel(config, device),
+        own_attention=model.transformer_impl == "local",
         precision=sizes,
         arguments=tuple(arguments),
         query_biases=model.add_qkv_bias,
@@ -276,6 +303,28 @@ def trainer_shape(
         padded=bool(core.moe_expert_capacity_factor and core.moe_pad_expert_input_to_capacity),
         predictions=model.mtp_num_layers or 0,
     )
+
+
+def _has_kernel(config: TrainerConfig, device: str) -> bool:
+    """Returns whether attention keeps no scores in a run with these settings."""
+    model, core = config.model, config.core
+    if model.transformer_impl == "transformer_engine":
+        # Where scores are bounded, attention is that of local layers.
+        keeps_scores = model.attention_backend == "unfused" or model.attention_softcap
+        return not keeps_scores
+    latent = core.multi_latent_attention
+    width = core.qk_head_dim + core.qk_pos_emb_head_dim if latent else model.kv_channels
+    case = AttentionCase(
+        backend=model.attention_backend,
+        device=device,
+        dtype=config.precision.dtype_name,
+        query_width=width,
+        value_width=core.v_head_dim if latent else width,
+        has_dropout=model.attention_dropout > 0,
+        has_sinks=core.softmax_type != "vanilla",
+        has_bound=model.attention_softcap is not None,
+    )
+    return kernel_for(case) is not Kernel.SCORES
 
 
 def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
@@ -311,7 +360,7 @@ def read_model(
     precision: str | None = None,
     *,
     default: str = "bf16",
-    fused: bool | None = None,
+    attention: str | None = None,
     sequence: int | None = None,
     imbalance: float = 1.0,
 ) -> Model:
@@ -323,14 +372,14 @@ def read_model(
             ``config.json``, or the folder of it.
         precision: wins over what the model says.
         default: for models that do not say it.
-        fused: whether attention keeps no scores, where the model does not say it.
+        attention: Way of attention where the model does not say it, one of ``ATTENTIONS``.
         sequence: tokens of a sample, for a ``config.json`` alone.
         imbalance: see ``TransformerShape``.
 
     Raises:
         ConfigError: it is none of them, or breaks a rule.
     """
-    made = partial(arguments_model, precision=precision, fused=fused, imbalance=imbalance)
+    made = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
     path, is_words = Path(text), text.lstrip().startswith("--")
     if not is_words and path.is_dir() and text not in preset_names():
         path = path / "config.json"
@@ -347,15 +396,15 @@ def read_model(
     if has_form and isinstance(document, dict) and isinstance(document.get("model"), dict):
         return _of_profile(document, str(path), precision, made)
     if has_form:
-        return _of_file(document, path, precision, default, fused)
+        return _of_file(document, path, precision, default, attention)
     if text in preset_names() or not (is_words or path.is_file()):
-        return preset(text, precision or default, fused=fused, imbalance=imbalance)
+        return preset(text, precision or default, attention=attention, imbalance=imbalance)
     words = _read_arguments(text, Path(), "--model")
     return made(words, "model" if is_words else path.stem)
 
 
 def _of_file(
-    document: Any, path: Path, precision: str | None, default: str, fused: bool | None
+    document: Any, path: Path, precision: str | None, default: str, attention: str | None
 ) -> Model:
     """Makes a model of the contents of a model file; the rest is as in :func:`read_model`."""
     where = str(path)
@@ -363,10 +412,10 @@ def _of_file(
     name = document.get("name", path.stem)
     precision = precision or document.get("precision")
     if "preset" in document:
-        return preset(document["preset"], precision or default, fused=fused)
+        return preset(document["preset"], precision or default, attention=attention)
     if "arguments" in document:
         arguments = _read_arguments(document["arguments"], path.parent, f"{where}: arguments")
-        return arguments_model(arguments, name, precision, fused=fused)
+        return arguments_model(arguments, name, precision, attention=attention)
     if "shape" in document:
         shape = {"query_groups": document["shape"]["heads"], **document["shape"]}
         hidden, heads = shape["hidden"], shape["heads"]
@@ -376,7 +425,11 @@ def _of_file(
                 " give head_width"
             )
         usual = {"head_width": hidden // heads, "ffn": 4 * hidden, "positions": shape["sequence"]}
-        usual |= {} if fused is None else {"fused_attention": fused}
+        if attention is not None:
+            usual |= {
+                "fused_attention": attention != "unfused",
+                "own_attention": attention == "kernel",
+            }
         sizes = Precision.named(precision or default)
         return build_model(TransformerShape(name=name, precision=sizes, **{**usual, **shape}))
     return listed_model(document, name, Precision.named(precision or default))

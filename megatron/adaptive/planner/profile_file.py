@@ -339,7 +339,9 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
         )
     arguments = measured.get("arguments", ())
     if arguments:
-        other = arguments_model(arguments, measured["name"], model.precision.name)
+        other = arguments_model(
+            arguments, measured["name"], model.precision.name, attention=model.attention
+        )
         for name in dict.fromkeys(model.layers):
             kind = model.kinds[name]
             for field in ("parameters", "output_elements", "forward_flops"):

@@ -162,8 +162,8 @@ def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
     if not words:
         return ""
     if "--transformer-impl" not in words:
-        scores = any(kind.attention_bytes for kind in model.kinds.values())
-        words += ["--transformer-impl", "local" if scores else "transformer_engine"]
+        is_engine = model.attention == "fused"
+        words += ["--transformer-impl", "transformer_engine" if is_engine else "local"]
     document = plan_document(row.plan, inputs, row.prediction)
     try:
         parse(

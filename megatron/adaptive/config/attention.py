@@ -1,0 +1,149 @@
+"""Chooses how the trainer's own layers compute attention: with scores written out, or by a kernel.
+
+Scores of all pairs of tokens take ``heads x length x length`` numbers for each layer and
+microbatch; a kernel keeps its inputs, its output and one number for each token and head. The choice
+is a function of plain values: the planner, which imports no torch, counts what will be kept.
+
+What torch's kernels take, from torch 2.6 on:
+
+=============  ====================  ===============  =========  =====  =======  ==============
+kernel         types                 GPUs             widths     masks  dropout  grouped queries
+=============  ====================  ===============  =========  =====  =======  ==============
+flash          bf16, fp16            from 8.0 on      equal,     none   yes      yes
+                                                      up to 256
+efficient      fp32, fp16; bf16      all; bf16 from   multiples  any    yes      no
+                                     8.0 on           of 8
+packed         as flash, from torch 2.11 on           both       none   no       newer torch
+CPU            fp32, bf16, fp16                       equal      any    no       no
+=============  ====================  ===============  =========  =====  =======  ==============
+
+The packed kernel alone knows windows and several documents in a row; its widths follow the rules of
+flash and of efficient, as nobody pads them. No kernel knows attention
+sinks or bounds scores.
+
+Source: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.cpp`` and
+``torch/nn/attention/varlen.py`` of PyTorch.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+_HALF = ("bfloat16", "float16")
+_WIDEST_FLASH = 256
+_WIDEST_GROUPED = 128
+"""From this width on, flash has no backward on some GPUs, and torch takes another kernel."""
+_WIDTH_MULTIPLE = 8
+_FLASH_CAPABILITY = 8
+
+
+class Kernel(enum.Enum):
+    """Names the ways in which attention is computed.
+
+    Attributes:
+        SCORES: scores of all pairs are written out and kept.
+        CAUSAL: one kernel that hides later tokens by itself.
+        MASKED: one kernel that is given a mask.
+        PACKED: one kernel for rows of several documents, with or without a window.
+    """
+
+    SCORES = "scores"
+    CAUSAL = "causal"
+    MASKED = "masked"
+    PACKED = "packed"
+
+
+class Mask(enum.Enum):
+    """Names the kinds of sets of tokens that one attends to.
+
+    Attributes:
+        CAUSAL: itself and all before it.
+        WINDOW: itself and so many before it.
+        GIVEN: those of a mask, as of documents in one row, or of a part of a sequence.
+    """
+
+    CAUSAL = "causal"
+    WINDOW = "window"
+    GIVEN = "given"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase:
+    """Everything that the choice of a kernel depends on.
+
+    Attributes:
+        backend: value of ``--attention-backend``.
+        device: type of the device, ``cuda`` or ``cpu``.
+        dtype: name of the type of queries, such as ``bfloat16``.
+        mask: tokens that one attends to.
+        is_packed: whether a row holds several documents, without a mask for them.
+        query_width: width of a head's queries and keys.
+        value_width: width of a head's values.
+        has_dropout: whether probabilities are dropped in this forward.
+        has_sinks: whether a number of its own is in the sum of each row's probabilities.
+        has_bound: whether scores are bounded.
+        capability: major number of the GPU's compute capability.
+        has_packed_kernel: whether this torch has the packed kernel, with windows.
+    """
+
+    backend: str = "auto"
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    mask: Mask = Mask.CAUSAL
+    is_packed: bool = False
+    query_width: int = 64
+    value_width: int = 64
+    has_dropout: bool = False
+    has_sinks: bool = False
+    has_bound: bool = False
+    capability: int = _FLASH_CAPABILITY
+    has_packed_kernel: bool = True
+
+
+def kernel_for(case: AttentionCase) -> Kernel:
+    """Returns how attention is computed in a case.
+
+    For packed rows any answer but ``PACKED`` means that documents are computed one after another,
+    each as a case of its own.
+    """
+    if case.has_sinks or case.has_bound or case.backend in ("unfused", "local"):
+        return Kernel.SCORES
+    if case.dtype not in ("float32", *_HALF):
+        return Kernel.SCORES
+    if case.device == "cpu":
+        # By default a CPU computes what it always did, the same numbers as megatron-core.
+        takes = case.backend == "fused" and case.query_width == case.value_width
+        if case.has_dropout or not takes:
+            return Kernel.SCORES
+        return Kernel.CAUSAL if case.mask is Mask.CAUSAL else Kernel.MASKED
+    if case.device != "cuda":
+        return Kernel.SCORES
+    is_flash, is_efficient = _takes_flash(case), _takes_efficient(case)
+    has_rows = case.mask is Mask.WINDOW or (case.is_packed and case.mask is Mask.CAUSAL)
+    takes_rows = case.has_packed_kernel and is_flash and _is_aligned(case)
+    if has_rows and takes_rows and not case.has_dropout:
+        return Kernel.PACKED
+    if case.mask is Mask.CAUSAL:
+        return Kernel.CAUSAL if is_flash or is_efficient else Kernel.SCORES
+    return Kernel.MASKED if is_efficient else Kernel.SCORES
+
+
+def shares_keys(case: AttentionCase) -> bool:
+    """Returns whether the kernel of a case lets several queries share a key, with no copies."""
+    is_causal = case.device == "cuda" and kernel_for(case) is Kernel.CAUSAL
+    return is_causal and _takes_flash(case) and case.query_width <= _WIDEST_GROUPED
+
+
+def _takes_flash(case: AttentionCase) -> bool:
+    is_equal = case.query_width == case.value_width <= _WIDEST_FLASH
+    return case.dtype in _HALF and case.capability >= _FLASH_CAPABILITY and is_equal
+
+
+def _takes_efficient(case: AttentionCase) -> bool:
+    is_old = case.capability < _FLASH_CAPABILITY
+    return _is_aligned(case) and not (is_old and case.dtype == "bfloat16")
+
+
+def _is_aligned(case: AttentionCase) -> bool:
+    return case.query_width % _WIDTH_MULTIPLE == case.value_width % _WIDTH_MULTIPLE == 0

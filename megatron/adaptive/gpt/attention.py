@@ -1,0 +1,380 @@
+"""Computes attention of layers that megatron-core builds without Transformer Engine.
+
+Its own attention writes out the scores of all pairs of tokens and keeps them. It takes neither keys
+and values of different widths (latent attention) nor a part of a sequence (context parallelism) nor
+several documents in a row, and does not bound scores. :mod:`megatron.adaptive.config.attention`
+says when one of torch's kernels computes the same instead.
+
+**Context parallelism.** A sequence is cut into two parts for each rank, and rank r of n holds parts
+r and 2n-1-r, so that causal attention is as much work on every rank::
+
+    2 ranks     part 0   part 1   part 2   part 3
+    rank 0      x                          x
+    rank 1               x        x
+
+Keys and values are gathered from all ranks, put in order, and a rank's queries attend to those
+before them. Numbers are those of one rank; a ring would keep less memory.
+
+**Packed documents.** Several documents in one row are attended to each within itself: by torch's
+kernel for packed rows, or one after the other. These are the blocks of a block-diagonal mask,
+without the rest of the square.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import get_sliding_window_causal_mask
+
+from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # an older torch
+    varlen_attn = None  # type: ignore[assignment]
+
+
+def has_packed_kernel() -> bool:
+    """Returns whether this torch has its kernel for packed rows, with windows and a scale."""
+    if varlen_attn is None:
+        return False
+    # The first release that had the kernel took neither.
+    return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+_HAS_PACKED_KERNEL = has_packed_kernel()
+
+
+@dataclasses.dataclass
+class Documents(PackedSeqParams):  # type: ignore[misc]
+    """megatron-core's parameters of a packed row, with the lengths on the host.
+
+    Attributes:
+        lengths: tokens of each document, in order.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, lengths: torch.Tensor, to_device: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Documents:
+        """Returns the parameters of documents of ``lengths [n]``, a tensor of the host."""
+        ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        ends, longest = to_device(ends), int(lengths.max())
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=tuple(lengths.tolist()),
+        )
+
+
+class LocalAttention(DotProductAttention):  # type: ignore[misc]
+    """Attends by a kernel of torch, or as megatron-core does; also to parts of sequences.
+
+    Args:
+        config: Configuration of the model.
+        k_channels: Width of a head's keys; its base class needs only the scale.
+        v_channels: Width of a head's values, by default that of its queries.
+
+    Attributes:
+        case: Settings that the choice of a kernel depends on; a forward adds what its tensors say.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._parts = config.context_parallel_size
+        config.context_parallel_size = 1  # all that the base class accepts
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            config.context_parallel_size = self._parts
+        cap = getattr(config, "attention_softcap", None)
+        if cap:
+            self.scale_mask_softmax.register_forward_pre_hook(functools.partial(bound_first, cap))
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+        # Its fused kernels know neither windows nor parts of a sequence, and are another package's.
+        self.scale_mask_softmax.scaled_masked_softmax_fusion = False
+        self._window: tuple[int, int] | None = self.scale_mask_softmax.window_size
+        self.case = AttentionCase(
+            backend=getattr(config, "local_attention", config.attention_backend.name),
+            has_sinks=self.softmax_offset is not None,
+            has_bound=bool(cap),
+            has_packed_kernel=_HAS_PACKED_KERNEL,
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *more: Any,
+        packed_seq_params: Documents | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attends to all tokens before each, or to those that a mask leaves.
+
+        Args:
+            query, key, value: ``[s / n, b, heads, width]``, the parts of this of n ranks, or
+                ``[t, heads, width]`` of packed documents.
+            attention_mask: ``[b, 1, s, s] bool``, true where tokens are hidden; None for those
+                after each. A window or a part of a sequence has a mask of its own.
+            *more: Further arguments of megatron-core's attention.
+            packed_seq_params: Documents of a packed row.
+            **options: Further arguments of megatron-core's attention.
+
+        Returns:
+            ``[s / n, b, heads x width of values]``, of packed documents with b = 1.
+        """
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params, *more, **options)
+        pattern = None
+        if self._parts > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = self._all_parts(key, group), self._all_parts(value, group)
+            pattern = self._pattern(query, key, rank=group.rank())
+        elif self._window is not None:
+            pattern = self._pattern(query, key)
+        mask = self._own_mask
+        if attention_mask is not None and pattern is None:
+            mask = Mask.GIVEN
+        case = self._case_of(query, value, mask)
+        kernel = kernel_for(case)
+        if kernel is Kernel.SCORES or options.get("attention_bias") is not None:
+            if pattern is not None and self._window is None:  # its base makes those of windows
+                attention_mask = _hidden(pattern)
+            return super().forward(query, key, value, attention_mask, *more, **options)  # type: ignore[no-any-return]
+        if kernel is Kernel.PACKED:
+            return self._by_rows(query, key, value)
+        if not shares_keys(case):
+            key, value = self._repeated(query, key, value)
+        if pattern is not None:
+            attention_mask = _shared_additive(pattern, query.dtype)
+        elif attention_mask is not None:
+            attention_mask = _additive(attention_mask, query.dtype)
+        return self._by_heads(query, key, value, attention_mask)
+
+    def _packed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        documents: Documents,
+        *more: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attends within each document of one row."""
+        case = self._case_of(query, value, self._own_mask, is_packed=True)
+        if kernel_for(case) is Kernel.PACKED:
+            return self._by_rows(
+                query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), documents
+            )
+        lengths = list(documents.lengths)
+        rows = zip(*(one.unsqueeze(1).split(lengths) for one in (query, key, value)), strict=True)
+        return torch.cat([self.forward(*row, None, *more, **options) for row in rows])
+
+    def _case_of(
+        self, query: torch.Tensor, value: torch.Tensor, mask: Mask, *, is_packed: bool = False
+    ) -> AttentionCase:
+        device = query.device
+        capability = torch.cuda.get_device_capability(device)[0] if query.is_cuda else 0
+        return dataclasses.replace(
+            self.case,
+            device=device.type,
+            dtype=str(query.dtype).partition(".")[2],
+            mask=mask,
+            is_packed=is_packed,
+            query_width=query.shape[-1],
+            value_width=value.shape[-1],
+            has_dropout=self._dropout > 0,
+            capability=capability,
+        )
+
+    @property
+    def _own_mask(self) -> Mask:
+        if self._window is not None:
+            return Mask.WINDOW
+        return Mask.CAUSAL if self._parts == 1 else Mask.GIVEN
+
+    def _pattern(self, query: torch.Tensor, key: torch.Tensor, rank: int = 0) -> _Pattern:
+        return _Pattern(
+            queries=query.shape[0],
+            keys=key.shape[0],
+            device=query.device,
+            window=self._window,
+            rank=rank,
+        )
+
+    @property
+    def _dropout(self) -> float:
+        return float(self.attention_dropout.p) if self.training else 0.0
+
+    @property
+    def _whole_scale(self) -> float:
+        # With --apply-query-key-layer-scaling a part of it comes after the product.
+        return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
+
+    def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        """Gathers all parts in their order; gradients are added up on the way back."""
+        parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
+        return torch.cat([*parts[::2], *parts[1::2][::-1]])
+
+    def _repeated(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values with a copy for each of the queries that share them."""
+        groups = query.shape[2] // key.shape[2]
+        if groups == 1:
+            return key, value
+        return key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
+
+    def _by_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attends by ``scaled_dot_product_attention``.
+
+        Args:
+            query, key, value: ``[s, b, heads, width]``.
+            mask: Numbers that are added to scores, ``[s of queries, s of keys]`` for all samples
+                or ``[b, 1, s, s]``; None to hide the tokens after each.
+        """
+        length, samples = query.shape[:2]
+        # Samples count as heads, so that the output lies in memory as layers want it, unless each
+        # has a mask of its own.
+        rows = 1 if mask is None or mask.dim() == 2 else samples
+        query, key, value = (
+            one.reshape(one.shape[0], rows, -1, one.shape[-1]).permute(1, 2, 0, 3)
+            for one in (query, key, value)
+        )
+        with self._own_numbers():
+            output = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=self._dropout,
+                is_causal=mask is None,
+                scale=self._whole_scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        return output.permute(2, 0, 1, 3).reshape(length, samples, -1)
+
+    def _own_numbers(self) -> contextlib.AbstractContextManager[Any]:
+        """Draws dropout from the generator for split tensors, as megatron-core does."""
+        if self._dropout == 0.0 or self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        return get_cuda_rng_tracker().fork()  # type: ignore[no-any-return]
+
+    def _by_rows(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        documents: Documents | None = None,
+    ) -> torch.Tensor:
+        """Attends by the kernel for packed rows.
+
+        Args:
+            query, key, value: ``[s, b, heads, width]``; with documents b is 1.
+            documents: Documents of the row; None for one.
+        """
+        key, value = self._repeated(query, key, value)
+        length, samples = query.shape[:2]
+        if documents is None:  # samples count as heads
+            ends = torch.arange(0, length + 1, length, dtype=torch.int32, device=query.device)
+            longest = length
+        else:
+            ends, longest = documents.cu_seqlens_q, documents.max_seqlen_q
+        output: Any = varlen_attn(
+            query.reshape(length, -1, query.shape[-1]),
+            key.reshape(length, -1, key.shape[-1]),
+            value.reshape(length, -1, value.shape[-1]),
+            *(ends, ends, longest, longest),
+            scale=self._whole_scale,
+            window_size=self._window or (-1, 0),
+        )
+        return output.reshape(length, samples, -1)  # type: ignore[no-any-return]
+
+
+def bound_first(cap: float, module: Any, *given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Presses the first of what a module is given, or gives, between ``-cap`` and ``cap``."""
+    first, *others = given[-1]
+    return cap * torch.tanh(first / cap), *others
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pattern:
+    """Describes the tokens that a window or a part of a sequence hides.
+
+    Attributes:
+        queries: Tokens that attend.
+        keys: Tokens that are attended to.
+        device: Device of the masks.
+        window: Tokens before and after each that it attends to; None for all before it.
+        rank: Place among the ranks that share a sequence.
+    """
+
+    queries: int
+    keys: int
+    device: torch.device
+    window: tuple[int, int] | None = None
+    rank: int = 0
+
+
+def _make_hidden(pattern: _Pattern) -> torch.Tensor:
+    """Returns ``[queries, keys] bool``, true where tokens are hidden."""
+    if pattern.window is not None:
+        hidden: torch.Tensor = get_sliding_window_causal_mask(
+            pattern.queries, pattern.keys, pattern.window
+        )
+        return hidden.to(pattern.device)
+    half = pattern.queries // 2
+    query = torch.arange(pattern.queries, device=pattern.device)
+    first = pattern.rank * half
+    second = pattern.keys - 2 * half - first
+    query = query + torch.where(query < half, first, second)
+    return torch.arange(pattern.keys, device=pattern.device)[None, :] > query[:, None]
+
+
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a mask that is added to scores: 0, or minus infinity where tokens are hidden."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, -torch.inf)
+
+
+# All layers and microbatches share one tensor of a pattern, which their backwards keep. A mask of
+# long sequences is large, so few patterns are remembered.
+
+
+@functools.lru_cache(maxsize=2)
+def _hidden(pattern: _Pattern) -> torch.Tensor:
+    return _make_hidden(pattern)
+
+
+@functools.lru_cache(maxsize=2)
+def _shared_additive(pattern: _Pattern, dtype: torch.dtype) -> torch.Tensor:
+    return _additive(_make_hidden(pattern), dtype)
