@@ -6,7 +6,7 @@ A file is numpy's format with a tail, so that other programs can read it::
 
 A file has its name only after its bytes are on the disk. Before an array is used all of its file is
 read and summed, and the arrays of a set are held against each other by their maker: a checksum
-tells that the bytes are those that were written, not that they suit the data.
+says that the bytes are those that were written, not that they suit the data.
 
 Needs neither torch nor megatron-core.
 """
@@ -70,7 +70,7 @@ def kept(
         if arrays is None:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / ".lock"):
-                arrays = _read(paths, check, tells=True)
+                arrays = _read(paths, check, logs=True)
                 if arrays is None:
                     _write(paths, make())
                     arrays = [_map(path) for path in paths]
@@ -83,13 +83,13 @@ def kept(
     return arrays
 
 
-def _read(paths: Sequence[Path], check: Check, *, tells: bool = False) -> Arrays | None:
+def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays | None:
     """Returns the arrays, or ``None`` if a file is missing or damaged.
 
     Args:
         paths: Paths of the files.
         check: Holds the arrays against each other.
-        tells: Whether damage is logged.
+        logs: Whether damage is logged.
     """
     arrays = []
     try:
@@ -100,7 +100,7 @@ def _read(paths: Sequence[Path], check: Check, *, tells: bool = False) -> Arrays
     except FileNotFoundError:
         return None
     except _DamageError as error:
-        if tells:
+        if logs:
             message = printable(str(error))
             _LOG.warning("WARNING: %s: these indices are made anew", message)
         return None
@@ -132,7 +132,7 @@ def _map(path: Path) -> npt.NDArray[Any]:
                 raise ValueError("another version of numpy's format")
             shape, is_turned, dtype = np.lib.format.read_array_header_1_0(stream)
             order: Any = "F" if is_turned else "C"
-            offset = stream.tell()
+            offset = stream.seek(0, os.SEEK_CUR)
             return np.memmap(stream, dtype, "r", offset=offset, shape=shape, order=order)
         except OSError as error:
             raise _DamageError(f"{path} cannot be read ({error.strerror})") from None
