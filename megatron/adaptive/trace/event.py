@@ -363,8 +363,8 @@ def parse_line(
             iteration = _value(record, word, "int", origin)
             if iteration < 0:
                 raise TraceError(
-                    f"{origin}: field {word!r} is {iteration}, expected a number from 0; the file is"
-                    " damaged, remove it or that line"
+                    f"{origin}: field {word!r} is {iteration}, expected a number from 0; the file"
+                    " is damaged, remove it or that line"
                 )
             return IterationStart(
                 iteration=iteration,
