@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, run_cli
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, interrupts_end_at_once, run_cli
 
 _SUBCOMMANDS = {
     "checkpoint": ("checkpoint", "list checkpoints, and check that they are what was written"),
@@ -62,7 +62,8 @@ def main() -> int:
         return EXIT_EXPECTED_ERROR
     module, _, function = _SUBCOMMANDS[name][0].partition(".")
     try:
-        program = importlib.import_module(f"megatron.adaptive.cli.{module}")
+        with interrupts_end_at_once():
+            program = importlib.import_module(f"megatron.adaptive.cli.{module}")
     except ModuleNotFoundError as error:
         if str(error.name).startswith("megatron.adaptive"):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -142,24 +143,112 @@ def test_status_of_the_first_failure_is_passed_on(code: int, start: Launch) -> N
 
 
 @pytest.mark.multiprocess
-def test_a_signal_reaches_the_ranks(start: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_ranks(number: signal.Signals, start: Launch, tmp_path: Path) -> None:
     text = (
         "import os, pathlib, signal, sys, time\n"
         "def leave(number, frame):\n"
         "    pathlib.Path('told.' + os.environ['RANK']).write_text(str(number))\n"
         "    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, leave)\n"
+        f"signal.signal({int(number)}, leave)\n"
         f"{TOUCH}"
         "time.sleep(60)\n"
     )
     process = start(text, 2)
+    wait_for_ranks(process, tmp_path, 2)
+    process.send_signal(number)
+    status, _, stderr = finish(process)
+    assert status == 128 + number
+    assert stderr.splitlines() == [f"stopped by signal {number.name}"]
+    assert [path.read_text() for path in tmp_path.glob("told.*")] == [str(int(number))] * 2
+
+
+def wait_for_ranks(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Waits until so many ranks have begun."""
     end = time.monotonic() + WATCHDOG_S
-    while len(list(tmp_path.glob("started.*"))) < 2:
+    while len(list(folder.glob("started.*"))) < count:
         assert time.monotonic() < end
         assert process.poll() is None, finish(process)
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.multiprocess
+def test_hangups_stay_ignored_under_nohup(start: Launch, tmp_path: Path) -> None:
+    text = f"{TOUCH}while not pathlib.Path('go').exists():\n    pass\n"
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(text, 1)
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    wait_for_ranks(process, tmp_path, 1)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    assert finish(process)[::2] == (0, "")
+
+
+SAVING_SCRIPT = f"""
+from megatron.adaptive.engine.stop import StopRequest
+
+with StopRequest() as stop:
+    {TOUCH.strip()}
+    while not stop.agreed(None):
+        print("working", flush=True)
+    print("saving", flush=True)
+    pathlib.Path("saved").write_text(stop.reason)
+"""
+
+
+@pytest.mark.multiprocess
+def test_ranks_save_when_the_terminal_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SAVING_SCRIPT)
+    words = [sys.executable, "-m", "megatron.adaptive", "launch", "--standalone"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve(words[0], [*words, "script.py"], {**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        end = time.monotonic() + WATCHDOG_S
+        while not list(tmp_path.glob("started.*")):
+            assert time.monotonic() < end
+            os.read(terminal, 1 << 16)
+    finally:
+        os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    assert (tmp_path / "saved").read_text() == "signal SIGHUP"
+
+
+@pytest.mark.multiprocess
+def test_ranks_whose_launcher_is_killed_name_it(start: Launch, tmp_path: Path) -> None:
+    text = f"""
+import os, sys, time
+import torch.distributed as dist
+from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.transport.liveness import Watcher, here
+
+dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
+is_launchers = Environment.read().has_agent_store
+Watcher([here(0)] * 2, dist.get_rank(), store, print, 0.2, is_launchers_store=is_launchers)
+{TOUCH}
+time.sleep(60)
+"""
+    process = start(text, 2)
+    wait_for_ranks(process, tmp_path, 2)
+    process.kill()
+    _, _, stderr = finish(process)
+    lines = [line for line in stderr.splitlines() if line]
+    assert len(lines) == 2, stderr
+    assert all("the launcher that serves the job's store is gone" in line for line in lines)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("after_s", [0.4, 0.8, 1.6])
+def test_an_interrupt_of_imports_is_one_line(after_s: float, start: Launch) -> None:
+    process = start("import time; time.sleep(60)", 1)
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
     status, _, stderr = finish(process)
-    assert status == 128 + signal.SIGTERM
-    assert stderr.splitlines() == ["stopped by signal SIGTERM"]
-    assert [path.read_text() for path in tmp_path.glob("told.*")] == ["15", "15"]
+    assert status == 128 + signal.SIGINT
+    assert stderr in ("stopped by the user\n", "stopped by signal SIGINT\n")

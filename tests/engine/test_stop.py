@@ -13,7 +13,7 @@ from megatron.adaptive.engine.stop import StopRequest
 from .conftest import Start
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_signal_is_only_noted(number: signal.Signals) -> None:
     with StopRequest() as stop:
         assert not stop.agreed(None)
@@ -34,6 +34,15 @@ def test_second_interrupt_ends_at_once() -> None:
         assert any(stop._mine())
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, former)
 
 
 def test_handlers_are_given_back() -> None:

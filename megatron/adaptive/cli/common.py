@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from megatron.adaptive.config.outside import printable
 from megatron.adaptive.errors import AdaptiveError
 
 EXIT_EXPECTED_ERROR = 2
+_STOPPED = "stopped by the user"
 
 
 def show(text: str = "", *, file: TextIO | None = None) -> None:
     """Prints text that holds words from outside: names, paths, lines of others' files."""
     print(printable(text, lines=True), file=file, flush=True)
+
+
+def end_at_once(number: int, frame: object) -> None:
+    """Ends the process with one line: the handler of Ctrl-C while nothing is there to tidy up."""
+    os.write(2, _STOPPED.encode() + b"\n")
+    os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end the process in the body, such as imports that cannot be interrupted well."""
+    former = signal.getsignal(signal.SIGINT)
+    if former == signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, end_at_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
@@ -40,7 +62,7 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return EXIT_EXPECTED_ERROR
     except KeyboardInterrupt:
-        print("stopped by the user", file=sys.stderr, flush=True)
+        print(_STOPPED, file=sys.stderr, flush=True)
         return 130
     except BrokenPipeError:
         # What is still buffered must not fail once more when Python ends.

@@ -1,8 +1,9 @@
 """Runs torchrun, with the trainer's options checked beforehand and a short message at the end.
 
 Takes torchrun's own command line. Differences: bad options of ``pretrain_gpt.py`` end it before any
-process starts; a failed job ends with the failed rank and no traceback of the launcher; Ctrl-C is
-passed on to the ranks, which save a checkpoint and end. SIGUSR1, which Slurm sends to every process
+process starts; a failed job ends with the failed rank and no traceback of the launcher; Ctrl-C, and
+SIGHUP when the terminal is closed, are passed on to the ranks, which save a checkpoint and end.
+SIGHUP stays ignored under ``nohup``. SIGUSR1, which Slurm sends to every process
 of a job before its time is over, is left to the ranks: they handle it, here it is ignored.
 """
 
@@ -17,11 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, interrupts_end_at_once
 from megatron.adaptive.cluster.host import loopback_variables
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.command_parser import count
 from megatron.adaptive.errors import ConfigError, SetupError
+from megatron.adaptive.trace.files import drop_closed_terminal
 
 _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
@@ -37,20 +39,23 @@ def main(argv: Sequence[str]) -> int:
     """
     # Ranks inherit it until they watch for the signal themselves.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Imports torch: about a second.
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import run
+    # Torch may turn an interrupt of its imports, which take about a second, into another error.
+    with interrupts_end_at_once():
+        from torch.distributed import DistError
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.run import run
 
-    options = _read_options(argv)
+        options = _read_options(argv)
     script = Path(options.training_script)
     if not (options.module or options.no_python or script.is_file()):  # else each rank would say it
         what = "is a folder" if script.is_dir() else "no such file"
         raise ConfigError(f"{script}: {what}; name the script to start, such as {_TRAINER}")
     _check_trainer(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # If this process is killed, torch would print a native stack for each rank as a warning.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.nnodes in ("1", "1:1"):
         os.environ |= loopback_variables(os.environ)
     for name in list(logging.root.manager.loggerDict):
@@ -63,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
     except (DistError, RendezvousError) as error:
         raise _no_meeting(options, error) from error
     except SignalException as error:
+        drop_closed_terminal()
         print(f"stopped by signal {error.sigval.name}", file=sys.stderr, flush=True)
         return 128 + int(error.sigval)
     return 0
@@ -101,6 +107,10 @@ def _read_options(argv: Sequence[str]) -> Any:
             f"--nproc-per-node {word}: there must be at least 1 process, at most {_MAX_PROCESSES}"
         )
     options.nproc_per_node = str(number)
+    handled = getattr(options, "signals_to_handle", None)
+    if handled is not None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        kept = [name for name in handled.split(",") if name != signal.SIGHUP.name]
+        options.signals_to_handle = ",".join(kept)
     return options
 
 

@@ -29,6 +29,11 @@ _NOT_HERE = {
     "inter_document_masking": "documents that do not see each other",
     "use_legacy_models": "models from before megatron-core",
 }
+# Layers and fused functions that need CUDA are left out, as our own trainer leaves them out.
+_ON_CPU = (
+    *("--distributed-backend", "gloo", "--transformer-impl", "local", "--no-persist-layer-norm"),
+    *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
     plugin.install()
     on_cpu = accelerator.install_for_trainer()
-    backend = ["--distributed-backend", "gloo"] if on_cpu else []
-    sys.argv = [sys.argv[0], *backend, *argv]
+    sys.argv = [sys.argv[0], *(_ON_CPU if on_cpu else ()), *argv]
     _pretrain(on_cpu)
     return 0
 
@@ -253,9 +257,12 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
+    from megatron.adaptive.accelerator import current_device
+
     found = next(data_iterator)
+    device = current_device()
     batch = {
-        name: None if found.get(name) is None else found[name].cuda(non_blocking=True)
+        name: None if found.get(name) is None else found[name].to(device, non_blocking=True)
         for name in _COLUMNS
     }
     group = {"cp_group": parallel_state.get_context_parallel_group()}

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
-from megatron.adaptive.cluster.connection import Connection
+from megatron.adaptive.cluster.connection import SILENCE_S, Connection
 from megatron.adaptive.cluster.host import count_gpus, loopback_variables
 from megatron.adaptive.cluster.membership import PURPOSE
 from megatron.adaptive.cluster.ranks import NodeWork
@@ -46,6 +46,7 @@ class Agent:
         work: what ranks of this node run.
         slots: processes of this node, ``None`` for one on each GPU.
         keeper: of copies of the state, ``None`` for one that ends with the process.
+        silence_s: Seconds of silence after which the manager counts as lost.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Agent:
         work: NodeWork,
         slots: int | None = None,
         keeper: SnapshotKeeper | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
+        self._silence_s = silence_s
         self._name = name
         self._address = address
         self._port = port
@@ -171,7 +174,7 @@ class Agent:
 
     async def _serve(self, link: Connection) -> None:
         while True:
-            message = await link.receive()
+            message = await link.receive(self._silence_s)
             if message is None:
                 return
             what = message["what"]

@@ -2,7 +2,7 @@
 
 Both sides have proved the job's secret, and every message is known to come from the other one. A
 side that hears nothing for :data:`SILENCE_S` takes the other for lost: a machine without power
-closes no connection.
+closes no connection. The time in which a side was stopped itself does not count.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from megatron.adaptive.cluster.awake import result_within
 from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.handshake import (
     HEAD_BYTES,
@@ -27,6 +28,8 @@ from megatron.adaptive.handshake import (
 
 BEAT_S = 1.0
 SILENCE_S = 20.0
+PATIENCE_S = 60.0
+"""Silence of a manager that the agents of its machines file bear: no other manager would come."""
 
 
 class Connection:
@@ -45,6 +48,7 @@ class Connection:
         self._writer = writer
         self._session = session
         self._beating: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[bytes] | None = None
 
     @classmethod
     async def connect(
@@ -104,7 +108,7 @@ class Connection:
         """
         while True:
             try:
-                payload = await asyncio.wait_for(self._read(), silence_s)
+                payload = await self._next_payload(silence_s)
                 message = parse_json(payload, strict=False)
             except (OSError, EOFError, ValueError, asyncio.TimeoutError):
                 return None
@@ -113,10 +117,21 @@ class Connection:
             if message["what"] != "beat":
                 return message
 
+    async def _next_payload(self, silence_s: float) -> bytes:
+        """Waits for the next payload; a read that is under way goes on after a time-out."""
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+            self._reading.add_done_callback(_take_error)
+        reading = self._reading
+        payload = await result_within(reading, silence_s)
+        self._reading = None
+        return payload
+
     async def close(self) -> None:
         """Sends what is left and close. Idempotent."""
-        if self._beating is not None:
-            self._beating.cancel()
+        for task in (self._beating, self._reading):
+            if task is not None:
+                task.cancel()
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             await asyncio.wait_for(self._writer.drain(), 1.0)
         self._writer.close()
@@ -130,6 +145,12 @@ class Connection:
         while not self._writer.is_closing():
             self.send("beat", unix_ns=time.time_ns())
             await asyncio.sleep(BEAT_S)
+
+
+def _take_error(reading: asyncio.Task[bytes]) -> None:
+    """Keeps asyncio from reporting the error of a read whose result nobody waits for any more."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 class Listener:

@@ -30,6 +30,7 @@ from typing import Any
 
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotKeeper
 from megatron.adaptive.cluster.agent import Agent
+from megatron.adaptive.cluster.awake import AwakeClock
 from megatron.adaptive.cluster.job import (
     Incarnation,
     IncarnationProgress,
@@ -42,7 +43,7 @@ from megatron.adaptive.cluster.job import (
     some_names,
 )
 from megatron.adaptive.cluster.layouts import Chooser, ParallelLayout
-from megatron.adaptive.cluster.membership import Event, Machine, Membership, Node
+from megatron.adaptive.cluster.membership import RETRY_S, Event, Machine, Membership, Node
 from megatron.adaptive.cluster.ranks import (
     EXIT_LEFT,
     JobSpec,
@@ -59,6 +60,7 @@ from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.engine.progress import COMPLETE
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import new_secret
+from megatron.adaptive.trace.files import drop_closed_terminal
 
 _TICK_S = 2.0
 _SETTLE_S = 0.5
@@ -94,6 +96,7 @@ class Manager:
         self._lease = self._program.folder.lease = Lease(spec.checkpoints)
         self._secret = new_secret()
         self._name = secrets.token_hex(4)  # in names of folders and runs
+        self._clock = AwakeClock()
         self._members = Membership(
             spec.machines, own, spec.address, self._secret, asdict(spec.work)
         )
@@ -135,7 +138,7 @@ class Manager:
         except OSError as error:
             raise self._not_writable(error) from error
         self._before_us = self._state.take_over(self._spec.checkpoints)
-        loop.add_signal_handler(signal.SIGHUP, self._members.reread_file)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         ticking = loop.create_task(self._tick())
         status = 2
         try:
@@ -178,6 +181,7 @@ class Manager:
             found = await self._layout()
             if found is None:  # asked to stop before any layout fitted
                 assert self._stop is not None
+                say(f"stopped by {self._stop.name} before training began")
                 return 128 + int(self._stop)
             running = await self._start(*found, reason)
             if running is None:
@@ -207,8 +211,8 @@ class Manager:
         if self._is_successor:
             # Those that trained under the manager before, without that one's own node.
             expected, limit_s = max(1, self._before_us - 1), min(limit_s, _RETURN_S)
-        until_s = time.monotonic() + limit_s
-        while self._stop is None and time.monotonic() < until_s:
+        until_s = self._clock.now_s() + limit_s
+        while self._stop is None and self._clock.now_s() < until_s:
             enough = len(self._members.usable()) >= expected
             if not self._members.are_starting and (enough or self._spec.machines is not None):
                 return
@@ -217,7 +221,7 @@ class Manager:
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
         """Chooses a layout for the nodes that are there; waits for nodes where none fits."""
         self._status = "waiting for machines"
-        until_s = time.monotonic() + self._spec.wait_s
+        until_s = self._clock.now_s() + self._spec.wait_s
         said = False
         while self._stop is None:
             # A job that was training need not wait for what a new node imports.
@@ -231,12 +235,16 @@ class Manager:
                 said = True
                 say(f"no layout fits {slots} processes{why}: waiting for machines; {safe}")
                 self._write_state()
-            if time.monotonic() >= until_s:
+            if self._clock.now_s() >= until_s:
                 raise SetupError(
                     f"no layout of the model fits {slots} processes{why}, and no machine came"
                     f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
                 )
-            await self._apply_all(until_s)
+            if self._members.start_lost_again():
+                while self._members.are_starting and self._clock.now_s() < until_s:
+                    await self._apply_all(until_s)
+            else:
+                await self._apply_all(min(until_s, self._clock.now_s() + RETRY_S))
         return None
 
     async def _fitting(self, *, ready: bool = False) -> tuple[ParallelLayout, list[Node]] | None:
@@ -292,7 +300,7 @@ class Manager:
             f"epoch {incarnation.number} ({reason}): {layout},"
             f" on {some_names(incarnation.nodes)}{planned}"
         )
-        self._reconsider_s = time.monotonic()
+        self._reconsider_s = self._clock.now_s()
         return RunningRanks(incarnation=incarnation, layout=layout, folder=folder, where=where)
 
     def _next_incarnation(
@@ -327,10 +335,13 @@ class Manager:
             if event is None or kind == "lost":  # at a deadline nodes may have been given up
                 for key in running.alive:
                     name = running.where[key]  # may have come back since
-                    is_it = event is not None and name == event.node
-                    if is_it or self._members.nodes[name].status in ("lost", "gone"):
+                    is_gone = self._members.nodes[name].status in ("lost", "gone")
+                    # Another node may be gone as well, and its ranks have ended well before that.
+                    if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
-                        running.at_fault(lost := f"node {name} was lost", 0.0, gone=lost)
+                        running.at_fault(
+                            lost := f"node {name} was lost", self._clock.now_s(), gone=lost
+                        )
             if self._stop is not None:
                 self._ask_to_save(running, f"signal {self._stop.name}")
             if kind == "tick" and not running.stopping:
@@ -338,7 +349,7 @@ class Manager:
                 slow, nodes = self._progress.read(running.folder).slow, self._members.usable()
                 if reason := await self._stragglers.handle(slow, running, nodes):
                     self._ask_to_save(running, reason)
-            now_s = time.monotonic()
+            now_s = self._clock.now_s()
             if self._reconsider_s is not None and now_s >= self._reconsider_s:
                 self._reconsider_s = None
                 await self._reconsider(running)
@@ -357,7 +368,7 @@ class Manager:
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
             kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
-            running.at_fault(fault, _GRACE_S, gone=gone, kill=kill)
+            running.at_fault(fault, self._clock.now_s() + _GRACE_S, gone=gone, kill=kill)
 
     def _overdue(self, running: RunningRanks) -> None:
         """Kills what is left of an incarnation, and gives up nodes that do not even report that."""
@@ -373,7 +384,7 @@ class Manager:
             f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
         )
         running.killed = True
-        running.deadline_s = time.monotonic() + _KILL_S
+        running.deadline_s = self._clock.now_s() + _KILL_S
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
     async def _reconsider(self, running: RunningRanks) -> None:
@@ -397,7 +408,7 @@ class Manager:
         if running.stopping or running.fault:
             return
         running.stopping = reason
-        running.deadline_s = time.monotonic() + self._spec.stop_s
+        running.deadline_s = self._clock.now_s() + self._spec.stop_s
         self._notice_ns = self._notice_ns or time.time_ns()
         say(f"{reason}: saving at the end of this step")
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGUSR1)
@@ -421,6 +432,9 @@ class Manager:
             return 0, ""  # the program's own reason; it has said which
         self._notice_ns = None
         lost, statuses = running.gone, running.statuses.values()
+        if lost and before.ended == COMPLETE:
+            say(f"{COMPLETE}: {lost} after that")
+            return 0, ""
         say(f"error: {running.fault}{f'; {lost}' if lost not in running.fault else ''}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
@@ -449,7 +463,7 @@ class Manager:
 
     async def _next(self, until_s: float | None) -> Event | None:
         """Waits for the next event and applies it to the nodes; ``None`` at the deadline."""
-        limit_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+        limit_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
         try:
             event = await asyncio.wait_for(self._members.events.get(), limit_s)
         except asyncio.TimeoutError:
@@ -457,7 +471,7 @@ class Manager:
         node = self._members.nodes.get(event.node)
         if node is None:
             return event
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         if event.kind == "joined":
             self._stragglers.joined(node.name)
         elif event.kind == "ready":  # training need not wait for what a new node imports
@@ -483,10 +497,18 @@ class Manager:
         self.notice = self.notice or (None if self._is_deposed else number)
         self._members.events.put_nowait(Event("stop", "", {}))
 
+    def _hung_up(self) -> None:
+        """Stops the job if its terminal was closed; else SIGHUP is a request to reread the file."""
+        if drop_closed_terminal():
+            self._asked_to_stop(signal.SIGTERM)
+        else:
+            self._members.reread_file()
+
     async def _tick(self) -> None:
         """Keeps the right to manage the job and its state, and rereads the machines file."""
         while True:
             await asyncio.sleep(_TICK_S)
+            self._clock.now_s()
             if not self._holds():
                 return
             self._members.reread_file()

@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.adaptive.cluster.connection import Connection, Listener
+from megatron.adaptive.cluster.awake import result_within
+from megatron.adaptive.cluster.connection import PATIENCE_S, SILENCE_S, Connection, Listener
 from megatron.adaptive.cluster.job import say
 from megatron.adaptive.config.environment import OVER_SSH
 from megatron.adaptive.config.outside import printable
@@ -124,6 +125,8 @@ _BEGIN = (
 )
 _END_S = 20.0
 _AGAIN_S = 1.0
+RETRY_S = 10.0
+"""Seconds from one start of a listed machine's agent to the next."""
 PURPOSE = "manager"
 """Of connections between agents and their manager."""
 _FROM_AGENTS = ("ready", "ended", "notice")
@@ -185,6 +188,7 @@ class Node:
         copies_port: at which it takes copies of other nodes' state.
         link: connection with its agent.
         asked: what :meth:`Membership.ask` waits for, by number.
+        started_s: Time of ``time.monotonic`` at which its agent was started here.
     """
 
     name: str
@@ -199,6 +203,7 @@ class Node:
     link: Connection | None = None
     process: asyncio.subprocess.Process | None = field(default=None, repr=False)
     asked: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict, repr=False)
+    started_s: float = field(default_factory=time.monotonic, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns its entry in the state of the job."""
@@ -297,7 +302,7 @@ class Membership:
         answer = node.asked[number] = asyncio.get_running_loop().create_future()
         node.link.send(what, number=number, **values)
         try:
-            return await asyncio.wait_for(answer, limit_s)
+            return await result_within(answer, limit_s)
         except asyncio.TimeoutError:
             raise TimeoutError(f"{name} did not end in time") from None
         finally:
@@ -347,6 +352,27 @@ class Membership:
             if known is None or known.status in ("gone", "lost", "unreachable"):
                 self._start_agent(machine)
 
+    def start_lost_again(self) -> bool:
+        """Starts the agents of listed machines again that are lost or did not answer.
+
+        Each is started at most every :data:`RETRY_S`.
+
+        Returns:
+            Whether an agent was started.
+        """
+        before = [self.nodes.get(machine.name) for machine in self._read]
+        lost = [
+            node.machine
+            for node in before
+            if node is not None
+            and node.machine is not None
+            and node.status in ("lost", "unreachable")
+            and time.monotonic() - node.started_s >= RETRY_S
+        ]
+        for machine in lost:
+            self._start_agent(machine)
+        return bool(lost)
+
     def release(self, node: Node, why: str, status: int) -> None:
         """Lets a node go that runs nothing any more.
 
@@ -374,6 +400,9 @@ class Membership:
                 self.release(node, "the job has ended", status)
         for node in self.nodes.values():
             if node.process is not None and node.process.returncode is None:
+                if node.status == "starting":  # it would only say that nobody is here any more
+                    with contextlib.suppress(ProcessLookupError):
+                        node.process.terminate()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(node.process.wait(), _END_S)
                 if node.process.returncode is None:
@@ -411,6 +440,7 @@ class Membership:
             command, begin = over_ssh(machine.host, words, exported)
         place = {"name": machine.name, "address": self.address, "port": self.port}
         spec = {**place, "secret": self._secret, "slots": machine.slots, "work": self._work}
+        spec["silence_s"] = SILENCE_S if machine is self._own else PATIENCE_S
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,

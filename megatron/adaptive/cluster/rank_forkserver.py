@@ -68,12 +68,12 @@ def _import() -> None:
             return
         device = importlib.import_module("megatron.adaptive.accelerator")
         device.install()
-        device.quiet_libraries()
-        for name in _MODULES:
-            importlib.import_module(f"megatron.adaptive.{name}")
-        # Else each rank does, with its first step and its first data.
-        for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
-            importlib.import_module(name)
+        with device.quiet_imports():  # a rank may be a user's program
+            for name in _MODULES:
+                importlib.import_module(f"megatron.adaptive.{name}")
+            # Else each rank does, with its first step and its first data.
+            for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
+                importlib.import_module(name)
 
 
 class _Forkserver:
@@ -116,9 +116,14 @@ class _Forkserver:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
+        # Kept back until the training loop handles it. Blocked from before the fork on: this
+        # process ignores it, and a new one would lose what comes before it has its own settings.
+        kept_back = {signal.SIGUSR1}
+        signal.pthread_sigmask(signal.SIG_BLOCK, kept_back)
         pid = os.fork()
         if pid == 0:
             self._become(rank, parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, kept_back)
         os.setpgid(pid, pid)
         self._ranks[pid] = rank["key"]
         self._send(started=rank["key"], pid=pid)
@@ -135,8 +140,6 @@ class _Forkserver:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            # Kept back until the training loop handles it, so that none is lost.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             for end in (self._orders, self._wake, self._woken):
                 end.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -370,12 +369,14 @@ class RunningRanks:
         """Returns the ranks that have not ended."""
         return set(self.where) - set(self.statuses)
 
-    def at_fault(self, fault: str, grace_s: float, *, gone: str = "", kill: bool = False) -> None:
+    def at_fault(
+        self, fault: str, deadline_s: float, *, gone: str = "", kill: bool = False
+    ) -> None:
         """Records what went wrong first; the other ranks get a moment to report it.
 
         Args:
             fault: what went wrong.
-            grace_s: that moment.
+            deadline_s: End of that moment, by the clock of the other deadlines.
             kill: whether a signal from outside ended a rank. It is the cause also where a rank that
                 lost this peer was seen to end before it.
             gone: what became of a node, where that is why. Ranks that cannot reach it may end, and
@@ -385,7 +386,7 @@ class RunningRanks:
         if not self.fault or (kill and not self.killed and not self.has_kill):
             self.fault, self.has_kill = fault, kill
         if not self.killed:
-            self.deadline_s = earliest(self.deadline_s, time.monotonic() + grace_s)
+            self.deadline_s = earliest(self.deadline_s, deadline_s)
 
 
 def earliest(*moments: float | None) -> float | None:

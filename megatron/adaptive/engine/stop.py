@@ -6,7 +6,8 @@
     rank 1   iteration 7 ── SIGTERM, start all-reduce 7 ─┘  iteration 8 ── start 8, read 7: stop
 
 The answer to one boundary is read at the next, so asking costs no waiting. It owns the handlers of
-SIGTERM, SIGINT and SIGUSR1 while it is open. It deliberately saves nothing and ends nothing: that
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP while it is open, but leaves SIGHUP alone if it is ignored, as
+``nohup`` asks for. It deliberately saves nothing and ends nothing: that
 is the loop's; and where a peer is lost, the liveness watcher ends the process whatever was asked.
 """
 
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.errors import PeerLostError
+from megatron.adaptive.trace.files import drop_closed_terminal
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
@@ -46,7 +48,9 @@ class StopRequest:
         self._flags: torch.Tensor | None = None
         self._work: Any = None
         self._old: dict[int, _Handler] = {
-            number: signal.signal(number, self._on_signal) for number in _SIGNALS
+            number: signal.signal(number, self._on_signal)
+            for number in _SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
         # A launcher may have kept a signal back until somebody handles it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -132,6 +136,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and number in self._received:
             raise KeyboardInterrupt
+        drop_closed_terminal()
         self._received.add(number)
 
 

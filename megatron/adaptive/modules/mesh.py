@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.accelerator import detect
+from megatron.adaptive.accelerator import detect, keep_freed_memory
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.build import gather_places
 from megatron.adaptive.engine.job import Job, environment_of_rank, meet, process_groups
@@ -79,6 +79,7 @@ def join_job(timeout_s: float) -> Job:
     """
     environment = Environment.read()
     accelerator = detect(environment.local_rank)
+    keep_freed_memory()
     timeout = datetime.timedelta(seconds=timeout_s)
     owns = not dist.is_initialized()
     before = () if owns else tuple(process_groups())

@@ -231,6 +231,28 @@ def keep_printing() -> None:
         setattr(sys, f"__{name}__", made)
 
 
+def drop_closed_terminal() -> bool:
+    """Sends standard output and error nowhere if their terminal was closed.
+
+    Every write to such a terminal fails, and a log line would end the process before it has saved.
+
+    Returns:
+        Whether one of them was a terminal that was closed.
+    """
+    is_closed = False
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError as error:
+            if error.errno != errno.EIO:
+                continue
+            is_closed = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+    return is_closed
+
+
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
     """Rename a folder that holds anything to ``<folder>-1`` or the next free number.
 

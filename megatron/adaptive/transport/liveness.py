@@ -28,6 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ _MARGIN_S = 1.0
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
+# In place of ranks: the store, which rank 0 or the launcher serves.
+_STORE = frozenset({-1})
 _KNOWN = "told: "  # before a notice that the user has read
 
 
@@ -94,6 +97,7 @@ class Watcher:
         grace_s: time from ``on_lost`` to the end of the process.
         silent_s: a machine whose ranks all stay silent for this long counts as lost, as does a
             process that is stopped.
+        is_launchers_store: Whether the launcher serves the store; otherwise rank 0 does.
 
     Attributes:
         on_lost: the callback; may be replaced at any time.
@@ -109,8 +113,10 @@ class Watcher:
         grace_s: float = 5.0,
         *,
         silent_s: float = 60.0,
+        is_launchers_store: bool = False,
     ) -> None:
         self.position = ""
+        self._is_launchers_store = is_launchers_store
         self._places = places
         self._rank = rank
         self.on_lost = on_lost
@@ -199,7 +205,7 @@ class Watcher:
                     )
                     self._lose(self._fact(stopped, what), publish=True)
                 if self._board is not None and self._board.busy_for_s() > self._silent_s:
-                    self._hear({0}, f"the job's store gave no answer for {self._silent_s:g} s")
+                    self._hear(_STORE, f"the job's store gave no answer for {self._silent_s:g} s")
         finally:
             local.close()
 
@@ -210,9 +216,13 @@ class Watcher:
         if gone - left:
             self._lose(notice or self._fact(gone - left), publish=notice is None)
 
-    def _hear(self, ranks: set[int], news: str) -> None:
+    def _hear(self, ranks: AbstractSet[int], news: str) -> None:
         """Take what the store said: a notice as it is (no ``ranks``), or why ``ranks`` are lost."""
-        if ranks:
+        if ranks == _STORE and self._is_launchers_store:
+            self._lose(f"the launcher that serves the job's store is gone: {news}", publish=False)
+        elif ranks == _STORE:
+            self._lose(f"{self._fact({0}, 'cannot be reached')}, {news}", publish=False)
+        elif ranks:
             self._lose(f"{self._fact(ranks, 'cannot be reached')}, {news}", publish=False)
         else:
             self._lose(news, publish=False)
@@ -246,7 +256,7 @@ class Watcher:
         _flush_output()
         os._exit(1)
 
-    def _fact(self, ranks: set[int], what: str = "ended unexpectedly") -> str:
+    def _fact(self, ranks: AbstractSet[int], what: str = "ended unexpectedly") -> str:
         return f"{' and '.join(describe(self._places, rank) for rank in sorted(ranks))} {what}"
 
 
@@ -345,7 +355,7 @@ class _Board:
         machines: Sequence[str],
         rank: int,
         silent_s: float,
-        hear: Callable[[set[int], str], None],
+        hear: Callable[[AbstractSet[int], str], None],
     ) -> None:
         self._hear = hear
         self._rank = rank
@@ -440,7 +450,7 @@ class _Board:
         except RuntimeError as error:
             self._busy_since = None
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._hear({0}, f"the job's store does not answer: {reason}")
+            self._hear(_STORE, f"the job's store does not answer: {reason}")
 
     def _tick(self, store: dist.Store) -> None:
         store.add(f"beat/{self._mine}", 1)

@@ -1,0 +1,64 @@
+"""The process that forks the ranks of a node."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.launch import ROOT, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+RANKS = 40
+
+WAITING = """
+import signal, sys
+signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(0))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+signal.sigtimedwait({signal.SIGUSR2}, 5)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def orders() -> Iterator[socket.socket]:
+    """Returns the connection to a forkserver."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(60)
+        server = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "megatron.adaptive.cluster.rank_forkserver",
+                str(theirs.fileno()),
+            ],
+            pass_fds=[theirs.fileno()],
+            env=environment(),
+            cwd=ROOT,
+        )
+        theirs.close()
+        try:
+            yield ours
+        finally:
+            server.kill()
+            server.wait(20)
+
+
+def test_a_signal_right_after_the_fork_is_not_lost(orders: socket.socket, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(WAITING)
+    answers = orders.makefile()
+    for key in range(RANKS):
+        rank = {"key": str(key), "variables": {}, "script": str(script), "arguments": []}
+        start = json.dumps({"start": {**rank, "folder": str(tmp_path)}})
+        # Both lines arrive at once, so that the signal follows the fork as soon as it can.
+        orders.sendall(f"{start}\n{json.dumps({'signal': int(signal.SIGUSR1)})}\n".encode())
+        ended = next(found for line in answers if "ended" in (found := json.loads(line)))
+        assert ended == {"ended": str(key), "status": 0}
