@@ -486,7 +486,9 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
             reader.dtype(name)
         multiple = config.model.make_vocab_size_divisible_by
         ranks = config.parallel.tensor_model_parallel_size
-        rows = padded_vocab_size(config.data.vocab_size or 0, multiple, ranks)
+        # The one that makes numbers up has an id for the end on top of the given ones.
+        ids = (config.data.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
+        rows = padded_vocab_size(ids, multiple, ranks)
         _require_rows(rows, reader, config, folder)
 
 
