@@ -6,7 +6,7 @@ Also ``pretrain``, Megatron-LM's own trainer as the wheel carries it from 0.17 o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,33 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
     assert first + rest == SEEN.findall(said["megatron"])
     assert (tmp_path / "saved/latest_checkpointed_iteration.txt").read_text() == "3"
     assert sorted(read_run(tmp_path / "traces").ranks) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "python_path",
+    [pytest.param(version, marks=real) for version in ("0.17.1", "0.19.2")],
+    indirect=True,
+)
+def test_its_own_trainer_makes_damaged_indices_anew(
+    python_path: str, tmp_path: Path, write_tokens: Callable[..., str]
+) -> None:
+    """Its own files are read as they are: one flipped bit gives other samples."""
+    prefix = write_tokens([[1 + n % 200] * 40 for n in range(60)])
+    words = [word for word in FLAGS.split() if word != "--mock-data"]
+    words += ["--data-path", prefix, "--split", "80,20,0", "--pipeline-schedule", "adaptive"]
+    said = []
+    for number in range(2):
+        log = tmp_path / f"{number}.txt"
+        command = ["-m", "megatron.adaptive", "pretrain", *words]
+        ended = run_ranks(command, world_size=2, log=log, limit_s=150.0, python_path=python_path)
+        assert ended == 0, tail(log)
+        said.append(SEEN.findall(log.read_text()))
+        (path,) = (Path(prefix).parent / "index_cache").glob("*train-shuffle.npy")
+        whole = path.read_bytes()
+        path.write_bytes(whole[:140] + bytes([whole[140] ^ 1]) + whole[141:])
+    assert said[0] == said[1]
+    assert len(said[0]) > 4
+    assert "shuffle.npy is damaged" in log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -379,8 +379,14 @@ def parse_line(
         return _header(record, origin)
     for word in ("begin_iteration", "after_iteration"):
         if word in record:
+            iteration = _value(record, word, "int", origin)
+            if iteration < 0:
+                raise TraceError(
+                    f"{origin}: field {word!r} is {iteration}, expected a number from 0; the file"
+                    " is damaged, remove it or that line"
+                )
             return IterationStart(
-                iteration=_value(record, word, "int", origin),
+                iteration=iteration,
                 num_microbatches=_value(record, "num_microbatches", "int", origin),
                 start_ns=_value(record, "start_ns", "int", origin),
                 counts=tuple(_value(record, "counts", "counts", origin, [])),

@@ -155,7 +155,11 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
 
 
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
-    from megatron.adaptive.checkpoint.training import Checkpoints, prepare_folder
+    from megatron.adaptive.checkpoint.training import (
+        Checkpoints,
+        check_model_folder,
+        prepare_folder,
+    )
     from megatron.adaptive.engine.stop import StopRequest
     from megatron.adaptive.gpt.setup import build_run
     from megatron.adaptive.rebalance.repartition import resume_partition
@@ -169,6 +173,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
             print(startup_line(config), flush=True)
             for line in device_lines(config, job.accelerator):
                 print(line, flush=True)
+        check_model_folder(job, config)
         local = prepare_folder(job, config)
         job = resume_partition(job)
         run = build_run(job)
