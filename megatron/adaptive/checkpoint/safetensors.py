@@ -29,7 +29,7 @@ import torch
 
 from megatron.adaptive.checkpoint.folder import sync, write_files
 from megatron.adaptive.config.hugging_face import INDEX, SINGLE
-from megatron.adaptive.config.outside import parse_json, read_json
+from megatron.adaptive.config.outside import open_file, parse_json, read_json
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 FP8, _SCALES, _SCALED = "F8_E4M3", "_scale_inv", 128
@@ -188,7 +188,7 @@ class TensorFolder:
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, _LONGEST_HEADER):
                 raise ValueError(f"its header has {length} bytes, the file {size}")
