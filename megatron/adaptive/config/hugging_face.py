@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.adaptive.config.outside import read_json
+from megatron.adaptive.config.outside import open_file, read_json, read_whole
 from megatron.adaptive.errors import ConfigError
 
 CONFIG = "config.json"
@@ -339,9 +339,9 @@ def _holds(folder: Path, layer: int) -> bool:
     """Returns whether a folder has weights of a layer, by its index or the header of its file."""
     try:
         if (folder / INDEX).is_file():
-            text = (folder / INDEX).read_bytes()
+            text = read_whole(folder / INDEX)
         else:
-            with (folder / SINGLE).open("rb") as file:
+            with open_file(folder / SINGLE) as file:
                 text = file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
     except OSError:
         return False
