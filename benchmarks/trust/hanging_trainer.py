@@ -44,13 +44,14 @@ class Fault:
         self.given = given
         self.kind = given["kind"]
         self.is_here = int(os.environ["RANK"]) == given["rank"]
-        self.is_due = False
+        self.is_due = self.is_past = False
         self.pauses = Pauses(given) if given["kind"] == "quiet" else None
 
     def begins(self, iteration: int) -> None:
         """Notes that a step begins."""
         time.sleep(self.given.get("step_s", 0.0))
         self.is_due = iteration == self.given["iteration"]
+        self.is_past = iteration >= self.given["iteration"]
         if self.kind == "collective" and self.is_due:
             if self.is_here:
                 wander()
@@ -92,10 +93,10 @@ class Fault:
         Step.train = stepping  # type: ignore[method-assign]
         Executor._perform = performing  # type: ignore[method-assign]
         MicrobatchLoader._fetch = fetching  # type: ignore[method-assign]
-        if self.kind == "disk" and self.is_here:
+        if self.kind in ("disk", "disk behind") and self.is_here:
 
             def sync(file: int) -> None:
-                if self.is_due:
+                if self.is_due or (self.is_past and self.kind == "disk behind"):
                     read_for_ever(self.given["folder"])
 
             os.fsync = sync

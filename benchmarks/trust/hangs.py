@@ -25,13 +25,14 @@ from tests.multiprocess.launch import ROOT, SMALL_GPT, Forkserver, Ranks, forkse
 
 KINDS = (
     *("stopped", "collective", "reader", "disk", "schedule", "network", "lock"),
-    "interpreter lock",
+    *("interpreter lock", "disk behind"),
 )
 CAUSES = {
     "stopped": "is stopped",
     "collective": r"which it has not entered",
     "reader": "reads data",
     "disk": "reads or writes a checkpoint",
+    "disk behind": "reads or writes a checkpoint",
     "schedule": "wait for each other",
     "network": "lost on the way",
     "lock": "waits for a lock",
@@ -160,6 +161,8 @@ def start(
     words += ["--save", str(folder / "saved"), "--save-interval", str(case.iteration)]
     if case.kind == "schedule":
         words += _orders(folder, stages, 8 * stages * tensor // ranks)
+    if case.kind == "disk behind":
+        words += ["--async-save"]
     if case.kind == "network":
         words += ["--transport", "tcp"]
     if case.kind == "quiet":

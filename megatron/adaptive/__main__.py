@@ -7,7 +7,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, interrupts_end_at_once, run_cli
+from megatron.adaptive.cli.common import (
+    EXIT_EXPECTED_ERROR,
+    interrupts_end_at_once,
+    open_streams,
+    run_cli,
+)
+from megatron.adaptive.config.outside import say
 
 _SUBCOMMANDS = {
     "checkpoint": ("checkpoint", "list checkpoints, and check that they are what was written"),
@@ -51,6 +57,7 @@ def _print_help(words: Sequence[str]) -> None:
 
 def main() -> int:
     """Run the subcommand that the first argument names; returns its exit status."""
+    open_streams()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         return run_cli(_print_help, [])
@@ -58,7 +65,7 @@ def main() -> int:
         known = ", ".join(_SUBCOMMANDS)
         nearest = difflib.get_close_matches(name, list(_SUBCOMMANDS), n=1)
         hint = f"did you mean {nearest[0]}" if nearest else f"choose one of {known}"
-        print(f"error: unknown subcommand {name!r}: {hint}", file=sys.stderr)
+        say(f"error: unknown subcommand {name!r}: {hint}")
         return EXIT_EXPECTED_ERROR
     module, _, function = _SUBCOMMANDS[name][0].partition(".")
     try:
@@ -67,7 +74,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("megatron.adaptive"):
             raise
-        print(f"error: {name} needs {error.name}: pip install {error.name}", file=sys.stderr)
+        say(f"error: {name} needs {error.name}: pip install {error.name}")
         return EXIT_EXPECTED_ERROR
     return run_cli(getattr(program, function or "main"), sys.argv[2:])
 

@@ -40,7 +40,7 @@ def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = 
     (partial / "metadata.json").write_text("{}")
     (partial / INDEX).write_text("{}")
     (partial / "__0_0.distcp").write_bytes(content)
-    return folder.commit(iteration, MANIFEST)
+    return folder.commit(iteration, {**MANIFEST, "progress": {"iteration": iteration}})
 
 
 def reseal(manifest: Path, **values: object) -> None:
@@ -385,3 +385,100 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
     (path / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
     with pytest.raises(DamagedCheckpointError, match="checksum is another"):
         folder.open(20, trust=True)
+
+
+def test_a_whole_checkpoint_that_the_tracker_does_not_name_yet_counts(
+    folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a run was killed between the name of a checkpoint and the tracker, even twice."""
+    for iteration in (10, 20, 30):
+        write_checkpoint(folder, iteration)
+        (folder.path / TRACKER).write_text("10")
+        assert folder.latest() == iteration
+    assert list(folder.candidates()) == [30, 20, 10]
+    assert "names iteration 10" in caplog.text
+    assert "--ckpt-step 10 goes back" in caplog.text
+
+
+def test_a_run_that_went_back_goes_on_from_its_own_checkpoints(folder: CheckpointFolder) -> None:
+    for iteration in (10, 20, 30, 15):  # the last after --ckpt-step 10
+        write_checkpoint(folder, iteration)
+    assert folder.latest() == 15
+    write_checkpoint(folder, 20)
+    assert folder.latest() == 20
+    assert next(iter(folder.candidates())) == 20
+
+
+def test_of_former_versions_times_tell_what_was_written_last(folder: CheckpointFolder) -> None:
+    for iteration, time_s in ((10, 100), (20, 300)):
+        manifest = write_checkpoint(folder, iteration) / "manifest.json"
+        body = json.loads(manifest.read_text())
+        del body["checksum"], body["follows"]
+        lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in body.items()]
+        manifest.write_text(sealed(lines))
+        os.utime(manifest, (time_s, time_s))
+    (folder.path / TRACKER).write_text("10")
+    for time_s, latest in ((200, 20), (400, 10)):
+        os.utime(folder.path / TRACKER, (time_s, time_s))
+        assert folder.latest() == latest
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "-3", "1e3", "\u0663", "\x1b[2J", ""])
+def test_a_tracker_without_an_iteration_is_one_line(folder: CheckpointFolder, text: str) -> None:
+    write_checkpoint(folder, 10)
+    (folder.path / TRACKER).write_text(text, encoding="utf-8")
+    with pytest.raises(DamagedCheckpointError, match="which is not an iteration: write") as caught:
+        folder.latest()
+    assert len(str(caught.value)) < 400
+    assert list(folder.candidates()) == [10]
+
+
+def test_what_is_no_regular_file_is_not_waited_for(folder: CheckpointFolder) -> None:
+    path = write_checkpoint(folder, 10)
+    (folder.path / TRACKER).unlink()
+    os.mkfifo(folder.path / TRACKER)
+    with pytest.raises(DamagedCheckpointError, match="a FIFO, not a regular file"):
+        folder.latest()
+    assert list(folder.candidates()) == [10]
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to("/dev/zero")
+    with pytest.raises(DamagedCheckpointError, match="a device, not a regular file"):
+        folder.open(10)
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+    assert "a FIFO, not a regular file" in folder.verify(10)[0]
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        {"iteration": float("nan")},
+        {"iteration": -3},
+        {"iteration": 10**30},
+        {"iteration": 11},
+        {"iteration": True},
+        {},
+        {"iteration": 10, "consumed_train_samples": -3},
+        {"iteration": 10, "consumed_train_samples": 1.5},
+        {"iteration": 10, "unknown": 1},
+        "x",
+    ],
+    ids=repr,
+)
+def test_a_sealed_manifest_with_impossible_progress_is_refused(
+    folder: CheckpointFolder, progress: object
+) -> None:
+    path = write_checkpoint(folder, 10)
+    reseal(path / "manifest.json", progress=progress)
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json: .*progress.*damaged"):
+        folder.open(10)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", ".."])
+def test_a_manifest_names_files_of_its_own_folder_alone(
+    folder: CheckpointFolder, name: str
+) -> None:
+    path = write_checkpoint(folder, 10)
+    reseal(path / "manifest.json", files={name: 1})
+    with pytest.raises(DamagedCheckpointError, match="no name of a file in its folder"):
+        folder.open(10)

@@ -178,3 +178,52 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
         program.stdout.close()
         assert program.stderr.read() == ""
     assert program.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_closed_standard_error_is_no_traceback(tmp_path: Path) -> None:
+    """As with ``2>&-``: Python has ``None`` there, and the next file would take its number."""
+    script = tmp_path / "closed.sh"
+    program = f"{sys.executable} -m megatron.adaptive simulate --stages 2 --microbatches"
+    script.write_text(f"{program} x 2>&-; echo $?; {program} 4 2>&- >/dev/null; echo $?\n")
+    done = subprocess.run(
+        ["bash", str(script)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("2\n0\n", "")
+
+
+@pytest.mark.parametrize("limit", [48, 128])
+def test_too_few_files_are_said_before_ranks_start(limit: int, tmp_path: Path) -> None:
+    words = f"-m megatron.adaptive launch --standalone --nproc-per-node 2 {TRAINER} {SMALL}"
+    command = f"ulimit -n {limit}; exec {sys.executable} {words}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert f"may open {limit} files and connections (ulimit -n)" in complaint(done)
+
+
+def test_a_limit_that_may_be_raised_is_raised() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 4000))\n"
+        "from megatron.adaptive.config.environment import require_files\n"
+        "require_files(4); print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    assert run("-c", code).stdout == "(4000, 4000)\n"
+
+
+def test_a_model_beyond_any_memory_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    flags = SMALL.replace("--hidden-size 32", "--hidden-size 1000000")
+    done = run_forked([TRAINER, *flags.split()], folder=tmp_path, limit_s=60)
+    assert done.returncode == 2
+    assert "GiB of weights on each of 1 ranks" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flag", ["--hidden-size", "--train-iters", "--vocab-size"])
+def test_numbers_beyond_any_use_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_gpt.run([*SMALL.split(), flag, str(10**18)]) == 2
+    assert f"{flag}: {10**18} is too large, give at most" in capsys.readouterr().err

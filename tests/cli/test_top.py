@@ -20,6 +20,7 @@ import pytest
 
 from benchmarks.tracing.synthetic import Fault, SyntheticRun, write_synthetic
 from megatron.adaptive.cli.top import main
+from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import trace_file_name
 from megatron.adaptive.trace.live import LiveRun
 from megatron.adaptive.trace.live_state import NowFile
@@ -101,10 +102,9 @@ def test_what_is_missing_is_said(folder: Path, capsys: pytest.CaptureFixture[str
     assert "trace_rank_00002.jsonl:1 stands before the header" in text
 
 
-def test_an_empty_folder_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = frame(capsys, tmp_path, "--width", "80")
-    assert lines[0].endswith("waiting")
-    assert lines[1] == " no traces yet"
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no run has written anything there yet; give the folder"):
+        main([str(tmp_path), "--once"])
 
 
 def test_many_ranks_are_told_by_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from megatron.adaptive.config.forms import read_file
-from megatron.adaptive.config.outside import MAX_LEVELS, parse_json, printable, read_json
+from megatron.adaptive.config.outside import (
+    MAX_BYTES,
+    MAX_LEVELS,
+    open_file,
+    parse_json,
+    printable,
+    read_json,
+    read_whole,
+    require_file,
+)
 from megatron.adaptive.errors import ConfigError, ScheduleError
 
 DEEP = "[" * (MAX_LEVELS + 1) + "]" * (MAX_LEVELS + 1)
@@ -59,8 +70,40 @@ def test_a_file_is_named_with_what_to_do(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ScheduleError, match=f"{name}: .*{rule}.*; name a profile$"):
             read_json(tmp_path / name, "name a profile", ScheduleError)
+    with (tmp_path / "huge.json").open("wb") as huge:
+        huge.truncate(MAX_BYTES + 1)
     with pytest.raises(ConfigError, match="more than 268,435,456 bytes"):
-        read_json(Path("/dev/zero"), "name a plan")
+        read_json(tmp_path / "huge.json", "name a plan")
+
+
+def test_what_is_no_regular_file_is_refused_without_a_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    for name, kind in {"fifo": "a FIFO", "socket": "a socket", "endless": "a device"}.items():
+        with pytest.raises(ConfigError, match=f"{name}: it is {kind}, not a regular file; name"):
+            read_json(tmp_path / name, "name a plan")
+        with pytest.raises(OSError, match="not a regular file"):
+            open_file(tmp_path / name)
+        with pytest.raises(OSError, match="not a regular file"):
+            require_file(tmp_path / name)
+    with pytest.raises(OSError, match="no name of a file"):
+        read_whole(f"{tmp_path}/a\0b")
+
+
+def test_files_without_a_size_are_read_to_their_end() -> None:
+    assert read_whole("/proc/self/status").startswith(b"Name:")
+    with pytest.raises(OSError, match="more than 10 bytes"):
+        read_whole("/proc/self/status", 10)
+
+
+def test_integers_that_no_float_holds_are_refused() -> None:
+    assert parse_json("1" * 300, strict=False) == int("1" * 300)
+    assert parse_json(f'"{"1" * 400}"', strict=False) == "1" * 400
+    for digits in (301, 5000):
+        with pytest.raises(ValueError, match="more than 300 digits"):
+            parse_json("1" * digits, strict=False)
 
 
 def test_characters_that_change_a_terminal_are_written_out() -> None:

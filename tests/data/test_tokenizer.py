@@ -61,8 +61,36 @@ def test_a_merge_line_may_begin_like_a_comment(files: tuple[Path, Path]) -> None
     ids = json.loads(vocab.read_text())
     ids["##"] = len(ids)
     vocab.write_text(json.dumps(ids))
+    made = {"".join(line.split(" ")) for line in merges.read_text().split("\n")}
+    ids = {name: number for name, number in ids.items() if name not in made}
+    ids = {name: number for number, name in enumerate(ids)}
+    vocab.write_text(json.dumps(ids))
     merges.write_text("# #\n")
     assert GPT2BPETokenizer(vocab, merges).tokenize("##") == [ids["##"]]
+
+
+@pytest.mark.parametrize("damage", ["name", "rule", "swapped", "lost", "id"])
+def test_a_vocabulary_and_merges_that_contradict_each_other_are_refused(
+    files: tuple[Path, Path], damage: str
+) -> None:
+    vocab, merges = files
+    GPT2BPETokenizer(vocab, merges)
+    lines = merges.read_text().rstrip("\n").split("\n")
+    ids = json.loads(vocab.read_text())
+    if damage == "name":
+        ids = {("zq" if name == lines[9].replace(" ", "") else name): n for name, n in ids.items()}
+    elif damage == "rule":
+        lines[9] = lines[8]
+    elif damage == "swapped":
+        lines[5], lines[9] = lines[9], lines[5]
+    elif damage == "lost":
+        del lines[9]
+    else:
+        ids[lines[9].replace(" ", "")] += 1000
+    vocab.write_text(json.dumps(ids))
+    merges.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"(vocab.json|merges.txt)"):
+        GPT2BPETokenizer(vocab, merges)
 
 
 def test_end_of_document_in_the_text_is_text(tokenizer: GPT2BPETokenizer) -> None:
@@ -83,8 +111,12 @@ def test_identity_follows_the_content_not_the_place(corpus: Corpus, tmp_path: Pa
     merges = corpus.merge_file.read_text(encoding="utf-8").rstrip("\n").split("\n")
     (tmp_path / "m.txt").write_text("\n".join(merges), encoding="utf-8")
     (tmp_path / "fewer.txt").write_text("\n".join(merges[:-1]), encoding="utf-8")
+    ids = json.loads(corpus.vocab_file.read_text(encoding="utf-8"))
+    del ids[merges[-1].replace(" ", "")]
+    ids = {name: number for number, name in enumerate(ids)}
+    (tmp_path / "w.json").write_text(json.dumps(ids), encoding="utf-8")
     moved = GPT2BPETokenizer(tmp_path / "v.json", corpus.merge_file)
-    other = GPT2BPETokenizer(tmp_path / "v.json", tmp_path / "fewer.txt")
+    other = GPT2BPETokenizer(tmp_path / "w.json", tmp_path / "fewer.txt")
     assert moved.unique_identifiers == here.unique_identifiers
     assert other.unique_identifiers != here.unique_identifiers
     assert NullTokenizer(5).unique_identifiers != NullTokenizer(6).unique_identifiers

@@ -32,7 +32,9 @@ time.sleep(float(sys.argv[2]))
 def change(folder: Path, **facts: object) -> None:
     """Let the last claim look as if another process had made it."""
     path = max((folder / ".lease").glob("claim-*.json"))
-    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+    claim = {**json.loads(path.read_text()), **facts}
+    del claim["sum"]  # as claims of former versions
+    path.write_text(json.dumps(claim))
 
 
 @pytest.fixture
@@ -190,3 +192,25 @@ def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> No
     assert said == [f"warning: cannot write {tmp_path / '.lease'}: File too large"]
     lease.require()
     assert re.fullmatch(r"\d+", before)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"since_unix_s": 1e300}, {"since_unix_s": "x"}, {"pid": "1"}, {"restarts": []}, {"job": 7}],
+    ids=repr,
+)
+def test_a_claim_that_says_what_none_can_is_taken_for_silent(
+    tmp_path: Path, facts: dict[str, object]
+) -> None:
+    Lease(tmp_path).claim(job="a", restarts=1)
+    change(tmp_path, **facts)
+    assert "process ? on another machine" in str(Lease(tmp_path).taken(1))
+
+
+def test_a_damaged_claim_does_not_free_the_folder_of_a_living_job(tmp_path: Path) -> None:
+    own = Lease(tmp_path)
+    own.claim(job="a", restarts=1)
+    path = tmp_path / ".lease" / "claim-1.json"
+    claim = json.loads(path.read_text())
+    path.write_text(json.dumps({**claim, "pid": 2**22 + 1}))  # of a process that never was
+    assert not module._is_gone(own._facts(1))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ..multiprocess.launch import run_ranks, tail
+from ..multiprocess.launch import Ranks, run_ranks, tail, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -33,3 +33,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_on_four_processes(results: list[dict[str, Any]], program: str) -> None:
     errors = [one["error"] for one in results if one["error"]]
     assert [program in one["done"] for one in results] == [True] * RANKS, "\n".join(errors)
+
+
+def test_a_peer_that_dies_as_all_add_up_the_loss_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "output.txt"
+    ranks = Ranks([str(WORKER.with_name("lost_peer.py"))], world_size=2, log=log, limit_s=120.0)
+    try:
+        wait_until(lambda: "named: " in log.read_text(), log.read_text, 120.0)
+    finally:
+        ranks.kill()
+    assert "named: rank 0 lost its connection with another rank (" in log.read_text()
+    assert "Traceback" not in log.read_text()

@@ -43,6 +43,14 @@ def test_a_message_that_only_a_follower_of_a_group_lacks_is_named(tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_does_not_answer_behind_training_is_named(tmp_path: Path, rank: int) -> None:
+    # The main thread of each rank waits for its own thread that writes; one of those is behind.
+    case = Case(kind="disk behind", shape=PAIR, rank=rank, after_s=AFTER_S)
+    found = run(case, tmp_path / "job")
+    assert is_named_right(case, found["said"]), found["text"][-4000:]
+
+
 def test_a_loop_around_a_pipeline_is_watched(tmp_path: Path) -> None:
     case = Case(kind="reader", shape=PAIR, rank=1, after_s=AFTER_S, program="pipeline")
     found = run(case, tmp_path / "job")

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from megatron.adaptive.config.outside import open_file, printable, require_file
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 BLOCK_BYTES = 1 << 20
@@ -32,6 +34,7 @@ _DIGITS = 16
 _PIECE_BYTES = 1 << 22  # stays in the processor's cache between the checksum and the write
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
+_SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
 
 FileSum = tuple[int, str]
 """Size of a file in bytes, and the checksums of its blocks, one after the other."""
@@ -81,7 +84,7 @@ def sum_of_file(path: Path) -> FileSum:
         OSError: it cannot be read.
     """
     sums = Checksums()
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         while piece := file.read(BLOCK_BYTES):
             sums.update(piece)
     return sums.result()
@@ -183,12 +186,14 @@ class CheckedFile:
                     raise
                 self.close()
                 del self._paths[0]
-                _LOG.warning("WARNING: %s; going on with %s", error, self._paths[0])
+                text = printable(f"{error}; going on with {self._paths[0]}")
+                _LOG.warning("WARNING: %s", text)
 
     def _fetch(self, number: int, view: memoryview) -> None:
         path, start = self._paths[0], number * BLOCK_BYTES
         try:
             if self._file < 0:
+                require_file(path)
                 self._file = os.open(path, os.O_RDONLY)
             done = 0
             while count := os.preadv(self._file, [view[done:]], start + done):
@@ -222,6 +227,19 @@ def sealed(lines: Sequence[str]) -> str:
 def is_sealed(raw: bytes) -> bool:
     """Return whether a manifest ends with the checksum of what it says."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
+
+
+def seal_of(file: Path) -> str:
+    """Returns the checksum that ends a manifest, empty if it cannot be read or has none."""
+    try:
+        with open_file(file) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _SEAL_BYTES))
+            end = stream.read(_SEAL_BYTES)
+    except OSError:
+        return ""
+    match = _SEALED.fullmatch(end)
+    return "" if match is None else match[1].decode()
 
 
 def _seal(text: bytes) -> str:

@@ -46,6 +46,7 @@ from megatron.adaptive.checkpoint.shards import CheckpointReader, WantedPart
 from megatron.adaptive.config import adapters as peft
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.hugging_face import CONFIG, load_config
+from megatron.adaptive.config.outside import read_whole
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 from megatron.adaptive.gpt.lora import MARK
@@ -237,7 +238,7 @@ def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
     """Returns the file as it is, but for the type of the tensors where they have another."""
     key = "dtype" if "dtype" in document else "torch_dtype"
     if document.get(key) in (None, dtype) and "quantization_config" not in document:
-        return path.read_bytes()
+        return read_whole(path)
     document = {name: one for name, one in document.items() if name != "quantization_config"}
     return (json.dumps({**document, key: dtype}, indent=2) + "\n").encode()
 
@@ -346,7 +347,7 @@ def _adapter_config(found: _Exported) -> bytes:
         rank, alpha, dropout, targets = words[1::2]
         numbers = (int(rank), float(alpha), float(dropout))
         if (*numbers, targets) == tuple(dataclasses.asdict(lora).values())[:4]:
-            return (given / peft.ADAPTER_CONFIG).read_bytes()
+            return read_whole(given / peft.ADAPTER_CONFIG)
     names = lora.lora_targets.split(",")
     if names == ["all-linear"]:
         theirs = peft.linear_names(found.config).values()

@@ -48,10 +48,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from megatron.adaptive.checkpoint.checksums import find_damage, is_sealed, sealed, sum_of_file
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.checkpoint.checksums import (
+    find_damage,
+    is_sealed,
+    seal_of,
+    sealed,
+    sum_of_file,
+)
+from megatron.adaptive.config.forms import check_form
+from megatron.adaptive.config.outside import parse_json, printable, read_whole
 from megatron.adaptive.engine.lease import Lease
-from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
+from megatron.adaptive.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
@@ -64,6 +71,8 @@ _SHARD = ".distcp"  # ends the names of files that are checked as they are read
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
+_TRACKER_BYTES = 1 << 16
+_TRACKER_DIGITS = 18
 
 
 class StepFolders:
@@ -83,6 +92,7 @@ class StepFolders:
     # What manifests begin with: the newest version that is read, and the format's name if any.
     _form: ClassVar[Mapping[str, Any]] = {}
     _needed = frozenset({"files"})  # of what manifests hold
+    _schema: ClassVar[str] = "manifest"  # name of the form of manifests
     _trust = "--trust-checkpoint"
 
     def __init__(self, path: str | Path) -> None:
@@ -204,7 +214,7 @@ class StepFolders:
                 blocks[name] = sum_of_file(partial / name)[1]
         # Indented JSON is made by Python, line by line, while training waits for its turn.
         body = {**self._form, **manifest, **self._form}
-        body |= {"step": step, "files": files, "blocks": blocks}
+        body |= {"step": step, "files": files, "blocks": blocks, **self._order(step)}
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
         write_files(partial, {self.manifest_name: sealed([*lines]).encode()})
         sync(partial)
@@ -259,7 +269,7 @@ class StepFolders:
         """
         file = path / self.manifest_name
         try:
-            raw = file.read_bytes()
+            raw = read_whole(file)
             body = parse_json(raw, strict=False)
         except FileNotFoundError:
             raise self._lacks_manifest(path, remedy) from None
@@ -288,7 +298,27 @@ class StepFolders:
             text = f"{file} has no {missing[0]!r}: it is damaged; {remedy}"
             raise DamagedCheckpointError(text)
         body.pop("checksum", None)
+        if wrong := self._broken_rule(body):
+            raise DamagedCheckpointError(f"{file}: {wrong}: it is damaged; {remedy}")
         return body
+
+    def _broken_rule(self, body: Mapping[str, Any]) -> str:
+        """Returns what is wrong in a manifest with a right checksum, empty for nothing."""
+        try:
+            check_form(body, self._schema, "it")
+        except ConfigError as error:
+            return str(error)
+        names = {*body["files"], *body.get("blocks", {})}
+        if outside := [
+            name
+            for name in names
+            if name in ("", ".", "..") or name != Path(name).name or "\0" in name
+        ]:
+            return f"{outside[0]!r} is no name of a file in its folder"
+        iteration = body.get("progress", {}).get("iteration", 0)
+        if "step" in body and iteration and iteration != body["step"]:
+            return f"its progress is that of iteration {iteration}, and its step {body['step']}"
+        return ""
 
     def verify(self, step: int) -> list[str]:
         """Read all of one checkpoint and return what is not as it was written.
@@ -362,6 +392,10 @@ class StepFolders:
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
+    def _order(self, step: int) -> Mapping[str, Any]:
+        """Returns what the manifest of a step says about the checkpoints before it."""
+        return {}
+
     def _track(self, step: int) -> None:
         """Note that a step is the latest, before the former folder of that step goes."""
 
@@ -381,6 +415,7 @@ Manifest = Mapping[str, Any]
     files: size of each other file in bytes.
     blocks: checksums of each other file, see ``checkpoint.checksums``; none for those of a former
         version.
+    follows: checksum of the manifest of the checkpoint before it, empty if it was the first.
     save_id: of this save, by which its parts on other disks are recognized; empty where there are
         none.
 """
@@ -393,7 +428,7 @@ class CheckpointFolder(StepFolders):
         path: the folder; it need not exist.
     """
 
-    manifest_name = "manifest.json"
+    manifest_name, _schema = "manifest.json", "checkpoint_manifest"
     _form = MappingProxyType({"format": _FORMAT, "version": FORMAT_VERSION})
     _needed = frozenset(
         "progress config shape padded_vocab_size has_optimizer has_rng files".split()
@@ -402,8 +437,9 @@ class CheckpointFolder(StepFolders):
     def latest(self) -> int | None:
         """Return the iteration to go on from, ``None`` where the folder holds no checkpoint.
 
-        Without a tracker it is the last complete checkpoint: a run may have died between the first
-        checkpoint and the tracker.
+        It is the last complete checkpoint that was written. A run may die between the name of a
+        checkpoint and the tracker: complete ones that follow the tracker's count. Later iterations
+        that the tracker's one does not lead to do not: a run went back with ``--ckpt-step`` since.
 
         Raises:
             CheckpointError: the tracker holds something else than an iteration, or the folder is
@@ -411,28 +447,85 @@ class CheckpointFolder(StepFolders):
         """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"--load {self.path} is a file: name the folder of checkpoints")
+        tracked = self._tracked()
+        return super().latest() if tracked is None else self._last_after(tracked)
+
+    def _tracked(self) -> int | None:
+        """Returns the iteration that the tracker names, ``None`` if there is no tracker."""
         tracker = self.path / _TRACKER
-        if not tracker.exists():
-            return super().latest()
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if not text.isdecimal():
+        if not os.path.lexists(tracker):
+            return None
+        try:
+            text = read_whole(tracker, _TRACKER_BYTES).decode(errors="replace").strip()
+        except OSError as error:
+            raise DamagedCheckpointError(
+                f"{tracker} cannot be read ({error.strerror}): write the number of one of the "
+                "checkpoints beside it into it, or choose one with --ckpt-step"
+            ) from None
+        if not (text.isascii() and text.isdecimal() and len(text) <= _TRACKER_DIGITS):
             raise DamagedCheckpointError(
                 f"{tracker} says {text[:40]!r}, which is not an iteration: write the number of one "
                 "of the checkpoints beside it, or choose one with --ckpt-step"
             )
         return int(text)
 
+    def _last_after(self, tracked: int) -> int:
+        """Returns the last of the complete checkpoints that follow one another from an iteration.
+
+        Each manifest holds the checksum of the manifest before it. Where it does not, as in
+        checkpoints of former versions, the files' times say what was written after the tracker.
+        """
+        steps = self.steps()
+        if tracked not in steps:
+            return max(tracked, max(steps, default=tracked)) if steps else tracked
+        last = tracked
+        for step, path in steps.items():
+            if step > last and self._follows(path, seal_of(steps[last] / self.manifest_name)):
+                last = step
+        return last
+
+    def _follows(self, path: Path, seal: str) -> bool:
+        """Returns whether a checkpoint was written after the one whose manifest has this seal."""
+        try:
+            follows = self.read_manifest(path).get("follows")
+            if follows is not None:
+                return bool(follows == seal)
+            times = [(path / self.manifest_name).stat().st_mtime_ns]
+            times.append((self.path / _TRACKER).stat().st_mtime_ns)
+        except (CheckpointError, OSError):
+            return False
+        return times[0] > times[1]
+
+    def _order(self, step: int) -> Mapping[str, Any]:
+        try:
+            latest = self.latest()
+        except CheckpointError:  # a damaged tracker is replaced
+            latest = super().latest()
+        if latest is None:
+            return {"follows": ""}
+        return {"follows": seal_of(self.complete_path(latest) / self.manifest_name)}
+
     def candidates(self) -> Iterator[int]:
         try:
+            tracked, latest = self._tracked(), self.latest()
+            if tracked is not None and latest is not None and latest != tracked:
+                _LOG.warning(
+                    "WARNING: %s names iteration %d, and the checkpoint of iteration %d was written"
+                    " after it: going on from that; --ckpt-step %d goes back",
+                    printable(str(self.path / _TRACKER)),
+                    tracked,
+                    latest,
+                    tracked,
+                )
             yield from super().candidates()
         except DamagedCheckpointError as error:
             if not (steps := self.named()):
                 raise
-            _LOG.warning("WARNING: %s", error)
+            _LOG.warning("WARNING: %s", printable(str(error)))
             yield from reversed(steps)
 
     def _is_tracked(self) -> bool:
-        return (self.path / _TRACKER).exists()
+        return os.path.lexists(self.path / _TRACKER)
 
     def open(self, iteration: int, *, trust: bool = False) -> tuple[Path, Manifest]:
         """Return the folder and manifest of a checkpoint after checking that all of it is there.
@@ -507,6 +600,7 @@ class PipelineFolder(StepFolders):
     """
 
     manifest_name, _prefix, _digits = "pipeline.json", "step_", 8
+    _schema = "pipeline_manifest"
     _form = MappingProxyType({"format": PIPELINE_FORMAT})
     _trust = "trust_checkpoint=True"
 

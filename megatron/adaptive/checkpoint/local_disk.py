@@ -39,6 +39,7 @@ from megatron.adaptive.checkpoint.checksums import CheckedFile
 from megatron.adaptive.checkpoint.collective_errors import RankGroup
 from megatron.adaptive.checkpoint.folder import StepFolders, write_files
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.lease import Lease, LeaseTakenError
 from megatron.adaptive.errors import CheckpointError
@@ -328,11 +329,11 @@ class LocalDisk:
 
     def _say(self, text: str) -> None:
         if self._is_first:
-            print(text, flush=True)
+            print(printable(text, lines=True), flush=True)
 
     def _warn(self, text: str, *values: Any) -> None:
         if self._is_first:
-            _LOG.warning("WARNING: " + text, *values)
+            _LOG.warning("WARNING: %s", printable(text % values if values else text))
 
 
 class BackgroundWrite(threading.Thread):
@@ -388,7 +389,7 @@ def hold(
                 if not lease.join_manager(environment.lease, environment.run_id):
                     name = "" if environment.run_id == "none" else environment.run_id
                     lease.claim(job=name, restarts=environment.restart_count)
-                    lease.keep_up(_LOG.warning)
+                    lease.keep_up(lambda line: _LOG.warning("%s", printable(line)))
                 folder.lease = lease
                 folder.clear()
             except OSError as error:
@@ -507,7 +508,7 @@ class Upload(BackgroundWrite):
             text = str(self.failure)
             if not isinstance(self.failure, CheckpointError):
                 text = f"the copy of a checkpoint broke off: {(text.splitlines() or ['?'])[0]}"
-            _LOG.warning("WARNING: %s", text)
+            _LOG.warning("WARNING: %s", printable(text))
 
     def _copy(self) -> Path:
         why = (

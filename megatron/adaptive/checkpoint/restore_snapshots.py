@@ -27,7 +27,7 @@ from megatron.adaptive.checkpoint.folder import (
     write_files,
 )
 from megatron.adaptive.checkpoint.snapshot_keeper import SnapshotFile
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import parse_json, read_whole, say
 from megatron.adaptive.engine.lease import Lease
 from megatron.adaptive.errors import AdaptiveError, CheckpointError
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         (assemble if order["what"] == "assemble" else write)(order)
     except (AdaptiveError, OSError, ValueError) as error:
-        print(f"error: copies of iteration {order['step']}: {error}", file=sys.stderr, flush=True)
+        say(f"error: copies of iteration {order['step']}: {error}")
         return 2
     return 0
 
@@ -118,13 +118,13 @@ def assemble(order: Mapping[str, Any]) -> None:
     blocks: dict[str, str] = {}
     for number in range(order["count"]):
         path = partial / f"part-{number}.json"
-        part = parse_json(path.read_bytes(), strict=False)
+        part = parse_json(read_whole(path), strict=False)
         entries += part["entries"]
         lines += part["lines"]
         blocks[_shard(number)] = part["sum"][1]
         path.unlink()
     _require_whole(entries)
-    head = parse_json((partial / _HEAD).read_bytes(), strict=False)
+    head = parse_json(read_whole(partial / _HEAD), strict=False)
     (partial / _HEAD).unlink()
     write_files(partial, indices_of(entries))
     if order["is_pipeline"]:

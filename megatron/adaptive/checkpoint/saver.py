@@ -30,6 +30,7 @@ from megatron.adaptive.checkpoint.folder import StepFolders, write_files
 from megatron.adaptive.checkpoint.local_disk import BackgroundWrite, Done, LocalDisk, writing
 from megatron.adaptive.checkpoint.shards import CheckpointReader
 from megatron.adaptive.checkpoint.torch_dist import ShardWriter, TakenState
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
@@ -194,7 +195,7 @@ class CheckpointSaver:
 
     def _warn(self, text: str) -> None:
         if self._ranks.is_first:
-            _LOG.warning("WARNING: %s", text)
+            _LOG.warning("WARNING: %s", printable(text))
 
     def _write(
         self,
@@ -254,7 +255,8 @@ def load_first_whole(
                 raise
             raise first from error
         if first is not None and ranks.is_first:
-            _LOG.warning("WARNING: %s; going on from that of %d, the newest whole one", first, step)
+            text = printable(f"{first}; going on from that of {step}, the newest whole one")
+            _LOG.warning("WARNING: %s", text)
         return result
     assert first is not None
     raise first

@@ -67,6 +67,7 @@ from megatron.adaptive.checkpoint.torch_dist import (
     common_files,
 )
 from megatron.adaptive.config.flags import fields_of
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.errors import CheckpointError, ConfigError
@@ -322,7 +323,8 @@ class Checkpoints:
                 "--exit-on-missing-checkpoint to start from scratch"
             )
         start = "scratch" if (given := self._settings.load_hf) is None else f"--load-hf {given}"
-        _LOG.warning("WARNING: --load %s %s: starting from %s", folder.path, why, start)
+        text = printable(f"--load {folder.path} {why}: starting from {start}")
+        _LOG.warning("WARNING: %s", text)
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:

@@ -19,7 +19,7 @@ from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.hugging_face import FLAGS_FILE, LOAD_FLAG, load_config
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import parse_json, read_whole
 from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 
 _EXIT_DAMAGED = 1
@@ -40,14 +40,14 @@ def main(argv: Sequence[str]) -> int:
     folders, steps = find(path, options.step)
     if options.what == "show":
         about = _about(folders, steps[-1])
-        print(json.dumps(about, indent=1) if options.json else "\n".join(_lines(about)))
+        show(json.dumps(about, indent=1) if options.json else "\n".join(_lines(about)))
         return 0
     is_read = options.what == "verify"
     rows = [_row(folders, step, is_read=is_read) for step in steps]
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
-        print("\n".join(_table(rows, is_read=is_read)))
+        show("\n".join(_table(rows, is_read=is_read)))
     return _EXIT_DAMAGED if any(row["problems"] for row in rows) else 0
 
 
@@ -109,7 +109,7 @@ def _about(folders: StepFolders, step: int) -> dict[str, Any]:
         try:
             tensors = {
                 name: {"type": one["type"], "shape": one["whole"], "parts": len(one["parts"])}
-                for name, one in parse_json((path / INDEX).read_bytes())["tensors"].items()
+                for name, one in parse_json(read_whole(path / INDEX))["tensors"].items()
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             why = f"{path / INDEX} cannot be read ({error}): see checkpoint verify {path}"

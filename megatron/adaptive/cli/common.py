@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-from megatron.adaptive.config.outside import printable
+from megatron.adaptive.config.environment import too_many_files
+from megatron.adaptive.config.outside import printable, say
 from megatron.adaptive.errors import AdaptiveError
 
 EXIT_EXPECTED_ERROR = 2
@@ -19,6 +21,39 @@ _STOPPED = "stopped by the user"
 def show(text: str = "", *, file: TextIO | None = None) -> None:
     """Prints text that holds words from outside: names, paths, lines of others' files."""
     print(printable(text, lines=True), file=file, flush=True)
+
+
+def open_streams() -> None:
+    """Opens the standard streams that the process was started without, at ``/dev/null``.
+
+    Python has ``None`` in their place, and the next file that is opened would take the number 2,
+    into which libraries write what they have to say.
+    """
+    for number, (name, flags) in enumerate(_STREAMS.items()):
+        try:
+            os.fstat(number)
+        except OSError:
+            made = os.open(os.devnull, flags)
+            if made != number:
+                os.dup2(made, number)
+                os.close(made)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            mode = "r" if flags == os.O_RDONLY else "w"
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+_STREAMS = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY, "stderr": os.O_WRONLY}
+
+
+def expected(error: Exception) -> AdaptiveError | None:
+    """Returns the error of one line for an exception of a program, ``None`` for a bug."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            return too_many_files(str(cause.strerror))
+        cause = cause.__cause__
+    return error if isinstance(error, AdaptiveError) else None
 
 
 def end_at_once(number: int, frame: object) -> None:
@@ -54,13 +89,11 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         its output has gone, as ``head`` does. Other exceptions pass through with their traceback,
         for they are bugs.
     """
+    open_streams()
     try:
         status = main(list(sys.argv[1:] if argv is None else argv)) or 0
         sys.stdout.flush()
         return status
-    except AdaptiveError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
-        return EXIT_EXPECTED_ERROR
     except KeyboardInterrupt:
         print(_STOPPED, file=sys.stderr, flush=True)
         return 130
@@ -68,3 +101,9 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         # What is still buffered must not fail once more when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except Exception as error:
+        known = expected(error)
+        if known is None:
+            raise
+        say(f"error: {known}")
+        return EXIT_EXPECTED_ERROR

@@ -9,11 +9,14 @@ of a job before its time is over, is left to the ranks: they handle it, here it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import signal
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +25,8 @@ from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, interrupts_end_at_
 from megatron.adaptive.cluster.host import loopback_variables
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.command_parser import count
+from megatron.adaptive.config.environment import require_files
+from megatron.adaptive.config.outside import natural, printable
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.trace.files import drop_closed_terminal
 
@@ -29,6 +34,10 @@ _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _MAX_PROCESSES = 4096
+_PORT = 29400  # of torchrun, where an endpoint has none
+_LOOK_UP_S = 30.0
+_SAY_S = 30.0
+_WAIT_S = 600.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,12 +56,16 @@ def main(argv: Sequence[str]) -> int:
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.run import run
 
+        from megatron.adaptive.engine.meeting import MeetingError
+
         options = _read_options(argv)
     script = Path(options.training_script)
     if not (options.module or options.no_python or script.is_file()):  # else each rank would say it
         what = "is a folder" if script.is_dir() else "no such file"
         raise ConfigError(f"{script}: {what}; name the script to start, such as {_TRAINER}")
     _check_trainer(options)
+    least = options.nnodes.partition(":")[0]
+    require_files(options.world_size or int(options.nproc_per_node) * int(least))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # If this process is killed, torch would print a native stack for each rank as a warning.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -62,10 +75,11 @@ def main(argv: Sequence[str]) -> int:
         if name.startswith("torch.distributed."):  # repeats in many lines what the rank said
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
+        _check_way(options)
         run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return _report(error)
-    except (DistError, RendezvousError) as error:
+    except (DistError, MeetingError, RendezvousError) as error:
         raise _no_meeting(options, error) from error
     except SignalException as error:
         drop_closed_terminal()
@@ -95,7 +109,8 @@ def _read_options(argv: Sequence[str]) -> Any:
         )
     word = options.nproc_per_node
     try:
-        number = int(word) if word.lstrip("+-").isdigit() else determine_local_world_size(word)
+        number = natural(word)
+        number = determine_local_world_size(word) if number is None else number
     except ValueError as error:
         reason = "is no number" if word in str(error) else str(error).rstrip(".")
         raise ConfigError(
@@ -112,6 +127,44 @@ def _read_options(argv: Sequence[str]) -> Any:
         kept = [name for name in handled.split(",") if name != signal.SIGHUP.name]
         options.signals_to_handle = ",".join(kept)
     return options
+
+
+def _check_way(options: Any) -> None:
+    """Waits for the store of the first node, which torchrun would do without a limit or a word.
+
+    Raises:
+        MeetingError: Its name does not resolve, nobody listens there, or what listens is no store.
+    """
+    if options.standalone or options.rdzv_backend.startswith("etcd"):
+        return
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    from megatron.adaptive.engine.meeting import MeetingError, connect, reach
+
+    place = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    try:
+        host, port = parse_rendezvous_endpoint(place, _PORT)
+    except ValueError as error:
+        raise MeetingError(str(error)) from None
+    begin_s = time.monotonic()
+    reach(host, port, begin_s + _LOOK_UP_S, only_look_up=True)
+    if options.rdzv_backend == "c10d":  # the node whose address it is begins to listen itself
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, port), 1.0).close()
+            connect(host, port, time.monotonic() + 1.0)
+        return
+    if options.node_rank == 0:
+        return
+    while True:
+        try:
+            connect(host, port, time.monotonic() + _SAY_S)
+            return
+        except MeetingError as error:
+            left_s = begin_s + _WAIT_S - time.monotonic()
+            if left_s < 0 or "no store" in str(error):
+                raise
+            text = f"waiting for node 0 at {host}:{port} ({error}); {left_s:.0f} s left"
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def _no_meeting(options: Any, error: Exception) -> SetupError:

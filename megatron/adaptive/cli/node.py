@@ -52,7 +52,7 @@ from megatron.adaptive.cluster.node import (
 )
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.environment import FROM_CONF, SECRET_VARIABLE, WORK_FOLDER, job_secret
-from megatron.adaptive.config.outside import parse_json, printable, read_json
+from megatron.adaptive.config.outside import natural, parse_json, printable, read_json, read_whole
 from megatron.adaptive.errors import AdaptiveError, ConfigError, SetupError
 from megatron.adaptive.handshake import new_secret, write_private
 from megatron.adaptive.network import interface_of, is_loopback, own_address
@@ -80,6 +80,9 @@ def main(argv: Sequence[str]) -> int:
     """
     roles = {"master": _master, "worker": _worker, "slurm": _slurm}
     role = argv[0] if argv else ""
+    if role in ("-h", "--help"):
+        print((__doc__ or "").partition("Nodes on pods")[0].strip())
+        return 0
     if role not in roles:
         raise ConfigError(f"node {role}: say master, worker or slurm; see node master --help")
     return roles[role](argv[1:])
@@ -603,7 +606,7 @@ def _environment_number(*names: str) -> int | None:
     for name in names:
         text = os.environ.get(name, "").strip()
         if text:
-            if not text.isdigit():
+            if natural(text) is None:
                 raise ConfigError(f"environment variable {name} is {text!r}: write a whole number")
             return int(text)
     return None
@@ -639,6 +642,6 @@ def _found(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
 def _read_found(path: Path) -> _Found | None:
     """Returns where the master is, ``None`` if there is no file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        answer = parse_json(path.read_bytes())
+        answer = parse_json(read_whole(path))
         return _Found(str(answer["address"]), int(answer["port"]), str(answer["secret"]))
     return None

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from megatron.adaptive.cli.common import run_cli
+from megatron.adaptive.cli.common import run_cli, show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.flags import fields_of
@@ -84,12 +84,12 @@ def _run(argv: Sequence[str]) -> int:
         summary = preprocess(spec, progress=progress)
     rate = summary.input_bytes / 1e6 / summary.elapsed_s
     empty = f" ({summary.num_empty} empty texts left out)" if summary.num_empty else ""
-    print(
+    show(
         f"{summary.num_documents} documents{empty}, {summary.num_tokens} tokens in "
         f"{summary.elapsed_s:.1f} s ({rate:.2f} MB/s, {rate / spec.workers:.2f} MB/s a worker)"
     )
     for prefix in summary.prefixes:
-        print(f"train with --data-path {shlex.quote(str(prefix))}")
+        show(f"train with --data-path {shlex.quote(str(prefix))}")
     return 0
 
 
@@ -135,9 +135,9 @@ def _make_corpus(argv: Sequence[str]) -> int:
     with tidy_on_sigterm(), progress_display(None) as progress:
         corpus = make_corpus(spec, progress=progress)
     how = "found" if corpus.reused else f"made in {time.monotonic() - start_s:.1f} s"
-    print(f"corpus {how}: {corpus.jsonl}")
+    show(f"corpus {how}: {corpus.jsonl}")
     files = ("--data-path", corpus.data_prefix, "--vocab-file", corpus.vocab_file)
-    print(f"train with {shlex.join(map(str, (*files, '--merge-file', corpus.merge_file)))}")
+    show(f"train with {shlex.join(map(str, (*files, '--merge-file', corpus.merge_file)))}")
     return 0
 
 

@@ -39,11 +39,10 @@ _ON_CPU = (
 def main(argv: Sequence[str]) -> int:
     """Trains GPT as Megatron-LM's flags say; one process of a job that torchrun started."""
     if importlib.util.find_spec("megatron.training") is None:
-        raise SetupError(
-            f"megatron-core {metadata.version('megatron-core')} carries no trainer of Megatron-LM: "
-            "pretrain needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM on "
-            "PYTHONPATH; pretrain-gpt runs with any"
-        )
+        if {"-h", "--help"} & set(argv):
+            print(f"{_USAGE}\n\n{_lacking()}")
+            return 0
+        raise SetupError(_lacking())
     if not hasattr(typing, "override"):  # before Python 3.12
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
     from megatron.adaptive import accelerator, plugin
@@ -53,6 +52,21 @@ def main(argv: Sequence[str]) -> int:
     sys.argv = [sys.argv[0], *(_ON_CPU if on_cpu else ()), *argv]
     _pretrain(on_cpu)
     return 0
+
+
+_USAGE = """\
+usage: python -m megatron.adaptive pretrain FLAG ...
+
+Megatron-LM's own trainer with its own flags, and those of the plug-in among them."""
+
+
+def _lacking() -> str:
+    """Says what must be installed to train so."""
+    return (
+        f"megatron-core {metadata.version('megatron-core')} carries no trainer of Megatron-LM: "
+        "pretrain needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM on "
+        "PYTHONPATH; pretrain-gpt runs with any"
+    )
 
 
 def _pretrain(on_cpu: bool) -> None:

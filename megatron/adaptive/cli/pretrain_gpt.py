@@ -22,16 +22,16 @@ from typing import Any
 import yaml
 
 from megatron.adaptive.cli import launch
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
+from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, expected, open_streams, show
 from megatron.adaptive.config.arguments import flag_table, parse, read_recipe
 from megatron.adaptive.config.command_parser import CommandParser, count, last_value
 from megatron.adaptive.config.data import TokenizerConfig
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.forms import read_file
 from megatron.adaptive.config.hugging_face import FLAGS_FILE
-from megatron.adaptive.config.outside import read_text
+from megatron.adaptive.config.outside import natural, read_text, say
 from megatron.adaptive.config.refused import IDLE, REFUSED
-from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
+from megatron.adaptive.errors import AdaptiveError, ConfigError, ScheduleError, TransportError
 
 _USAGE = """\
 usage: python -m megatron.adaptive train RECIPE.yaml [KEY=VALUE ...] [--dry-run] [-- OPTIONS]
@@ -228,12 +228,16 @@ def run(
     Bad settings are found by every rank alike before any of them connects; only rank 0 says so.
     Until the run itself handles signals, Ctrl-C ends the process without a traceback.
     """
+    open_streams()
     former = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return (program or main)(sys.argv[1:] if argv is None else argv)
-    except AdaptiveError as error:
-        if _speaks(error):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+    except Exception as error:
+        known = expected(error)
+        if known is None:
+            raise
+        if _speaks(known):
+            say(f"error: {known}", lines=isinstance(known, ScheduleError))
         return EXIT_EXPECTED_ERROR
     finally:
         signal.signal(signal.SIGINT, former)
@@ -242,7 +246,7 @@ def run(
 def _speaks(error: AdaptiveError) -> bool:
     """Returns whether this rank prints ``error``: rank 0 does, others what it does not find."""
     rank = os.environ.get("RANK", "0").strip()
-    if not rank.isdigit() or int(rank) == 0 or isinstance(error, TransportError):
+    if not natural(rank) or isinstance(error, TransportError):
         return True
     try:
         Environment.read()

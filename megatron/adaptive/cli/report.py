@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.status import (
     JobStatus,
     count_messages,
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     data = [("report-data", found)]
     package = "megatron.adaptive.cluster"
     write_html(target, str(found["title"]), package, "report", data, ["report.js"])
-    print(target.resolve())
+    show(str(target.resolve()))
     return 0
 
 

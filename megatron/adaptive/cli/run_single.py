@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.preprocess_data import make_corpus_main as make_corpus
 from megatron.adaptive.config.command_parser import CommandParser, count
 from megatron.adaptive.config.environment import IS_CHECKOUT, SCRIPTS, WORK_FOLDER
@@ -194,22 +195,22 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
 
 def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> None:
     """Writes the text trace and the picture, and prints where everything is."""
-    print(f"\nrun            {run_dir}")
+    show(f"\nrun            {run_dir}")
     for what, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
         if (run_dir / folder).is_dir():
-            print(f"{what:14} {run_dir / folder}")
+            show(f"{what:14} {run_dir / folder}")
     chart = _draw(options, run_dir)
     python = shlex.quote(sys.executable)
     flags = f"--pipeline_parallel {options.pipeline_parallel} --model_chunks {options.model_chunks}"
-    print("\nnext commands:")
+    show("\nnext commands:")
     environment = Path(sys.prefix) / "bin" / "activate"
     if environment.exists():
-        print(f"  source {shlex.quote(str(environment))}")
+        show(f"  source {shlex.quote(str(environment))}")
     if chart:
         for words in ("process-trace", "visualize-trace"):
             script = f"{words.replace('-', '_')}.py" if IS_CHECKOUT else f"-m {_PACKAGE} {words}"
-            print(f"  python {script} {flags}")
-    print(
+            show(f"  python {script} {flags}")
+    show(
         f"  {'tensorboard' if environment.exists() else python + ' -m tensorboard.main'} "
         f"--logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
     )
@@ -217,7 +218,7 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
     again += f" {flags} --resume"
     # The learning rate's curve ends with the run, so a longer one needs another.
     further = " -- --train-iters N --override-opt-param-scheduler"
-    print(f"  {again}{'' if stopped else further}", flush=True)
+    show(f"  {again}{'' if stopped else further}")
 
 
 def _draw(options: argparse.Namespace, run_dir: Path) -> bool:
@@ -235,11 +236,11 @@ def _draw(options: argparse.Namespace, run_dir: Path) -> bool:
         name = legacy_name(options.pipeline_parallel, options.model_chunks)
         text = run_dir / f"{name}.txt"
         write_legacy(trace, text)
-        print(f"traces         {traces}\ntext trace     {text}")
+        show(f"traces         {traces}\ntext trace     {text}")
         chart = run_dir / f"{name}.png"
         write_picture(pipeline_step(trace), chart)
-        print(f"chart          {chart}")
+        show(f"chart          {chart}")
     except AdaptiveError as error:
-        print(f"traces         {traces} (no chart: {error})")
+        show(f"traces         {traces} (no chart: {error})")
         return False
     return True

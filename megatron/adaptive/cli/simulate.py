@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.config.command_parser import CommandParser, count, number
 from megatron.adaptive.errors import ConfigError, ScheduleError
 from megatron.adaptive.schedule.auto import CandidateOutcome, evaluate
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
-        print(f"\nchart: {options.chart}")
+        show(f"\nchart: {options.chart}")
     if options.json is not None:
         records = [
             {

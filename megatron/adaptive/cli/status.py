@@ -7,6 +7,7 @@ large, missing, or cut off anywhere, and a job that was queued again appends to 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pwd
@@ -24,7 +25,7 @@ from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cluster.host import ENDED
 from megatron.adaptive.config.command_parser import CommandParser, last_value
 from megatron.adaptive.config.environment import MASK, WORK_FOLDER, is_secret, masked_text
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import open_file, parse_json, read_whole
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail, progress_file
 
@@ -47,6 +48,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     while True:
         status = read_status(options.job, options.log_dir)
+        if not (status.state or status.nodes or status.iteration):
+            raise SetupError(
+                f"{status.folder} holds no logs of a job, and Slurm does not know it: name a job"
+                " and, with --log-dir, the folder of its logs"
+            )
         if options.json:
             print(json.dumps(asdict(status), indent=None if options.follow else 2), flush=True)
         else:
@@ -71,10 +77,11 @@ def summary(status: JobStatus) -> list[str]:
     elif status.iteration is None:
         lines.append("no iteration yet")
     else:
+        pace = "" if status.iteration_ms is None else f", {status.iteration_ms:.1f} ms each"
         speed = "" if status.tokens_per_s is None else f", {status.tokens_per_s:.0f} tokens/s"
         lines.append(
-            f"iteration {status.iteration} of {status.iterations}, {status.iteration_ms:.1f} ms "
-            f"each{speed}; the latest {status.since_s:.0f} s ago"
+            f"iteration {status.iteration} of {status.iterations}{pace}{speed}; the latest"
+            f" {status.since_s:.0f} s ago"
         )
     if status.is_stalled:
         lines.append("STALLED: no iteration for more than 5 times the usual; see each node's use")
@@ -176,7 +183,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     Secrets, which files of earlier programs hold, are hidden.
     """
     try:
-        read = parse_json((folder / "run.json").read_bytes())
+        read = parse_json(read_whole(folder / "run.json"))
         found = {n: v for n, v in read.items() if isinstance(v, _RECORD.get(n, object))}
         numbers = [*found.get("processes", ()), found.get("world_size", 0)]
         if not all(isinstance(one, int) for one in numbers):
@@ -193,7 +200,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 def tail(path: Path) -> list[str]:
     """Returns the last lines of a file, of its latest start only."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             length = file.seek(0, 2)
             file.seek(max(0, length - TAIL_BYTES))
             text = file.read().decode(errors="replace")
@@ -209,7 +216,7 @@ def tail(path: Path) -> list[str]:
 def lines_of(path: Path) -> Iterator[str]:
     """Yields all lines of a file, none if it is missing."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
             for line in file:
                 yield line.rstrip("\n")
     except OSError:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron.adaptive.cli.common import show
 from megatron.adaptive.cluster.conf import LaunchConf, LaunchGroup, load_conf
 from megatron.adaptive.cluster.node import (
     EXIT_STOPPED_EARLY,
@@ -51,11 +52,11 @@ def main(argv: Sequence[str]) -> int:
     slurm(["sbatch", "--version"])  # nothing is written where there is no Slurm
     make_folder(settings.parent)
     job = submit(conf, script, settings)
-    print(f"job {job}: logs in {logs / str(job)}")
+    show(f"job {job}: logs in {logs / str(job)}")
     watch = shlex.join(
         ["bash", str(WORK_FOLDER / "get_result.sh"), str(job), "--log-dir", str(logs)]
     )
-    print(f"watch it: {watch}", flush=True)
+    show(f"watch it: {watch}")
     return 0
 
 

@@ -33,6 +33,7 @@ from rich.text import Text
 
 from megatron.adaptive.config.command_parser import CommandParser, number
 from megatron.adaptive.config.outside import printable
+from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import DRAWN_ACTIONS, SLICES
 from megatron.adaptive.trace.live import LiveRank, LiveRun, Snapshot, find_live
 
@@ -53,7 +54,13 @@ def main(argv: Sequence[str]) -> int:
         if console.is_terminal and not options.once:
             _watch(run, console, options.interval)
         else:
-            console.print(draw(run.refresh(), console.width, None))
+            snapshot = run.refresh()
+            if not snapshot.is_begun:
+                raise TraceError(
+                    f"{snapshot.folder}: no run has written anything there yet; give the folder of"
+                    " a run or its traces"
+                )
+            console.print(draw(snapshot, console.width, None))
     return 0
 
 

@@ -23,6 +23,7 @@ from megatron.adaptive.cluster.connection import SILENCE_S, Connection
 from megatron.adaptive.cluster.host import count_gpus, loopback_variables
 from megatron.adaptive.cluster.membership import PURPOSE
 from megatron.adaptive.cluster.ranks import NodeWork
+from megatron.adaptive.config.outside import say
 from megatron.adaptive.errors import AdaptiveError, SetupError
 from megatron.adaptive.handshake import StrangerError
 from megatron.adaptive.network import is_loopback, own_address
@@ -219,7 +220,7 @@ class Agent:
         try:
             order = self._work.order(rank, is_restore=is_restore)
         except AdaptiveError as error:
-            print(f"error: node {self._name}: {error}", file=sys.stderr, flush=True)
+            say(f"error: node {self._name}: {error}")
             self._ended(rank["key"], EXIT_REFUSED)
             return
         order["variables"] |= added

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import parse_json, printable
+from megatron.adaptive.config.outside import parse_json, printable, read_whole
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.trace.files import Outage
 from megatron.adaptive.trace.live_state import PROGRESS_NAME, ProgressTail
@@ -340,7 +340,7 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
     """
     path = job_folder(checkpoints) / _STATE
     try:
-        state = parse_json(path.read_bytes(), strict=False)
+        state = parse_json(read_whole(path), strict=False)
     except OSError as error:
         raise ConfigError(
             f"--status {checkpoints}: {path}: {error.strerror}; name the folder of checkpoints of a"

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from megatron.adaptive.cluster.job import MEASURES
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.command_parser import flags_in, last_value
+from megatron.adaptive.config.outside import natural
 from megatron.adaptive.config.schedule import format_partition, nearly_even_split
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
@@ -247,7 +248,7 @@ def _unit(words: Sequence[str]) -> int:
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         value = last_value(words, name) or "1"
-        unit *= int(value) if value.isdecimal() and int(value) else 1
+        unit *= natural(value) or 1
     return unit
 
 

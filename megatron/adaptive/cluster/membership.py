@@ -32,7 +32,7 @@ from megatron.adaptive.cluster.awake import result_within
 from megatron.adaptive.cluster.connection import PATIENCE_S, SILENCE_S, Connection, Listener
 from megatron.adaptive.cluster.job import say
 from megatron.adaptive.config.environment import OVER_SSH
-from megatron.adaptive.config.outside import printable
+from megatron.adaptive.config.outside import natural, printable, read_whole
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.network import interface_of, own_address
 
@@ -74,7 +74,7 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
         ConfigError: it is missing, empty, or a line breaks a rule; names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_whole(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ConfigError(
@@ -109,7 +109,7 @@ def _machine(words: list[str], where: str) -> Machine:
         if _NAME.fullmatch(what) is None:
             raise ConfigError(f"{where}: {what!r} is not a name of a host or node")
     slots = keys.get("slots")
-    if slots is not None and (not slots.isdecimal() or int(slots) < 1):
+    if slots is not None and not 1 <= (natural(slots) or 0) <= _SLOTS_AT_MOST:
         raise ConfigError(f"{where}: slots={slots}: write a whole number from 1 on")
     return Machine(
         name=keys.get("name", host), host=host, slots=None if slots is None else int(slots)
@@ -130,7 +130,7 @@ RETRY_S = 10.0
 PURPOSE = "manager"
 """Of connections between agents and their manager."""
 _FROM_AGENTS = ("ready", "ended", "notice")
-_NODES_AT_MOST = 1 << 16
+_NODES_AT_MOST, _SLOTS_AT_MOST = 1 << 16, 4096
 
 
 def over_ssh(

@@ -27,7 +27,7 @@ from megatron.adaptive.cluster.layouts import ParallelLayout
 from megatron.adaptive.cluster.membership import Node
 from megatron.adaptive.config.command_parser import flags_where, last_value
 from megatron.adaptive.config.environment import EXIT_MEASURED, JOB_VARIABLE, JobOrder
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import parse_json, read_whole
 from megatron.adaptive.errors import DamagedCheckpointError, SetupError
 from megatron.adaptive.planner.measured_module import MeasuredModule
 
@@ -189,7 +189,7 @@ def is_trainer(script: Path) -> bool:
     if script.stem == _TRAINER:
         return True
     try:
-        return _TRAINER in script.read_text(encoding="utf-8", errors="replace")
+        return _TRAINER.encode() in read_whole(script)
     except OSError:
         return True  # who runs it will say what is wrong
 

@@ -19,7 +19,7 @@ from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.hugging_face import MODEL_FLAGS
 from megatron.adaptive.config.layers import lay_out
-from megatron.adaptive.config.outside import read_text
+from megatron.adaptive.config.outside import natural, read_text
 from megatron.adaptive.config.plan import PLAN_FLAG, PLAN_HELP, expand_plan
 from megatron.adaptive.config.refused import is_idle, reason_for, refused_flags
 from megatron.adaptive.config.rules import Given
@@ -175,7 +175,7 @@ def read_recipe(content: Any, words: Sequence[str], where: str) -> Recipe:
     counts = []
     for name in _PROCESSES:
         value = str(settings.pop(name, None) or 1)
-        if not value.isdigit() or not 1 <= int(value) <= _MOST_PROCESSES:
+        if not 1 <= (natural(value) or 0) <= _MOST_PROCESSES:
             raise ConfigError(f"{where}: {name} is {value}: it must be a whole number from 1 on")
         counts.append(int(value))
     specs = _all_specs()

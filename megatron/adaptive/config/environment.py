@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import parse_json
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.config.outside import open_file, parse_json
+from megatron.adaptive.errors import ConfigError, SetupError
 
 _EVERYWHERE = (
     *("NCCL_", "GLOO_", "UCX_", "OMP_", "MKL_", "HF_", "TIKTOKEN_", "TORCH_", "TORCHELASTIC_"),
@@ -119,6 +120,7 @@ class Environment:
             (``MEGATRON_ADAPTIVE_LEASE``), ``None`` outside.
         job: order of ``run`` to a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), see :class:`JobOrder`; ``None`` without it.
+        meeting_s: Seconds in which all ranks must meet (``MEGATRON_ADAPTIVE_MEETING_S``).
     """
 
     rank: int = 0
@@ -139,6 +141,7 @@ class Environment:
     node: str | None = None
     lease: int | None = None
     job: str | None = None
+    meeting_s: float = 40.0
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -164,7 +167,7 @@ class Environment:
                 word = word.split(",")[0]
             return _number(name, word, minimum, maximum) if word else default
 
-        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1, 1)
+        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1, 1, _MOST_RANKS)
         for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
             if text(name) and not text(other):
                 raise ConfigError(
@@ -173,7 +176,7 @@ class Environment:
                 )
         # Other launchers give no local ids: then every process counts as on one node.
         local_rank = number("LOCAL_RANK", rank)
-        local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1)
+        local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
         for name, value, limit in (
             ("RANK", rank, world_size),
             ("LOCAL_RANK", local_rank, local_world_size),
@@ -203,6 +206,7 @@ class Environment:
             node=text("MEGATRON_ADAPTIVE_NODE"),
             lease=number("MEGATRON_ADAPTIVE_LEASE", None, 1),
             job=text("MEGATRON_ADAPTIVE_JOB"),
+            meeting_s=float(number("MEGATRON_ADAPTIVE_MEETING_S", 40, 1, 86_400)),
         )
 
 
@@ -222,13 +226,60 @@ class Installed:
         )
 
 
+_MOST_DIGITS = 18
+_MOST_RANKS = 1_000_000
+
+
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
     """Reads a variable's number; raises ConfigError if it is none or out of range."""
-    if text.isdecimal() and minimum <= int(text) <= (int(text) if maximum is None else maximum):
+    if (
+        text.isdecimal()
+        and len(text) <= _MOST_DIGITS
+        and minimum <= int(text) <= (int(text) if maximum is None else maximum)
+    ):
         return int(text)
     limit = f"from {minimum} on" if maximum is None else f"from {minimum} to {maximum}"
     raise ConfigError(
         f"environment variable {name} is {text!r}: it must be a whole number {limit}; {_LAUNCHER}"
+    )
+
+
+_FILES_OF_RANK, _FILES_OF_PEER = 128, 24
+"""Files and connections that a rank has open (105 alone, 150 in a pipeline of two), for each
+other rank of its groups."""
+_GROUP = 64
+_FILES_AIMED_AT = 65_536
+
+
+def require_files(world_size: int) -> None:
+    """Raises this process's limit of open files as far as a rank needs it.
+
+    Args:
+        world_size: Number of ranks of the job.
+
+    Raises:
+        SetupError: The limit cannot be raised as far.
+    """
+    needed = _FILES_OF_RANK + _FILES_OF_PEER * (min(world_size, _GROUP) - 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise SetupError(
+            f"this process may open {hard} files and connections (ulimit -n), and a rank of a job"
+            f" of {world_size} has up to {needed}: raise the limit, as with ulimit -n"
+            f" {_FILES_AIMED_AT}"
+        )
+    most = _FILES_AIMED_AT if hard == resource.RLIM_INFINITY else min(hard, _FILES_AIMED_AT)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def too_many_files(reason: str) -> SetupError:
+    """Returns the error of a process that could not open one more file."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return SetupError(
+        f"a file or connection cannot be opened ({reason}): this process may have {soft} (ulimit"
+        f" -n); raise the limit, as with ulimit -n {_FILES_AIMED_AT}"
     )
 
 
@@ -248,10 +299,10 @@ def job_secret() -> str | None:
     if path and not secret:
         where = f"{SECRET_FILE_VARIABLE}={path}"
         try:
-            with open(path, encoding="utf-8") as file:
+            with open_file(path) as file:
                 if os.fstat(file.fileno()).st_mode & 0o007:
                     raise ConfigError(f"{where}: every user can read it; chmod 600 it")
-                secret = file.read(1 << 16).strip()
+                secret = file.read(1 << 16).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no text"
             raise ConfigError(f"{where}: {reason}; name a file with the job's secret") from None

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from megatron.adaptive.errors import ConfigError
 
 _METADATA_KEY = "flag"
+_LONGEST = 80
 _WORDS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
@@ -65,11 +66,13 @@ class Limits:
                 raise ValueError(f"{value} is too {text} {bound:g}")
 
 
-Count = Annotated[int, Limits(minimum=1)]
-Natural = Annotated[int, Limits(minimum=0)]
-Iterations = Annotated[int, Limits(minimum=1, unit="ITERATIONS")]
-Samples = Annotated[int, Limits(minimum=1, unit="SAMPLES")]
-Layers = Annotated[int, Limits(minimum=1, maximum=100_000, unit="LAYERS")]
+_MOST = 10**12
+Count = Annotated[int, Limits(minimum=1, maximum=_MOST)]
+Natural = Annotated[int, Limits(minimum=0, maximum=_MOST)]
+Width = Annotated[int, Limits(minimum=1, maximum=10**7)]
+Iterations = Annotated[int, Limits(minimum=1, maximum=10**9, unit="ITERATIONS")]
+Samples = Annotated[int, Limits(minimum=1, maximum=_MOST, unit="SAMPLES")]
+Layers = Annotated[int, Limits(minimum=1, maximum=10_000, unit="LAYERS")]
 Ranks = Annotated[int, Limits(minimum=1, unit="RANKS")]
 Positive = Annotated[float, Limits(above=0)]
 NonNegative = Annotated[float, Limits(minimum=0)]
@@ -266,7 +269,7 @@ class FieldSpec:
         if choices and value not in choices:
             reason = self.refused_choices.get(str(value))
             wrong = f"refused: {reason}" if reason else f"not one of {', '.join(map(str, choices))}"
-            raise ValueError(f"{value!r} is {wrong}")
+            raise ValueError(f"{_shown(value)} is {wrong}")
         self.limits.check(value)
 
 
@@ -330,10 +333,16 @@ def spec_of(name: str, hint: Any, default: Any = None, **options: Any) -> FieldS
     )
 
 
+def _shown(value: object) -> str:
+    """Returns a value as messages show it: not more of it than says which one it is."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...{text[-1]}"
+
+
 def _convert_base(base: type, word: str) -> Any:
     if base is bool:
         if word.lower() not in _WORDS:
-            raise ValueError(f"{word!r} is not True or False")
+            raise ValueError(f"{_shown(word)} is not True or False")
         return _WORDS[word.lower()]
     if base is str:
         if not word.strip():
@@ -343,7 +352,7 @@ def _convert_base(base: type, word: str) -> Any:
         number = base(word)
     except ValueError:
         kind = "whole number" if base is int else "number"
-        raise ValueError(f"{word!r} is not a {kind}") from None
+        raise ValueError(f"{_shown(word)} is not a {kind}") from None
     if base is int and abs(number) >= 1 << 63:
         raise ValueError(f"{word[:24]!r} has more than 64 bits")
     return number

@@ -15,11 +15,13 @@ from megatron.adaptive.config.flags import (
     Limits,
     Positive,
     Share,
+    Width,
     assign,
     flag,
     required,
     switch,
 )
+from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.errors import ConfigError
 
 _SWIGLU_MULTIPLE = 64
@@ -40,17 +42,17 @@ class ModelConfig:
     num_layers: Layers = required(
         "Transformer layers in the whole model.", names=("--num-layers", "--encoder-num-layers")
     )
-    hidden_size: Count = required("Width of the hidden state.")
-    num_attention_heads: Count = required("Attention heads of each layer.")
-    ffn_hidden_size: Count = flag(
+    hidden_size: Width = required("Width of the hidden state.")
+    num_attention_heads: Width = required("Attention heads of each layer.")
+    ffn_hidden_size: Width = flag(
         "Inner width of the feed-forward block.",
         derived="4 x hidden size; with --swiglu 8/3 x hidden size, a multiple of 64",
     )
-    kv_channels: Count = flag(
+    kv_channels: Width = flag(
         "Width of each attention head.", derived="hidden size / attention heads"
     )
     group_query_attention: bool = switch("Let several query heads share one key and value head.")
-    num_query_groups: Count = flag("Key and value heads, used with --group-query-attention.", 1)
+    num_query_groups: Width = flag("Key and value heads, used with --group-query-attention.", 1)
     seq_length: Count = required(
         "Tokens of each sample.", names=("--seq-length", "--encoder-seq-length"), unit="TOKENS"
     )
@@ -350,9 +352,9 @@ def model_flags(model: str, folder: Path) -> list[str]:
     path = folder / model
     if path.is_file():
         try:
-            return shlex.split(path.read_text(), comments=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"MODEL={model}: {path} cannot be read: {error}") from error
+            return shlex.split(read_text(path, "name a file of flags"), comments=True)
+        except ValueError as error:
+            raise ConfigError(f"MODEL={model}: {path}: {error}; close the quotes") from error
     nearest = difflib.get_close_matches(model.lower(), MODELS, n=1)
     hint = f"the nearest name is {nearest[0]}" if nearest else f"names are {', '.join(MODELS)}"
     raise ConfigError(f"MODEL={model}: neither a model's name nor a file of flags; {hint}")

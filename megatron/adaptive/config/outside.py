@@ -1,17 +1,22 @@
-"""Reads JSON from outside within limits, and makes text from outside fit to be shown.
+"""Opens files and reads JSON from outside within limits, and makes their text fit to be shown.
 
-Files, sockets and environment variables may hold anything: :func:`parse_json` is the one reader of
-their JSON, :func:`printable` stands where their text goes to a terminal, a sheet or a page.
+Files, sockets and environment variables may hold anything, and a path may name anything:
+:func:`open_file` is the one way to a file's content, :func:`parse_json` the one reader of JSON,
+:func:`printable` stands where text goes to a terminal, a sheet or a page.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
+import stat
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
@@ -20,14 +25,92 @@ MAX_BYTES = 1 << 28
 MAX_LEVELS = 64
 """Lists and objects within each other; programs of the project write ten at most."""
 _MAX_INTEGER = 1 << 64
-_MOST_DIGITS = 4000  # of an integer that Python turns into a number
+_MOST_DIGITS, _DIGITS = 300, 18  # of an integer that a float can hold, and of a plain number
 BYTE_ORDER_MARK = "\ufeff"
 """Character that some editors put before a text in UTF-8, which says nothing."""
 _WIDE = re.compile(r"\d{20}|[eE]\+?\d{3}")
 # Controls; what turns the direction of a line; line ends that splitlines knows; lone surrogates.
 _UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_UNSAFE}\t\n]")
+_ENDLESS, _SHOWN = re.compile(r"\S{400,}"), 80
 _UNPRINTABLE_IN_LINES = re.compile(f"[{_UNSAFE}]")
+
+
+_KINDS = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_PIECE_BYTES = 1 << 20
+
+
+def require_file(path: str | Path) -> int:
+    """Checks that a path names a regular file, for libraries that open it themselves.
+
+    To open a FIFO waits for a writer, which may never come, and a device may have no end.
+
+    Args:
+        path: Path of the file; links are followed.
+
+    Returns:
+        Size of the file in bytes.
+
+    Raises:
+        OSError: There is nothing, or something else; ``strerror`` says what.
+    """
+    try:
+        found = os.stat(path)
+    except ValueError:  # as of a name with the character NUL
+        raise OSError(errno.EINVAL, "this is no name of a file", str(path)) from None
+    return _require_regular(found, path)
+
+
+def _require_regular(found: os.stat_result, path: str | Path) -> int:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    for is_kind, kind in _KINDS:
+        if is_kind(found.st_mode):
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    return found.st_size
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Opens a regular file to read its bytes, and never waits for another process.
+
+    Raises:
+        OSError: It cannot be opened, or is something else than a regular file.
+    """
+    require_file(path)
+    # Without O_NONBLOCK a FIFO that took the file's place since would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_regular(os.fstat(descriptor), path)
+        return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
+    """Returns the content of a regular file.
+
+    Args:
+        path: Path of the file.
+        most: Largest size in bytes that is read.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or is larger.
+    """
+    with open_file(path) as file:
+        pieces, left = list[bytes](), most - os.fstat(file.fileno()).st_size
+        while left >= 0 and (piece := file.read(_PIECE_BYTES)):
+            pieces.append(piece)
+            # Files of /proc have no size, and others may grow.
+            left = most - sum(map(len, pieces))
+    if left < 0:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return b"".join(pieces)
 
 
 def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool = False) -> Any:
@@ -36,7 +119,7 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
     Args:
         data: the text; bytes are UTF-8.
         strict: whether numbers must be finite and integers fit 64 bits. A loss may be NaN. Without
-            it, integers of more digits than Python takes are infinite.
+            it, integers that no float can hold are infinite.
         once: whether a key that an object has twice is refused, as in files that people write.
 
     Raises:
@@ -90,6 +173,7 @@ def _integer(word: str) -> int:
 
 
 def _any_integer(word: str) -> int | float:
+    """Reads an integer of any size, so that whoever divides it meets no overflow."""
     return int(word) if len(word) <= _MOST_DIGITS else math.copysign(math.inf, float(word))
 
 
@@ -107,12 +191,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> str:
-    """Reads a text file of at most :data:`MAX_BYTES`, without a leading byte order mark.
+    """Reads a regular text file of at most :data:`MAX_BYTES`, without a leading byte order mark.
 
     Args:
-        path: the file.
-        hint: what to do, for the message.
-        error: class of the error.
+        path: Path of the file.
+        hint: Remedy that ends the message.
+        error: Class of the error.
 
     Raises:
         AdaptiveError: of class ``error``: it cannot be read, is too large, or is no text.
@@ -124,15 +208,11 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
-    """Reads a file of at most :data:`MAX_BYTES`; arguments are those of :func:`read_text`."""
+    """Reads a regular file of at most :data:`MAX_BYTES`; see :func:`read_text`."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        return read_whole(path)
     except OSError as caught:
         raise error(f"{path}: {caught.strerror or caught}; {hint}") from None
-    if len(data) > MAX_BYTES:
-        raise error(f"{path}: it has more than {MAX_BYTES:,} bytes; {hint}")
-    return data
 
 
 def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> Any:
@@ -146,6 +226,32 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
         return parse_json(text, once=True)
     except ValueError as caught:
         raise error(f"{path}: no JSON ({caught}); {hint}") from None
+
+
+def natural(text: str) -> int | None:
+    """Returns the whole number from 0 on that a text is, ``None`` if it is none of 18 digits."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
+    return int(text) if is_number else None
+
+
+def say(text: str, *, lines: bool = False) -> None:
+    """Prints a line on standard error, at once and with its control characters written out.
+
+    Args:
+        text: Text of the line.
+        lines: Whether it may have several, such as a schedule with a picture.
+    """
+    print(shown(text, lines=lines), file=sys.stderr, flush=True)
+
+
+def shown(text: str, *, lines: bool = False) -> str:
+    """Returns a message as it is shown: printable, and of a word without end the beginning alone.
+
+    Args:
+        text: Text of the message, with words of users or files in it.
+        lines: Whether it may have several lines.
+    """
+    return _ENDLESS.sub(lambda match: f"{match[0][:_SHOWN]}...", printable(text, lines=lines))
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:

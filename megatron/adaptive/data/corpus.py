@@ -23,7 +23,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import parse_json, read_whole
 from megatron.adaptive.data.indexed import INDEX_CACHE, locked
 from megatron.adaptive.data.preprocess import PreprocessSpec, Progress, preprocess
 from megatron.adaptive.data.tokenizer import END_OF_DOCUMENT
@@ -161,7 +161,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
     taken = 0
     for path in source_files(source_dir):
         try:
-            raw = path.read_bytes()
+            raw = read_whole(path)
             text = raw.decode("utf-8")
         except (OSError, UnicodeDecodeError):
             continue
@@ -222,7 +222,7 @@ def _train_vocabulary(folder: Path, texts: list[str], vocab_size: int) -> None:
 def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
     """Checks that a folder holds a corpus of these settings."""
     try:
-        manifest = parse_json((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json(read_whole(folder / _MANIFEST))
         if manifest["format"] > _FORMAT:
             raise DataError(
                 f"{folder / _MANIFEST} has format {manifest['format']}, but this program reads"

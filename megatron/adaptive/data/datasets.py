@@ -132,7 +132,9 @@ def build_datasets(
             with _quiet_megatron_core():
                 builder = BlendedMegatronDatasetBuilder(cls, list(counts), is_built_on_rank, config)
                 train, valid, test = builder.build()
-        except MemoryError:
+        except Exception as error:
+            if not _is_too_much(error):
+                raise
             given = ", ".join(f"{n} {c}" for n, c in zip(_SPLIT_NAMES, counts, strict=True))
             raise DataError(
                 f"the order of so many samples ({given}) does not fit into memory; lower "
@@ -157,6 +159,18 @@ def _quiet_megatron_core() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _is_too_much(error: BaseException | None) -> bool:
+    """Returns whether an array had no room, or could not have any; megatron-core wraps that."""
+    while error is not None:
+        text = str(error).lower()
+        if isinstance(error, MemoryError | OverflowError) or "array is too big" in text:
+            return True
+        if isinstance(error, ValueError) and "dimension" in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _blends(data: DataConfig, counts: tuple[int, ...]) -> tuple[list[Blend | None], dict[str, Any]]:

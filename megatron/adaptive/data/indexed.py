@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from megatron.adaptive.config.outside import open_file
 from megatron.adaptive.errors import DataError
 
 INDEX_CACHE = "index_cache"
@@ -90,7 +91,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
 
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     """Checks header, lengths, pointers and marks against each other and the data."""
-    with idx_path.open("rb") as stream:
+    with open_file(idx_path) as stream:
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         _refuse(
@@ -133,6 +134,13 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
         _refuse(idx_path, "offsets do not follow from the lengths")
     if int(ends[0]) != 0 or int(ends[-1]) != sequences or bool(np.any(np.diff(ends) < 0)):
         _refuse(idx_path, f"document marks do not rise from 0 to {sequences}")
+    if sequences == marks - 1 and bool(np.any(np.diff(ends) != 1)):
+        number = int(np.argmax(np.diff(ends) != 1))
+        _refuse(
+            idx_path,
+            f"has as many sequences as documents ({sequences}), but document {number} has"
+            f" {int(ends[number + 1] - ends[number])} of them",
+        )
     return IndexedInfo(prefix=prefix, dtype=dtype, num_sequences=sequences, num_tokens=num_tokens)
 
 

@@ -8,8 +8,8 @@ accelerator substitutions are installed.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import open_file, parse_json
 from megatron.adaptive.data.chat import REASONING, TAUGHT_ROLE, Conversation
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.errors import DataError
@@ -177,7 +177,7 @@ class Conversations:
         taught: list[bool] = []
         ends = [0]
         try:
-            with Path(path).open(encoding="utf-8-sig") as lines:
+            with io.TextIOWrapper(open_file(path), encoding="utf-8-sig") as lines:
                 for number, line in enumerate(lines, start=1):
                     if not line.strip():
                         continue

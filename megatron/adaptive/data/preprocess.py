@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.adaptive.config.data import TokenizerConfig
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import open_file, parse_json
 from megatron.adaptive.data.tokenizer import build_tokenizer, prepare_megatron_core
 from megatron.adaptive.errors import ConfigError, DataError
 
@@ -208,7 +208,7 @@ def _names(paths: Sequence[Path]) -> str:
 def _batches(inputs: Iterable[Path]) -> Iterator[_Batch]:
     for path in inputs:
         try:
-            with path.open("rb") as stream:
+            with open_file(path) as stream:
                 first_line = 1
                 while lines := stream.readlines(_BATCH_BYTES):
                     yield path, first_line, lines

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -168,12 +170,57 @@ class GPT2BPETokenizer(_LibraryTokenizer):
                 f"symbols and {END_OF_DOCUMENT}, which ends documents), so text would be lost; "
                 "use a GPT-2 vocabulary that holds all of them"
             )
-        if len(set(vocab.values())) != len(vocab):
-            raise DataError(f"{vocab_file}: two tokens share an id; every id may occur once")
+        _check_merges(vocab, merges, Path(vocab_file), Path(merge_file))
         digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         encoder.decoder = decoders.ByteLevel()
         super().__init__(encoder, vocab[END_OF_DOCUMENT], digest)
+
+
+_SPECIAL = re.compile(r"<.*>|\[.*\]|\|\|\|.*\|\|\||madeupword.*")
+_MOSTLY = 0.9
+
+
+def _check_merges(
+    vocab: dict[str, int], merges: list[tuple[str, str]], vocab_file: Path, merge_file: Path
+) -> None:
+    """Checks that a vocabulary and its merges say of each other what they must.
+
+    Each token of several bytes is what one merge makes, so a name or a rule that was changed leaves
+    a token without a rule. Ids follow the order of the merges in most vocabularies: there a rule
+    out of place stands out.
+
+    Raises:
+        DataError: An id occurs twice, ids have holes, a rule occurs twice, a token has no rule, or
+            a few rules are out of order.
+    """
+    ids = sorted(vocab.values())
+    if len(set(ids)) != len(ids):
+        raise DataError(f"{vocab_file}: two tokens share an id; every id may occur once")
+    if ids[0] != 0 or ids[-1] != len(ids) - 1:
+        lacking = next(number for number, one in enumerate([*ids, -1]) if number != one)
+        raise DataError(f"{vocab_file}: no token has the id {lacking}, and others have larger ones")
+    made = [vocab.get(left + right, -1) for left, right in merges]
+    if len(set(merges)) != len(merges) or len(set(made)) != len(made):
+        raise DataError(f"{merge_file}: a rule occurs twice; the files are damaged")
+    known = set(made)
+    alone = [
+        token
+        for token, number in vocab.items()
+        if len(token) > 1 and number not in known and _SPECIAL.fullmatch(token) is None
+    ]
+    if alone:
+        raise DataError(
+            f"{vocab_file} has {alone[0]!r} ({len(alone)} such), which no rule of {merge_file}"
+            " makes: they are damaged, or do not belong together"
+        )
+    rising = sum(after > before for before, after in itertools.pairwise(made))
+    if _MOSTLY * (len(made) - 1) <= rising < len(made) - 1:
+        at = next(n for n in range(1, len(made)) if made[n] < made[n - 1])
+        raise DataError(
+            f"{merge_file}: rule {at + 1} ({' '.join(merges[at])}) is out of place, as ids of"
+            f" {vocab_file} follow the other rules; the files are damaged"
+        )
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 
 from megatron.adaptive import extension
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.agreement import Agreement, connect
 from megatron.adaptive.engine.executor import Executor
@@ -124,7 +125,7 @@ def build_executor(
             timeout_s=timeout_s,
         )
         own = connector.own_end(places, options, _store_host())
-        channels = connector.connect(own, peers, options, lambda line: print(line, flush=True))
+        channels = connector.connect(own, peers, options, _say)
     agreement = _build_agreement(model, places, channels, timeout_s)
     executor = Executor(
         placement=placement,
@@ -259,6 +260,10 @@ def decision_group(model: Any = None) -> list[int]:
     while (more := found.union(*(meets[rank] for rank in found))) != found:
         found = more
     return sorted(found)
+
+
+def _say(line: str) -> None:
+    print(printable(line), flush=True)
 
 
 def _build_agreement(

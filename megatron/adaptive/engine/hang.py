@@ -26,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.adaptive.config.outside import parse_json, read_whole, say
 from megatron.adaptive.engine.job import Job, process_groups
 from megatron.adaptive.trace import hang
 from megatron.adaptive.trace.live_state import NowFile
@@ -92,7 +93,7 @@ class HangGuard:
             if rank == local[0]:
                 self._process = self._start(places, local, after_s, on_hang, page_folder)
         except OSError as error:
-            print(f"warning: nobody watches for hangs: {error}", file=sys.stderr, flush=True)
+            say(f"warning: nobody watches for hangs: {error}")
             return
         faulthandler.register(SIGNAL, self._stacks, all_threads=True)
         self._file = NowFile(self._folder, rank)
@@ -176,9 +177,9 @@ class HangGuard:
 
     def _carry(self, store: Any) -> None:
         """Puts the word of this machine into the store, and takes those of others from it."""
-        own = (self._folder / "machine.json").read_bytes()
+        own = read_whole(self._folder / "machine.json")
         store.set(str(self._machine), own)
-        if json.loads(own)["still_s"] < _STILL_S:
+        if parse_json(own, strict=False)["still_s"] < _STILL_S:
             return
         for machine in range(len(self._machines)):
             if machine != self._machine and store.check([str(machine)]):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +16,7 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import Accelerator
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.lease import Lease
-from megatron.adaptive.errors import AdaptiveError, TransportError
-from megatron.adaptive.handshake import bind
+from megatron.adaptive.errors import AdaptiveError, PeerLostError
 
 T = TypeVar("T")
 
@@ -36,47 +36,54 @@ def from_first(mine: T, group: Any = None) -> T:
     return box[0]
 
 
-def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
-    """Returns the store in which the ranks of a launcher meet; of its own without one. Collective.
+_GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTILINE)
 
-    Where rank 0 serves it, it listens at ``MASTER_ADDR`` alone, if that is an address of its own
-    machine: torch itself would listen at all of them, and asks nobody who they are.
+
+def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
+    """Returns the error of a connection that broke, ``None`` for any other error.
 
     Args:
-        environment: of this rank.
-        timeout: limit of waits for other ranks.
+        error: What a library raised; what it wraps is looked at too.
+        rank: Global rank of this process, for the message.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if (reason := _broken_connection(cause)) is not None:
+            return PeerLostError(
+                f"rank {rank} lost its connection with another rank ({reason}), which ended, hangs "
+                "or cannot be reached; the job cannot go on without it, start again from the last "
+                "checkpoint"
+            )
+        cause = cause.__cause__
+    return None
+
+
+def _broken_connection(error: BaseException) -> str | None:
+    """Returns a library's reason for a broken connection, ``None`` for any other error."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and (found := _GLOO.search(text)) is not None:
+        return found[1]
+    if isinstance(error, dist.DistNetworkError) or "ncclRemoteError" in text:
+        return (text.splitlines() or [type(error).__name__])[0]
+    return None
+
+
+@contextlib.contextmanager
+def naming_lost_peers() -> Iterator[None]:
+    """Turns a library's error of a broken connection into that of a lost peer.
 
     Raises:
-        DistError, ValueError: they do not meet; see :func:`no_rendezvous`.
+        PeerLostError: A collective failed as another rank is gone.
     """
-    if environment.world_size == 1 and not environment.is_launched:
-        return dist.HashStore()
-    address, port = environment.master_addr, environment.master_port
-    if environment.rank == 0 and not environment.has_agent_store and port is not None:
-        with contextlib.suppress(OSError):  # the usual way says what is wrong with the port
-            return dist.TCPStore(
-                address,
-                port,
-                environment.world_size,
-                is_master=True,
-                timeout=timeout,
-                multi_tenant=True,
-                master_listen_fd=bind(address, port).detach(),
-            )
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return store
-
-
-def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Returns one line on a failure before the ranks were connected, or ``error``."""
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, ValueError) and "rendezvous" not in reason:
-        return error
-    return TransportError(
-        f"rank {environment.rank} cannot meet the other ranks at {environment.master_addr}:"
-        f"{environment.master_port} ({reason}): start the program with torchrun, with --standalone "
-        "on one machine, or give another port"
-    )
+    try:
+        yield
+    except AdaptiveError:
+        raise
+    except (RuntimeError, OSError) as error:
+        rank = dist.get_rank() if dist.is_initialized() else Environment.read().rank
+        if (lost := lost_peer(error, rank)) is not None:
+            raise lost from error
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -30,7 +31,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import natural, parse_json, read_whole
 from megatron.adaptive.errors import SetupError
 from megatron.adaptive.handshake import write_private
 
@@ -41,6 +42,14 @@ _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
+_SUM = "sum"  # member of a claim, the checksum of the others; claims of former versions lack it
+_YEAR_3000_S = 32_503_680_000
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("host", "ticks", "boot", "job", "run", "address", "secret"), (str,)),
+    **dict.fromkeys(("pid", "restarts"), (int,)),
+    "since_unix_s": (int, float),
+}
+_LONGEST_BYTES = 1 << 20
 _KEPT = 8  # claims below one's own whose files are removed by name; each claim removes them
 
 
@@ -239,7 +248,8 @@ class Lease:
         claim = self._path("claim", number)
         draft = claim.with_name(f".claim-{secrets.token_hex(8)}")
         try:
-            draft.write_text(json.dumps(self._own))
+            claim_text = json.dumps({**self._own, _SUM: _sum(self._own)})
+            draft.write_text(claim_text)
             try:
                 os.link(draft, claim)
             except FileExistsError:
@@ -250,7 +260,7 @@ class Lease:
                     raise
                 try:
                     with claim.open("x") as file:
-                        json.dump(self._own, file)
+                        file.write(claim_text)
                 except FileExistsError:
                     return False
         finally:
@@ -299,22 +309,40 @@ class Lease:
     def _facts(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name in ("claim", "private"):
-            with contextlib.suppress(ValueError, TypeError):
-                found.update(parse_json(_read(self._path(name, number)) or "{}"))
+            with contextlib.suppress(ValueError):
+                found.update(_checked(parse_json(_read(self._path(name, number)) or "{}")))
         return found
 
     def _last(self) -> int:
         names = (path.stem.removeprefix("claim-") for path in self._files.glob("claim-*.json"))
-        return max((int(name) for name in names if name.isdecimal()), default=0)
+        return max((natural(name) or 0 for name in names), default=0)
 
     def _path(self, name: str, number: int | None = None) -> Path:
         ending = "" if name == "beat" else ".json"
         return self._files / f"{name}-{self.number if number is None else number}{ending}"
 
 
+def _sum(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _checked(read: Any) -> dict[str, Any]:
+    """Returns what a claim says, nothing if it is not what was written.
+
+    Nobody may take a folder from a living job as its claim names a process that is gone.
+    """
+    if not isinstance(read, dict) or read.pop(_SUM, None) not in (None, _sum(read)):
+        return {}
+    since = read.get("since_unix_s")
+    if isinstance(since, int | float) and not 0 <= since < _YEAR_3000_S:
+        return {}
+    is_known = all(type(read[name]) in kinds for name, kinds in _TYPES.items() if name in read)
+    return read if is_known else {}
+
+
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_whole(path, _LONGEST_BYTES).decode(errors="replace")
     except OSError:
         return ""
 

@@ -20,7 +20,8 @@ from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.flags import fields_of
 from megatron.adaptive.config.trainer import TrainerConfig, groups
 from megatron.adaptive.engine.build import gather_places, require_equal_settings
-from megatron.adaptive.engine.job import Job, destroy_groups, meet, process_groups
+from megatron.adaptive.engine.job import Job, destroy_groups, process_groups
+from megatron.adaptive.engine.meeting import meet
 from megatron.adaptive.gpt.placement import (
     embedding_ranks,
     placement_of,

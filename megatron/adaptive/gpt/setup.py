@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,6 +15,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.datasets import build_datasets
 from megatron.adaptive.data.lengths import left_out
@@ -26,6 +29,7 @@ from megatron.adaptive.engine.orders import Orders
 from megatron.adaptive.engine.record import Recording, RecordShape, Replay, ScheduleRecord
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.engine.tracing import OutsideTrace, Tracing
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.gpt.initialize import TrainingJob
 from megatron.adaptive.gpt.model import (
     build_chunks,
@@ -36,6 +40,8 @@ from megatron.adaptive.gpt.model import (
     transformer_config,
 )
 from megatron.adaptive.gpt.placement import finalize_gradients, placement_of, widths_of
+from megatron.adaptive.planner.model import build_model
+from megatron.adaptive.planner.model_file import trainer_shape
 from megatron.adaptive.schedule.placement import Placement
 
 _SHORT = 0.5
@@ -351,7 +357,7 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
         train = valid = test = None
     missing = left_out((train, valid, test))
     if missing and job.is_first and not data.mock_data:
-        print(f"--variable-seq-lengths: {missing}", flush=True)
+        print(f"--variable-seq-lengths: {printable(str(missing))}", flush=True)
     return Samples(
         iterations=iterations,
         train_samples=train_samples,
@@ -384,3 +390,35 @@ def _connect_chunks(
     if parallel.overlap_param_gather and parallel.align_param_gather:
         gathers = [chunk.start_param_sync for chunk in chunks]
         core.param_sync_func = gathers[0] if single else gathers
+
+
+_GIB = 1 << 30
+
+
+def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
+    """Checks, before anything is built, that a rank could hold its part of the weights.
+
+    Gradients, the optimizer's state and activations come on top: a model that passes may still not
+    fit. A rank of a pipeline counts with its average part.
+
+    Raises:
+        ConfigError: The weights alone are larger than the memory.
+    """
+    parallel, shape = config.parallel, trainer_shape(config)
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    ranks *= parallel.expert_model_parallel_size
+    count = build_model(shape).parameters
+    own_bytes = count * shape.precision.parameter_bytes / ranks
+    if accelerator.device.type == "cuda":
+        whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
+    else:
+        whole_bytes = psutil.virtual_memory().total
+    if own_bytes > whole_bytes:
+        model = config.model
+        raise ConfigError(
+            f"a model of {count:.3g} parameters (--num-layers {model.num_layers}"
+            f" --hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}) has"
+            f" {own_bytes / _GIB:,.0f} GiB of weights on each of {ranks} ranks, and"
+            f" {accelerator.name} has {whole_bytes / _GIB:,.0f} GiB: make it smaller, or divide it"
+            " among more ranks"
+        )

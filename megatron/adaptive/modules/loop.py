@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.adaptive.checkpoint.folder import PipelineFolder
 from megatron.adaptive.checkpoint.snapshots import SnapshotState, make_snapshots
 from megatron.adaptive.config.environment import JobOrder
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.progress import COMPLETE, ProgressFile, saved_line
 from megatron.adaptive.engine.stop import StopRequest
@@ -310,4 +311,4 @@ class Loop:
 
     def _say(self, text: str) -> None:
         if self._is_first:
-            print(text, flush=True)
+            print(printable(text, lines=True), flush=True)

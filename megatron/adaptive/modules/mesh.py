@@ -16,7 +16,8 @@ from megatron.core import parallel_state
 from megatron.adaptive.accelerator import agree_on_sharing, detect, keep_freed_memory
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.engine.build import gather_places
-from megatron.adaptive.engine.job import Job, environment_of_rank, meet, process_groups
+from megatron.adaptive.engine.job import Job, environment_of_rank, process_groups
+from megatron.adaptive.engine.meeting import MeetingError, meet, no_rendezvous
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.transport.liveness import here
 
@@ -76,6 +77,9 @@ def join_job(timeout_s: float) -> Job:
 
     Args:
         timeout_s: limit of waits for other ranks.
+
+    Raises:
+        TransportError: The processes do not meet.
     """
     environment = Environment.read()
     accelerator = detect(environment.local_rank)
@@ -84,7 +88,10 @@ def join_job(timeout_s: float) -> Job:
     owns = not dist.is_initialized()
     before = () if owns else tuple(process_groups())
     if owns:
-        store = _store_of_process(environment, timeout)
+        try:
+            store = _store_of_process(environment, timeout)
+        except (dist.DistError, MeetingError, ValueError) as error:
+            raise no_rendezvous(environment, error) from error
         # Under other names in every job: in the store are the addresses of those before.
         turn = store.add(f"{_JOBS}/{environment.rank}", 1)
         store = dist.PrefixStore(f"{_JOBS}/{turn}", store)

@@ -23,6 +23,7 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.engine.build import build_executor, open_trace
     from megatron.adaptive.engine.executor import ActivationMeter, RankTimes
     from megatron.adaptive.engine.hang import HangGuard
+    from megatron.adaptive.engine.job import naming_lost_peers
     from megatron.adaptive.engine.weight_gradient import WeightGradientStore
     from megatron.adaptive.errors import AdaptiveError, ConfigError
     from megatron.adaptive.modules.assembly import PipelineSettings, assemble
@@ -71,6 +72,7 @@ class Pipeline:
         ScheduleError: the schedule is unknown or does not fit.
     """
 
+    @naming_lost_peers()
     def __init__(
         self, model: torch.nn.Module, sample_batch: Mapping[str, torch.Tensor], **more: Any
     ) -> None:
@@ -201,6 +203,7 @@ class Pipeline:
         """
         self._update.set_optimizer(optimizer, clip_norm, initial_loss_scale, loss_scale_interval)
 
+    @naming_lost_peers()
     def step(self, batch: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
         """Train on a batch: forward, backward, sums over replicas, optimizer.
 
@@ -240,6 +243,7 @@ class Pipeline:
         self._tracing.end_iteration()
         return self.loss, overflow
 
+    @naming_lost_peers()
     def eval(self, batch: Mapping[str, torch.Tensor]) -> float:
         """Return the mean loss of a batch in evaluation mode; the same on all processes.
 
@@ -298,6 +302,7 @@ class Pipeline:
             self._random.generator.set_state(before)
         return stages.losses
 
+    @naming_lost_peers()
     def save(
         self,
         folder: str | Path,
@@ -334,6 +339,7 @@ class Pipeline:
         """Returns what a checkpoint of now says besides what it holds."""
         return dict(self._checkpointer.head(self.steps, self._random.seed, extra))
 
+    @naming_lost_peers()
     def load(
         self,
         folder: str | Path,
@@ -367,6 +373,7 @@ class Pipeline:
         extra: dict[str, Any] = found["extra"]
         return extra
 
+    @naming_lost_peers()
     def loop(self, total_steps: int, **more: Any) -> Loop:
         """Go on from the newest checkpoint, and return the steps that are left, from 0 on.
 
@@ -394,6 +401,7 @@ class Pipeline:
 
         return Checkpointer(self._mesh, self.model, self._made.held, self._update)
 
+    @naming_lost_peers()
     def close(self) -> None:
         """End the pipeline: channels, traces and the process groups that it made. Collective.
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.adaptive.config.environment import EXIT_MEASURED, JobOrder
+from megatron.adaptive.config.outside import printable
 from megatron.adaptive.config.schedule import SEVERAL_CHUNKS
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.orders import Orders
@@ -219,7 +220,7 @@ def _choose(job: Job, request: PipelineSettings) -> Chosen:
     profile, module = _measure(job, request)
     answer = job.on_first(lambda: _plan(module, request, profile))
     if job.rank == 0:
-        print(f"plan: {answer}", flush=True)
+        print(f"plan: {printable(str(answer))}", flush=True)
     return answer
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.config.forms import check_form, read_file
+from megatron.adaptive.config.outside import parse_json
 from megatron.adaptive.errors import ConfigError
 
 MEMORY_MARGIN = 0.1
@@ -528,7 +529,7 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
         text = re.sub(r"\x1b\[[0-9;]*m", "", raw)
         try:
             if text.lstrip().startswith("{"):
-                report = json.loads(text)
+                report = parse_json(text)
                 needed = {key: report["node"][key] for key in ("gpu", "gpus_per_node")}
                 reports.append({**report["node"], **needed, "hosts": [report["host"]]})
             elif "NodeName=" in text:

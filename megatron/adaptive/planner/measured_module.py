@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import parse_json, read_whole
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.model import Model, Precision
@@ -142,7 +142,7 @@ class MeasuredModule:
             ConfigError: it is damaged, or of a later version.
         """
         try:
-            read = parse_json(path.read_text(encoding="utf-8"))
+            read = parse_json(read_whole(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ from megatron.adaptive.config.forms import check_form, read_file
 from megatron.adaptive.config.hugging_face import config_arguments, is_config
 from megatron.adaptive.config.model import MODELS, ModelConfig
 from megatron.adaptive.config.optimizer import LoraConfig, PrecisionConfig
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import parse_json, read_text, read_whole
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.model import (
@@ -221,7 +221,7 @@ def _adapter_parameters(config: TrainerConfig) -> int:
 def _vocabulary(words: Sequence[str]) -> int:
     """Returns the entries of the vocabulary file that arguments name, else GPT-2's number."""
     try:
-        return len(parse_json(Path(words[-1].partition("=")[2] or words[-1]).read_text()))
+        return len(parse_json(read_whole(words[-1].partition("=")[2] or words[-1])))
     except (IndexError, OSError, ValueError, TypeError):
         return _VOCABULARY["gpt"]
 
@@ -338,7 +338,7 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     """
     try:
         if not text.lstrip().startswith("-"):
-            text = (folder / text).read_text(encoding="utf-8-sig")
+            text = read_text(folder / text, f"{where}: name a file of arguments")
         words = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; close the quotes") from error

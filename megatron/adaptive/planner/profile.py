@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from megatron.adaptive.config.outside import natural
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeType, known_gpu
 from megatron.adaptive.planner.model import Model
@@ -164,7 +165,7 @@ class Profile:
             for one, *at in self._sizes
             if at == [gpu, tp] and re.fullmatch(rf"{re.escape(name)}(/\d+)?", one)
         }
-        spread = int(ranks) if ranks.isdigit() else 1
+        spread = natural(ranks) or 1
         nearest = min(alike, key=lambda one: max(one / spread, spread / one), default=1)
         return alike.get(nearest)
 

@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.adaptive import device_collectives
 from megatron.adaptive.accelerator import Accelerator, current_device, keep_freed_memory
+from megatron.adaptive.config.outside import printable, say
 from megatron.adaptive.config.parallel import TransportConfig
 from megatron.adaptive.engine.build import (
     Wiring,
@@ -192,7 +193,7 @@ class Engine:
         try:
             self.close()
         except (TransportError, TraceError) as error:
-            print(f"megatron.adaptive at exit: {error}", file=sys.stderr, flush=True)
+            say(f"megatron.adaptive at exit: {error}")
 
     def _connect(self, config: Any, given: Mapping[str, Any]) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -402,7 +403,7 @@ class Engine:
 
     def _say(self, text: str) -> None:
         if dist.get_rank() == 0:
-            print(f"megatron.adaptive: {text}", flush=True)
+            print(f"megatron.adaptive: {printable(text, lines=True)}", flush=True)
 
 
 def _this_device() -> Accelerator:

@@ -10,7 +10,6 @@ optimizer (``optimizer``), steps without backwards (``evaluate``), and ``dist_ch
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.outside import say
 from megatron.adaptive.engine.diagnosis import RunningDiagnosis
 from megatron.adaptive.engine.job import Job
 from megatron.adaptive.engine.progress import COMPLETE, ProgressFile
@@ -211,7 +211,7 @@ class StepTrace:
         try:
             write()
         except TraceError as error:
-            print(f"megatron.adaptive: {error}", file=sys.stderr, flush=True)
+            say(f"megatron.adaptive: {error}")
 
 
 class _Timed:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron.adaptive.accelerator import agree_on_sharing, detect
 from megatron.adaptive.config.environment import Environment
 from megatron.adaptive.config.parallel import TRANSPORTS, TransportConfig
-from megatron.adaptive.engine.job import Job, gather, meet, no_rendezvous
+from megatron.adaptive.engine.job import Job, gather
+from megatron.adaptive.engine.meeting import MeetingError, meet, no_rendezvous
 from megatron.adaptive.errors import SetupError, TransportError
 from megatron.adaptive.profiling.links import NO_STEP, measure_link, process_groups, receive
 from megatron.adaptive.schedule.action import Action, ActionKind
@@ -57,7 +58,7 @@ class TransportCheck:
             raise SetupError("the ranks have nowhere to meet: start them with torchrun")
         try:
             self._store = meet(environment, timeout)
-        except (dist.DistError, ValueError) as error:
+        except (dist.DistError, MeetingError, ValueError) as error:
             raise no_rendezvous(environment, error) from error
         accelerator = agree_on_sharing(
             detect(environment.local_rank),

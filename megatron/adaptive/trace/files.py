@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from megatron.adaptive.config.outside import say
 from megatron.adaptive.errors import TraceError
 
 PASSING = frozenset(
@@ -74,7 +75,7 @@ class Outage:
     @staticmethod
     def _say(line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
 
 class BestEffortFile:

@@ -171,7 +171,9 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
     edges = _waits_for(ranks)
     free = [one for one in ranks if not one.waits and (one.now or one.frames)]
     if free:
-        return _of_free(max(free, key=lambda one: _waiters(one.rank, edges)), ranks)
+        return _of_free(
+            max(free, key=lambda one: (_ahead_of(one, ranks), _waiters(one.rank, edges))), ranks
+        )
     by_rank = {one.rank: one for one in ranks}
     for one in ranks:
         for sender, kind, chunk, microbatch in one.needs:
@@ -266,6 +268,20 @@ def _of_free(one: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
         text=f"{one.name} {what}, {one.doing}, {one.place}{source}{missed}",
         advice=advice,
     )
+
+
+def _ahead_of(one: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
+    """Returns how many ranks are in collectives that this one has not entered, and owe it none.
+
+    Where a thread behind training waits for another rank's, the main threads of both wait for
+    their own threads: only the counts of collectives differ.
+    """
+
+    def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
+        theirs = other.collectives
+        return any(theirs.get(name, (own,))[0] > own for name, (own, _) in rank.collectives.items())
+
+    return sum(is_behind(one, other) and not is_behind(other, one) for other in ranks)
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, own: int) -> list[int]:

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megatron.adaptive.config.outside import open_file, require_file
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import (
     COLUMNS,
@@ -83,7 +84,7 @@ class FileIndex:
             OSError: the file cannot be read.
             TraceError: it is no trace file, is damaged or of another version.
         """
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(self.offset)
             while line := file.readline():
                 if not line.endswith(b"\n"):
@@ -121,7 +122,7 @@ def index_file(path: Path) -> FileIndex:
     """
     index = FileIndex(path)
     try:
-        index.read_on(path.stat().st_size)
+        index.read_on(require_file(path))
     except OSError as error:
         raise _unreadable(path, error) from error
     return index
@@ -154,7 +155,7 @@ def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
     if blocks:
         parts = []
         try:
-            with index.path.open("rb") as file:
+            with open_file(index.path) as file:
                 for block in blocks:
                     file.seek(block.offset)
                     parts.append(file.read(block.size_bytes))
@@ -191,7 +192,7 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
 
 def _line_number(path: Path, offset: int) -> int:
     """Returns the number of the line that begins at ``offset``, from 1."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return 1 + file.read(offset).count(b"\n")
 
 

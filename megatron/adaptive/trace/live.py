@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.outside import open_file
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import TraceHeader, parse_line
 from megatron.adaptive.trace.figures import WAIT_CAUSES, RankFigures, rank_figures, stack_figures
@@ -124,6 +125,11 @@ class Snapshot:
     def header(self) -> TraceHeader | None:
         """Any rank's: run, schedule and shape are the same in all."""
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything was written of a run."""
+        return bool(self.ranks or self.progress or self.total_iterations)
 
     @property
     def shares_gpus(self) -> bool:
@@ -285,7 +291,7 @@ class RankTail:
 
     def _skip(self) -> None:
         """Go from the header of a large file to a marker in its last part."""
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
             wanted = TAIL_BYTES
             while wanted < self._size and isinstance(header, TraceHeader):

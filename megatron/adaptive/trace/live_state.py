@@ -19,14 +19,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.adaptive.config.outside import parse_json
+from megatron.adaptive.config.outside import open_file, parse_json, read_whole, say
 
 PERIOD_S = 0.5
 """Interval at which a rank reports what it does."""
@@ -35,6 +34,7 @@ ENDED = "ended"
 """Action reported by a rank that closed its trace."""
 
 _LINE_BYTES = 512
+_LONGEST_NOW_BYTES = 1 << 20
 
 _KINDS: Mapping[str, Any] = {"doing": str, "cause": str, "since_s": int | float, "done": list}
 
@@ -117,7 +117,7 @@ class NowFile:
                 if self._failed and not self._is_said:
                     self._is_said = True
                     why = f"reading what the rank does fails: {error!r}; the trace goes on"
-                    print(f"warning: {self._path.name}: {why}", file=sys.stderr, flush=True)
+                    say(f"warning: {self._path.name}: {why}")
                 self._failed = True
         return self._due_s - now_s
 
@@ -159,7 +159,9 @@ class NowFile:
 def read_now(folder: Path, rank: int) -> Now | None:
     """Returns a rank's last report; ``None`` where none can be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        said = parse_json((folder / now_file_name(rank)).read_bytes(), strict=False)
+        said = parse_json(
+            read_whole(folder / now_file_name(rank), _LONGEST_NOW_BYTES), strict=False
+        )
         values = {name: said[name] for name in Now.__slots__ if name in said}
         if all(isinstance(value, _KINDS.get(name, int)) for name, value in values.items()):
             return Now(**{**values, "done": tuple(map(int, values.get("done", (0, 0, 0))))})
@@ -221,7 +223,7 @@ class ProgressTail:
     def refresh(self) -> list[dict[str, Any]]:
         """Read what is new; returns it, lines about other things than iterations too."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 status = os.fstat(file.fileno())
                 found: list[dict[str, Any]] = []
                 if status.st_ino != self._inode or status.st_size < self._offset:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.adaptive.config.outside import read_text
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.profiles import read_profiles
 from megatron.adaptive.trace.imports.published import ENDINGS, read_table
@@ -58,7 +59,8 @@ def latest_run() -> Path | None:
     """
     pointer = Path(RUNS, LATEST)
     if pointer.is_file():
-        folder = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+        text = read_text(pointer, "give --run-dir, or run again", TraceError)
+        folder = pointer.parent / text.strip()
     elif pointer.is_symlink() or pointer.is_dir():
         folder = pointer
     else:

@@ -22,6 +22,7 @@ and memory do not fit this form; take the JSON lines for them.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.adaptive.config.outside import open_file
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.event import Span
 from megatron.adaptive.trace.files import replaced
@@ -110,7 +112,7 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
     begun: dict[tuple[int, str, int], int] = {}
     rows: dict[int, dict[int, list[tuple[int, ...]]]] = {}
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
             for line in file:
                 if note := _NOTE.match(line):
                     notes[note[1]] = note[2]

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from megatron.adaptive.accelerator import Accelerator
+from megatron.adaptive.config.outside import printable, say
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import Load
@@ -288,9 +289,9 @@ class TrainingLog:
         if not self._is_writer:
             return
         if self._bar is None:
-            print(text, file=self._stream, flush=True)
+            print(printable(text, lines=True), file=self._stream, flush=True)
         else:
-            tqdm.write(text, file=self._stream)
+            tqdm.write(printable(text, lines=True), file=self._stream)
             self._stream.flush()
 
     def close(self) -> None:
@@ -494,7 +495,7 @@ class _Curves:
             try:
                 write_picture(pipeline_step(read_run(traces)), path)
             except AdaptiveError as error:
-                print(f"warning: no picture for the loggers: {error}", file=sys.stderr)
+                say(f"warning: no picture for the loggers: {error}")
                 return
             self._each(lambda one: one.picture(path, iteration))
 
@@ -510,7 +511,7 @@ class _Curves:
                 self._loggers.remove(one)
                 why = (str(error).splitlines() or [type(error).__name__])[0]
                 name = type(one).__name__.strip("_")
-                print(f"warning: {name} gets nothing more: {why}", file=sys.stderr, flush=True)
+                say(f"warning: {name} gets nothing more: {why}")
 
 
 class _WeightsAndBiases(_Logger):

@@ -20,17 +20,25 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as device
 from megatron.adaptive.config.environment import Environment
+from megatron.adaptive.config.outside import printable, say
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.hang import HangGuard
-from megatron.adaptive.engine.job import no_rendezvous
-from megatron.adaptive.errors import AdaptiveError, PeerLostError, SetupError
+from megatron.adaptive.engine.job import lost_peer
+from megatron.adaptive.engine.meeting import MeetingError, no_rendezvous
+from megatron.adaptive.errors import (
+    AdaptiveError,
+    DeviceMemoryError,
+    PeerLostError,
+    ScheduleError,
+    SetupError,
+)
 from megatron.adaptive.trace.event import SLICES
 from megatron.adaptive.trace.files import keep_printing
 from megatron.adaptive.transport.liveness import Watcher
 
 EXIT_EXPECTED_ERROR = 2
 EXIT_BUG = 1
-_GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTILINE)
+_TOO_MUCH = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # How long a rank whose connection broke waits for the name of the rank behind it.
 _VERDICT_S = 2.0
@@ -68,7 +76,7 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
         torch.set_num_threads(1)
     try:
         job = start_job(config, environment, accelerator)
-    except (dist.DistError, ValueError) as error:
+    except (dist.DistError, MeetingError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
     former_hook, threading.excepthook = threading.excepthook, _thread_failed
     store = dist.PrefixStore("megatron-adaptive", dist.distributed_c10d._get_default_store())
@@ -161,7 +169,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
         prepare_folder,
     )
     from megatron.adaptive.engine.stop import StopRequest
-    from megatron.adaptive.gpt.setup import build_run
+    from megatron.adaptive.gpt.setup import build_run, require_room
     from megatron.adaptive.rebalance.repartition import resume_partition
     from megatron.adaptive.training.logging import TrainingLog, startup_line
     from megatron.adaptive.training.loop import Trainer, TrainingRun, make_profiler
@@ -170,10 +178,11 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
     config = job.config
     with StopRequest(config.run.exit_duration_in_mins) as stop:
         if job.is_first:
-            print(startup_line(config), flush=True)
+            print(printable(startup_line(config), lines=True), flush=True)
             for line in device_lines(config, job.accelerator):
-                print(line, flush=True)
+                print(printable(line), flush=True)
         check_model_folder(job, config)
+        require_room(config, job.accelerator)
         local = prepare_folder(job, config)
         job = resume_partition(job)
         run = build_run(job)
@@ -238,26 +247,12 @@ def _expected(error: BaseException, rank: int) -> BaseException:
             f"rank {rank} cannot write{where}: {error.strerror}; free space there, or name another "
             "folder with --save"
         )
-    cause: BaseException | None = error
-    while cause is not None:  # libraries wrap it
-        if (reason := _broken_connection(cause)) is not None:
-            return PeerLostError(
-                f"rank {rank} lost its connection with another rank ({reason}), which ended, hangs "
-                "or cannot be reached; the job cannot go on without it, start again from the last "
-                "checkpoint"
-            )
-        cause = cause.__cause__
-    return error
-
-
-def _broken_connection(error: BaseException) -> str | None:
-    """Returns a library's reason for a broken connection, ``None`` for any other error."""
-    text = str(error)
-    if isinstance(error, RuntimeError) and (found := _GLOO.search(text)) is not None:
-        return found[1]
-    if isinstance(error, dist.DistNetworkError) or "ncclRemoteError" in text:
-        return (text.splitlines() or [type(error).__name__])[0]
-    return None
+    if isinstance(error, RuntimeError) and (asked := _TOO_MUCH.search(str(error))):
+        return DeviceMemoryError(
+            f"rank {rank} ran out of memory as it asked for {int(asked[1]) / (1 << 30):,.0f} GiB:"
+            " make the model, its sequences or --micro-batch-size smaller"
+        )
+    return lost_peer(error, rank) or error
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
@@ -278,7 +273,7 @@ def _fail(
         expected = follows = True
     elif expected:
         if _is_first(store):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            say(f"error: {error}", lines=isinstance(error, ScheduleError))
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
     watcher.report(str(error) or type(error).__name__, known=expected)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -35,10 +34,11 @@ with device.quiet_imports():
     from megatron.adaptive.config.arguments import parse
     from megatron.adaptive.config.core import CoreConfig
     from megatron.adaptive.config.environment import Environment
+    from megatron.adaptive.config.outside import say
     from megatron.adaptive.config.trainer import TrainerConfig
     from megatron.adaptive.data.tokenizer import padded_vocab_size
     from megatron.adaptive.engine.deferred_layers import attach_stores
-    from megatron.adaptive.engine.job import no_rendezvous
+    from megatron.adaptive.engine.meeting import MeetingError, no_rendezvous
     from megatron.adaptive.engine.stages import (
         ActivationMeter,
         MegatronStages,
@@ -124,7 +124,7 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
     world = environment.world_size
     try:
         job = start_job(_config(options, 1, 1, world), environment, accelerator)
-    except (dist.DistError, ValueError) as error:
+    except (dist.DistError, MeetingError, ValueError) as error:
         raise no_rendezvous(environment, error) from error
     try:
         accelerator = job.accelerator
@@ -268,7 +268,7 @@ def _measure(
 def _report(job: Any, text: str) -> None:
     """Prints what is measured, for it takes minutes."""
     if job.is_first:
-        print(f"profile: {text}", file=sys.stderr, flush=True)
+        say(f"profile: {text}")
 
 
 def layer_sample(few: Figures, many: Figures) -> Figures:

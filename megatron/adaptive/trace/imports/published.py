@@ -8,6 +8,7 @@ was for the n-th of its computes that need one.
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.adaptive.config.outside import open_file
 from megatron.adaptive.errors import SetupError, TraceError
 from megatron.adaptive.schedule.placement import Placement
 from megatron.adaptive.trace.event import (
@@ -60,7 +62,9 @@ def read_table(path: Path) -> RunTrace:
 
 
 def _csv_columns(path: Path) -> dict[str, Any]:
-    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+    with io.TextIOWrapper(
+        open_file(path), newline="", encoding="utf-8-sig", errors="replace"
+    ) as file:
         rows = csv.reader(file)
         names = next(rows, [])
         cells = list(zip(*rows, strict=False))

@@ -1,0 +1,7 @@
+"""Shares the fixtures of tests that read data."""
+
+from __future__ import annotations
+
+from tests.fixtures import corpus
+
+__all__ = ["corpus"]

@@ -1,0 +1,34 @@
+"""One of two ranks of a ``Pipeline``: the second dies where all add up the loss of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from models import SHARED, knotty, make_batch
+
+from megatron.adaptive import Pipeline
+from megatron.adaptive.errors import PeerLostError
+
+
+def main() -> int:
+    """Trains two steps; returns 0 if the loss of the peer is named."""
+    pipeline = Pipeline(knotty(), make_batch(4), micro_batch_size=2, shared_weights=SHARED)
+    pipeline.step(make_batch(4))
+    if int(os.environ["RANK"]) == 1:
+        update: Any = pipeline._update
+        update.totals = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        pipeline.step(make_batch(4))
+    except PeerLostError as error:
+        print(f"named: {error}", flush=True)
+        os._exit(0)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
