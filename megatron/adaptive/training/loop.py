@@ -318,8 +318,13 @@ class Rebalancing(RunHook):
         is_tuned = settings.pipeline_schedule == "auto"
         if settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1):
             self._repartitioner = Repartitioner(live.run, live.log.message)
-        self._tuner = _tuner_of(live.run, self._repartitioner) if is_tuned else None
+        self._tuner = self._make_tuner() if is_tuned else None
         self._due: Decision | Move | None = None
+
+    def _make_tuner(self) -> Tuner:
+        return _tuner_of(
+            self._live.run, self._repartitioner, lambda text: self._log.message(f"  {text}")
+        )
 
     def after_step(self, step: TrainedStep) -> None:
         times = self._live.step.times
@@ -392,7 +397,7 @@ def _engine_of(run: Run) -> ForwardBackward:
     return run.forward_backward
 
 
-def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
+def _tuner_of(run: Run, layers: Repartitioner | None, say: Callable[[str], None]) -> Tuner:
     config = run.job.config
     settings = config.schedule
     may_cut = settings.partition is None or settings.repartition != "off"
@@ -410,6 +415,7 @@ def _tuner_of(run: Run, layers: Repartitioner | None) -> Tuner:
         cap=settings.activation_cap,
         can_turn=settings.pipeline_placement is None,
         timeout_s=settings.pipeline_timeout_s,
+        say=say,
     )
 
 
