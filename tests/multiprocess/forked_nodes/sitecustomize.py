@@ -24,7 +24,14 @@ import sys
 from typing import Any
 
 MODULE = "megatron.adaptive.cluster.rank_forkserver"
-SCRIPTS = ("pretrain_gpt.py", "slow_rank.py", "gpt_steps.py", "gpu_steps.py", "watched.py")
+SCRIPTS = (
+    "pretrain_gpt.py",
+    "slow_rank.py",
+    "gpt_steps.py",
+    "gpu_steps.py",
+    "watched.py",
+    "pipeline_script.py",
+)
 PROGRAMS = [["-m", "megatron.adaptive", name] for name in ("pretrain-gpt", "profile")]
 LAUNCHERS = [["-m", "torch.distributed.run"], ["-m", "megatron.adaptive", "launch"]]
 SOCKET = "TESTS_NODE_FORKSERVERS"
