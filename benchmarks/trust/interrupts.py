@@ -202,10 +202,20 @@ class RunningJob:
             with contextlib.suppress(psutil.Error):
                 if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(f"{process.pid} {' '.join(process.cmdline())[-100:]}")
-        for name in set(os.listdir(_SHARED)) - self._shared:
-            if set(map(int, re.findall(r"\d+", name)[-4:])) & set(self.family):
-                found.append(f"{_SHARED}/{name}")
-        return found
+        # The watch for hangs removes its folder a second after its rank was killed.
+        end_s = time.monotonic() + LEFT_LIMIT_S
+        while (shared := self._shared_memory()) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return [*found, *shared]
+
+    def _shared_memory(self) -> list[str]:
+        """Returns files of shared memory that were made since and name a process of the job."""
+        names = set(os.listdir(_SHARED)) - self._shared
+        return [
+            f"{_SHARED}/{name}"
+            for name in names
+            if set(map(int, re.findall(r"\d+", name)[-4:])) & set(self.family)
+        ]
 
     def close(self) -> None:
         """Ends whatever is left of it."""

@@ -198,6 +198,7 @@ def _become(peer: int, given: dict[str, Any], first: int, output: int, error: in
         os.environ.update(given["variables"])
         os.chdir(given["folder"])
         if given["words"]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             _name(f"python-{given['pid']}")
             os.dup2(first, 0)
             os.close(first)
